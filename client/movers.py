@@ -57,7 +57,6 @@ class Movers:
         client_number: int = 0,
         *,
         tls: Callable[[], ClientEnd | None] = lambda: None,
-        device_kernel: int = 0,
     ) -> None:
         """
         Args:
@@ -65,7 +64,6 @@ class Movers:
             client_number: as ``Context.client_number``.
             tls: our identity, for nodes that encrypt; None: we have none. Asked again in the child
                 of a fork.
-            device_kernel: as ``ClientConfig.device_kernel``.
 
         Raises:
             TransferEngineError: there is no engine, and no other transport.
@@ -73,7 +71,6 @@ class Movers:
         self._names = names
         self._new_engine = engine if "mooncake" in names else None
         self._new_tls = tls
-        self._kernel_max = device_kernel
         self._make(client_number)
         if self._engine is not None and len(self._transports) == 1:
             self._engine.start()
@@ -89,7 +86,7 @@ class Movers:
         }
         made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]
-        self.devices = ClientDevices(self._kernel_max)
+        self.devices = ClientDevices()
         self.registered = RegisteredMemory()
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""

@@ -107,7 +107,6 @@ class ClientState:
             self._engine if config.protocol else None,
             client_number,
             tls=self._tls,
-            device_kernel=config.device_kernel,
         )
         leases = ReadLeases(config.placements_max)
         self.views = Views(

@@ -24,8 +24,6 @@ from tests.support import apart, costs, fake_device, leaks
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
-KERNELS = "tests/unit/device/kernels"
-"""Likewise where Triton is not installed."""
 ON_THEIR_OWN = {
     ROOT / "tests/containers": "make test-containers",
     ROOT / "tests/packages": "make test-dist",
@@ -107,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: tests lie in one of {', '.join(SUITES)}")
         item.add_marker(suite)
         where = str(item.path.relative_to(ROOT))
-        if suite not in QUICK or where.startswith((*NEED_VLLM, KERNELS)):
+        if suite not in QUICK or where.startswith(NEED_VLLM):
             item.add_marker("slow")
     items.sort(key=lambda item: SUITES.index(item.path.relative_to(root).parts[0]))
 
@@ -170,8 +168,6 @@ def _not_collected(config: pytest.Config) -> list[str]:
         for folder in ENGINES
         if importlib.util.find_spec(folder.name) is None
     ]
-    if importlib.util.find_spec("triton") is None:
-        left_out.append((ROOT / KERNELS, "need Triton: make test-vllm installs it and runs them"))
     if os.environ.get(GPU_VARIABLE) != "1":
         left_out.append((ROOT / "tests/gpu/real", "need a GPU: make test-gpu runs them"))
     left_out += [

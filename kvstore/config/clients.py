@@ -25,7 +25,6 @@ from kvstore.config.values import (
     HeaderName,
     Host,
     Label,
-    Limit,
     LogFormat,
     LogLevel,
     Master,
@@ -72,14 +71,6 @@ class StoreSettings(Config):
         description="tls: over tcp use only nodes that encrypt their data ports, and encrypt the "
         "memory that this process pools; needs auth. off: as each node says, in plain or encrypted "
         "(TLS 1.3). Memory of this host is mapped in any case.",
-    )
-    device_kernel: Limit = Field(
-        default=0,
-        ge=0,
-        le=1 << 20,
-        description="Where the pages of a GPU's cache have at most so many bytes, a kernel "
-        "(Triton) copies them instead of the GPU's copy engines. It takes some of the units that "
-        "an engine computes on. 0: never.",
     )
     verify: Verify = Field(
         default="payload",

@@ -5,14 +5,11 @@ A batch of 1,000 blocks of 64 pages is 64,000 copies. All functions are pure.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.device.driver import PAGE_ALIGNMENT, Numbers
-
-PAGES_MIN: Final = 16
-"""Fewer copies take less time than the start of a kernel."""
+from kvstore.device.driver import Numbers
 
 
 class Copies(NamedTuple):
@@ -37,15 +34,6 @@ def merged(copies: Copies) -> Copies:
         return copies
     at = np.flatnonzero(begins)
     return Copies(device[at], other[at], np.add.reduceat(sizes, at))
-
-
-def are_pages(copies: Copies, bytes_max: int) -> bool:
-    """Whether a kernel copies these faster than copy engines: they are many, have at most
-    ``bytes_max`` bytes on average, and are aligned to ``PAGE_ALIGNMENT``."""
-    count = len(copies.sizes)
-    if count < PAGES_MIN or int(copies.sizes.sum()) > bytes_max * count:
-        return False
-    return not any((each % PAGE_ALIGNMENT).any() for each in copies)
 
 
 def cut(copies: Copies, base: int, window: int) -> Copies:

@@ -48,7 +48,6 @@ _UUID_BYTES = 16
 _IN_STREAM_ORDER = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _OF_DEVICE = 2
-_REACHES_REGISTERED_MEMORY = 91
 _CAPTURE_RELAXED = 2
 
 _Handle = ctypes.c_void_p
@@ -71,7 +70,6 @@ _FUNCTIONS: Final = {
     "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGetCount": [_ToInt],
     "cuDeviceGet": [_ToInt, _Int],
-    "cuDeviceGetAttribute": [_ToInt, _Int, _Int],
     "cuDevicePrimaryCtxRetain": [_ToHandle, _Int],
     "cuCtxPushCurrent_v2": [_Handle],
     "cuCtxPopCurrent_v2": [_ToHandle],
@@ -171,8 +169,6 @@ class CUDADriver:
                 Way.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
-        self._has_kernel = self._reaches_host_memory(device.value)
-        """Whether a kernel copies pages. One failure ends that for good: no compiler, no Triton."""
 
     @property
     def copies_batches(self) -> bool:
@@ -238,23 +234,6 @@ class CUDADriver:
                     self._check("cuMemcpyAsync", status, what)
         return self._record(stream)
 
-    def copy_pages(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event | None:
-        stream = self._streams[way]
-        if not self._has_kernel:
-            return None
-        try:
-            from kvstore.device import kernel  # Triton, which torch for CUDA brings
-
-            with self._current():
-                kernel.queue(self.name, stream, to, source, sizes)
-        except Exception as error:  # noqa: BLE001 - any of Triton's, torch's, the compiler's
-            if type(error).__name__ == "OutOfMemoryError":  # torch's; its module varies
-                return None
-            self._has_kernel = False
-            log.warning("device_without_kernel device=%s reason=%r", self.name, error)
-            return None
-        return self._record(stream)
-
     def _settle_after_error(self, way: Way) -> None:
         """Some copies of a refused batch may be queued: they end before the error is raised."""
         self._library.cuStreamSynchronize(self._streams[way])
@@ -291,7 +270,9 @@ class CUDADriver:
         # For its current stream torch may return memory that this stream still uses. Memory from
         # its pool for our stream is unused, because the host waits for all that runs on ours.
         ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
-        chosen = torch.cuda.device(self.name)  # see kernel.queue
+        # Leaving the stream makes the previous one current again. If that were of another device,
+        # torch would make a context there. So the device is chosen first.
+        chosen = torch.cuda.device(self.name)
         with self._current(), chosen, torch.cuda.stream(ours):
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
         computing = current_stream(self._number)
@@ -347,12 +328,6 @@ class CUDADriver:
         made = _Handle()
         self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
         return made.value or 0
-
-    def _reaches_host_memory(self, device: int) -> bool:
-        """Whether a kernel reaches page-locked memory at its address. Copies always do."""
-        can = _Int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(can), _REACHES_REGISTERED_MEMORY, device)
-        return bool(can.value)
 
     def _batch_function(self) -> Any:
         """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""

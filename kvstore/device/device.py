@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvstore.clocks import uptime
-from kvstore.device.copies import Copies, are_pages, cut
+from kvstore.device.copies import Copies, cut
 from kvstore.device.driver import DeviceDriver, Event, Way
 from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.ring import Ring
@@ -42,20 +42,12 @@ NAP_MAX_S: Final = 500e-6
 class Device:
     """One device of a client: see the module. Threads: any, for all but ``close``."""
 
-    def __init__(
-        self, driver: DeviceDriver, *, ring_bytes: int, locked_max: int, kernel_max: int = 0
-    ) -> None:
-        """
-        Args:
-            ring_bytes: page-locked memory for bytes that cannot be copied where they are.
-            locked_max: the most memory of mapped segments that is page-locked.
-            kernel_max: pages of at most so many bytes are copied by a kernel; 0: none.
-        """
+    def __init__(self, driver: DeviceDriver, *, ring_bytes: int) -> None:
+        """``ring_bytes``: page-locked memory for bytes that cannot be copied where they are."""
         self.name: Final = driver.name
         self.driver: Final = driver
         self.ring: Final = Ring(driver, ring_bytes)
-        self.locks: Final = Locks(driver, locked_max)
-        self._kernel_max = kernel_max
+        self.locks: Final = Locks(driver)
         self._failed = False
         self._is_closed = False
 
@@ -94,10 +86,6 @@ class Device:
             copies = cut(copies, locked.base, WINDOW_BYTES)
         device, other, sizes = copies
         to, source = (other, device) if way is Way.SAVE else (device, other)
-        if self._kernel_max and are_pages(copies, self._kernel_max):
-            queued = self.driver.copy_pages(way, to, source, sizes)
-            if queued is not None:
-                return queued
         return self.driver.copy(way, to, source, sizes)
 
     def copy_ordinary(self, way: Way, copies: Copies) -> Event:

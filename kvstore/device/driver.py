@@ -7,7 +7,7 @@ and its callers say what is copied, in which pieces, and after which other work.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.int64]
 """Addresses, or sizes in bytes; one-dimensional and contiguous."""
-
-PAGE_ALIGNMENT: Final = 16
-"""Alignment of addresses and sizes of a kernel's copies: the bytes that a thread moves at once."""
 
 
 class Event(Protocol):
@@ -72,17 +69,6 @@ class DeviceDriver(Protocol):
     def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         """As ``copy``, for host memory that is not page-locked: slower, and may wait for the copy
         to end."""
-        ...
-
-    def copy_pages(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event | None:
-        """As ``copy``, by a kernel, which is faster where the copies are many and small.
-
-        Args:
-            to: multiples of ``PAGE_ALIGNMENT``, as are ``source`` and ``sizes``.
-
-        Returns:
-            None: there is no kernel for this device, and nothing was queued.
-        """
         ...
 
     def lock(self, address: int, size: int) -> bool:

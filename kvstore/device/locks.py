@@ -1,8 +1,8 @@
 """Segments of this host whose memory a device's driver has page-locked.
 
 Locking all of a large segment takes seconds, and the system may refuse it. So memory is locked in
-windows, each when its first copy is made, up to a bound. The bytes of a window that is not locked
-go through the ring (``kvstore.device.ring``).
+windows, each when its first copy is made. The bytes of a window that is not locked go through the
+ring (``kvstore.device.ring``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from kvstore.memory.raw import address_of
 
 WINDOW_BYTES: Final = 256 << 20
 """Small enough that the call that meets a window first does not wait long for its pages."""
-
-LOCKED_BYTES_MAX: Final = 1 << 40
-"""The most memory of this host's segments that is page-locked for a GPU: more than a host has. It
-grows as they are used; beyond it bytes pass through the ring."""
 
 
 class Locked:
@@ -41,16 +37,13 @@ class Locked:
 class Locks:
     """See the module. Threads: any."""
 
-    def __init__(self, driver: DeviceDriver, bytes_max: int) -> None:
-        """``bytes_max``: the most that is locked in total."""
+    def __init__(self, driver: DeviceDriver) -> None:
         self._driver = driver
-        self._bytes_max = bytes_max
         self._segments: dict[int, Locked] = {}
         """Segments by the ``id`` of their mapped memory, which an entry here keeps alive."""
         self._changing = threading.Lock()
         self._is_closed = False
         self._is_kept = False
-        self.locked_bytes = 0
 
     @contextmanager
     def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[Locked]:
@@ -87,19 +80,9 @@ class Locks:
         start = number * WINDOW_BYTES
         size = min(WINDOW_BYTES, len(segment.memory) - start)
         with segment.locking:
-            if number in segment.windows:
-                return segment.windows[number]
-            with self._changing:
-                has_room = not self._is_closed and self.locked_bytes + size <= self._bytes_max
-                if has_room:
-                    self.locked_bytes += size
-            is_locked = has_room and self._driver.lock(segment.base + start, size)
-            if has_room and not is_locked:
-                with self._changing:
-                    self.locked_bytes -= size
-            if has_room:  # otherwise there may be room when another segment is gone
-                segment.windows[number] = is_locked
-            return is_locked
+            if number not in segment.windows and not self._is_closed:
+                segment.windows[number] = self._driver.lock(segment.base + start, size)
+            return segment.windows.get(number, False)
 
     def sweep(self) -> None:
         """Unlocks segments that are gone, as soon as no copy uses them."""
@@ -128,7 +111,4 @@ class Locks:
         for segment in due.values():
             for number, is_locked in segment.windows.items():
                 if is_locked:
-                    start = number * WINDOW_BYTES
-                    self._driver.unlock(segment.base + start)
-                    with self._changing:
-                        self.locked_bytes -= min(WINDOW_BYTES, len(segment.memory) - start)
+                    self._driver.unlock(segment.base + number * WINDOW_BYTES)

@@ -117,7 +117,7 @@ class DeviceSegment(NodeSegment):
         try:
             os.ftruncate(fd, layout.SUPERBLOCK_BYTES)
             os.posix_fallocate(fd, 0, layout.SUPERBLOCK_BYTES)
-            device = Device(driver_of(device_name), ring_bytes=RING_BYTES, locked_max=0)
+            device = Device(driver_of(device_name), ring_bytes=RING_BYTES)
             base = device.driver.allocate(size)
             try:
                 handle = device.driver.export(base)

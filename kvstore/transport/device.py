@@ -377,7 +377,7 @@ class DeviceTransport(ByMoves):
         driver = driver_of_handle(place.device, place.handle)
         device = self._devices.get(driver.name)
         if device is None:
-            device = Device(driver, ring_bytes=self._ring_bytes, locked_max=0)
+            device = Device(driver, ring_bytes=self._ring_bytes)
             self._devices[driver.name] = device
         return device
 

@@ -88,7 +88,7 @@ class DeviceWay(Way):
     def __init__(self, transport: Transport, *, lock_max: int = 1 << 40) -> None:
         super().__init__(transport)
         self.fake = FakeDriver(eager=True, lock_max=lock_max)
-        self.device = Device(self.fake, ring_bytes=8 * MIB, locked_max=1 << 40)
+        self.device = Device(self.fake, ring_bytes=8 * MIB)
 
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
         deadline = uptime() + seconds

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
@@ -18,7 +17,6 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvstore.client.arguments import Stream
-from kvstore.device.cuda import CUDADriver
 from kvstore.device.drivers import driver_of, use
 from tests.support.fake_device import FakeDriver
 
@@ -73,10 +71,6 @@ class GPU(Protocol):
         """Waits for all that is queued."""
         ...
 
-    def has_used_its_kernel(self) -> bool:
-        """Whether a kernel has copied pages, and has not failed."""
-        ...
-
 
 class RealGPU:
     """Implements ``GPU``."""
@@ -112,11 +106,6 @@ class RealGPU:
 
     def finish(self) -> None:
         torch.cuda.synchronize()
-
-    def has_used_its_kernel(self) -> bool:
-        driver = driver_of(NAME)
-        assert isinstance(driver, CUDADriver)
-        return driver._has_kernel and "kvstore.device.kernel" in sys.modules
 
 
 class FakeGPU:
@@ -154,9 +143,6 @@ class FakeGPU:
 
     def finish(self) -> None:
         self.driver.finish()
-
-    def has_used_its_kernel(self) -> bool:
-        return self.driver.kernels > 0
 
 
 class FakeTensor(torch.Tensor):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from kvstore import Client
 from kvstore.calls import PutOutcome
-from tests.gpu.caches import BLOCK, CASES, LAYER, QUARTER, SPLIT, Cache, Case
+from tests.gpu.caches import BLOCK, CASES, LAYER, SPLIT, Cache, Case
 from tests.gpu.machine import GPU, NAME
 
 OLD, SAVED, OTHER = 9, 1, 5
@@ -76,17 +75,6 @@ def test_blocks_come_back_into_others(gpu: GPU, client: Client, transport: str, 
     others = [block for block in every if block not in filled]
     assert cache.holds(others, others, OLD)
     assert client.stats().transports[transport] >= 2
-
-
-@pytest.mark.parametrize("layout", [SPLIT, LAYER, QUARTER])
-def test_a_kernel_copies_small_pages(
-    gpu: GPU, connect: Callable[..., Client], transport: str, layout: str
-) -> None:
-    """Through a kernel of the GPU come the same bytes."""
-    client = connect(device_kernel="64KiB")
-    cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, layout))
-    blocks_come_back_into_others(gpu, client, cache, cache.saved)
-    assert gpu.has_used_its_kernel()
 
 
 @pytest.mark.parametrize("layout", [SPLIT, BLOCK])

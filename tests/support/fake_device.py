@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvstore.device.driver import PAGE_ALIGNMENT, Event, Numbers, Way
+from kvstore.device.driver import Event, Numbers, Way
 from kvstore.device.drivers import add_kind
 from kvstore.errors import DeviceError
 from kvstore.memory.raw import address_of
@@ -77,9 +77,6 @@ class FakeDriver:
         self.held: set[int | Way] = set()
         """Streams of which no step runs: their first one takes long."""
         self.copied_bytes = 0
-        self.has_kernel = True
-        self.kernels = 0
-        """So often have pages been copied by a kernel."""
 
     # --- what a test does ---------------------------------------------------------------------
 
@@ -134,14 +131,6 @@ class FakeDriver:
 
     def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         return self._copy(way, to, source, sizes, [(0, 1 << 62)])
-
-    def copy_pages(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event | None:
-        for each in (to, source, sizes):
-            assert not (each % PAGE_ALIGNMENT).any(), "a kernel copies whole words"
-        if not self.has_kernel:
-            return None
-        self.kernels += 1
-        return self.copy(way, to, source, sizes)
 
     def lock(self, address: int, size: int) -> bool:
         with self._running:

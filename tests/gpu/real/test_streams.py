@@ -149,35 +149,6 @@ def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:
         driver.release(memory)
 
 
-def test_a_kernel_copies_pages_of_all_sizes(gpu: GPU) -> None:
-    """And not the bytes beside them, between the GPU and the host's memory where it is."""
-    driver = cuda_driver()
-    memory = driver.locked_memory(4 * MIB)
-    host = np.frombuffer(memory, np.uint8)
-    try:
-        chance = np.random.default_rng(1)
-        host[:] = chance.integers(0, 256, len(host))
-        expected = host.copy()
-        starts = 16_384 * np.arange(len(host) // 16_384)
-        sizes = 16 * chance.integers(1, 1_000, len(starts))
-        tensor = gpu.empty(len(host))
-        gpu.finish()
-        at = tensor.data_ptr() + chance.permutation(starts)
-        loaded = driver.copy_pages(Way.LOAD, at, host.ctypes.data + starts, sizes)
-        assert loaded is not None
-        _wait(driver, loaded)
-        assert int((tensor != 0).sum()) <= sizes.sum()
-        host[:] = 7
-        saved = driver.copy_pages(Way.SAVE, host.ctypes.data + starts, at, sizes)
-        assert saved is not None
-        _wait(driver, saved)
-        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-            assert (host[start : start + size] == expected[start : start + size]).all()
-            assert (host[start + size : start + 16_384] == 7).all()
-    finally:
-        driver.release(memory)
-
-
 def _wait(driver: CUDADriver, event: object) -> None:
     while not driver.is_done(event):
         pass

@@ -149,7 +149,7 @@ def test_unregister_waits_for_all_that_the_transports_may_still_write_to(
 def on_devices() -> tuple[RegisteredMemory, Device, list[int]]:
     """Two neighbouring regions and a third of one device, one of another, one of the host."""
     registered = RegisteredMemory()
-    device, other = (Device(FakeDriver(name), ring_bytes=8, locked_max=0) for name in "ab")
+    device, other = (Device(FakeDriver(name), ring_bytes=8) for name in "ab")
     starts = [1 << 20, (1 << 20) + 100, 1 << 30]
     for start in starts:
         registered.add_of(device, start, 100)

@@ -152,7 +152,7 @@ def test_the_copying_device_is_the_one_that_has_the_cache() -> None:
 
     def device_of(name: str) -> Any:
         asked.append(name)
-        return Device(FakeDriver(name), ring_bytes=1 << 20, locked_max=0)
+        return Device(FakeDriver(name), ring_bytes=1 << 20)
 
     geometry = survey(layer_by_layer(1), config(["l0"]))
     assert isinstance(pages_of(geometry, device_of), CPUPages)

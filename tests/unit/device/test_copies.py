@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, merged
+from kvstore.device.copies import Copies, cut, merged
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.errors import InvalidArgumentError
 from tests.support.fake_device import FakeDriver
 
-DEVICE = Device(FakeDriver(), ring_bytes=8, locked_max=0)
+DEVICE = Device(FakeDriver(), ring_bytes=8)
 
 Runs = list[tuple[int, int]]
 runs = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6)
@@ -83,20 +83,3 @@ def test_the_first_bytes_of_a_memory(each: Runs, data: st.DataObject) -> None:
 def test_more_than_a_memory_has(size: int) -> None:
     with pytest.raises(InvalidArgumentError):
         memory([(0, 5)]).first(size)
-
-
-def test_pages_for_a_kernel_are_many_and_small_and_of_whole_words() -> None:
-    def rows(count: int, size: int, shift: int = 0) -> Copies:
-        at = np.arange(count, dtype=np.int64) * 65_536
-        return Copies(at, at + shift, np.full(count, size, np.int64))
-
-    assert are_pages(rows(PAGES_MIN, 4_096), 4_096)
-    assert not are_pages(rows(PAGES_MIN - 1, 4_096), 4_096)
-    assert not are_pages(rows(PAGES_MIN, 4_112), 4_096)
-    assert not are_pages(rows(PAGES_MIN, 4_088), 4_096)
-    assert not are_pages(rows(PAGES_MIN, 4_096, shift=8), 4_096)
-    mixed = rows(PAGES_MIN, 4_080)
-    mixed.sizes[3] += PAGES_MIN * 16  # the average counts
-    assert are_pages(mixed, 4_096)
-    mixed.sizes[3] += 16
-    assert not are_pages(mixed, 4_096)

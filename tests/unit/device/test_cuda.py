@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
 
-KERNEL = "kvstore.device.kernel"
 CONTEXT = 0x77
 INVALID = 1
 NOT_READY = 600
@@ -310,44 +307,6 @@ def test_memory_that_processes_share(library: Recorded) -> None:
     library.fails["cuMemAlloc_v2"] = 2
     with pytest.raises(DeviceError, match=r"cuMemAlloc.* 1024 MiB"):
         owner.allocate(1 << 30)
-
-
-def test_a_kernel_runs_on_the_stream_of_its_way(
-    library: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queued: list[tuple[Any, ...]] = []
-    stand_in = SimpleNamespace(queue=lambda *arguments: queued.append(arguments))
-    monkeypatch.setitem(sys.modules, KERNEL, stand_in)
-    monkeypatch.setattr("kvstore.device.kernel", stand_in, raising=False)
-    driver = CUDADriver(1)
-    to, source, sizes = arrays(20, 32)
-    for way in Way:
-        event = driver.copy_pages(way, addresses(to), addresses(source), sizes)
-        assert event is not None
-        assert driver.is_done(event)
-        device, stream, *rows = queued.pop()
-        assert device == "cuda:1"
-        records = [args for name, args in library.calls if name == "cuEventRecord"]
-        assert records[-1][1] == stream == driver._streams[way]
-        assert [each.tolist() for each in rows] == [
-            each.tolist() for each in (addresses(to), addresses(source), sizes)
-        ]
-    assert library.count("cuMemcpyBatchAsync") == 0
-
-
-def test_without_a_kernel_it_is_said_once(
-    library: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, KERNEL, None)  # as if Triton were not installed
-    monkeypatch.delattr("kvstore.device.kernel", raising=False)
-    driver = CUDADriver(0)
-    to, source, sizes = arrays(20, 32)
-    for _ in range(3):
-        assert driver.copy_pages(Way.SAVE, addresses(to), addresses(source), sizes) is None
-    assert library.count("cuEventRecord") == 0
-    said = [each.getMessage() for each in caplog.records]
-    assert len(said) == 1
-    assert said[0].startswith("device_without_kernel device=cuda:0 ")
 
 
 def test_a_device_without_a_number_is_the_current_one(library: Recorded) -> None:

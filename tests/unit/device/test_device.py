@@ -22,7 +22,7 @@ from tests.support.fake_device import FakeDriver
 
 def made() -> tuple[FakeDriver, Device]:
     driver = FakeDriver()
-    return driver, Device(driver, ring_bytes=8_000, locked_max=1 << 40)
+    return driver, Device(driver, ring_bytes=8_000)
 
 
 def one_copy(driver: FakeDriver, device: Device) -> Copies:
@@ -119,30 +119,10 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
         with pytest.raises(DeviceError, match="did not finish"):
             use_it()
     device.close()
-    assert device.locks.locked_bytes == 4_000
+    assert list(driver.locked.values()) == [4_000]
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "cuda:x", "xpu:0", "cuda:-1"])
 def test_names_that_are_no_device(name: str) -> None:
     with pytest.raises(DeviceError, match="is no device"):
         driver_of(name)
-
-
-@pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_a_kernel_copies_small_pages_where_there_is_one(way: Way, has_kernel: bool) -> None:
-    driver = FakeDriver()
-    driver.has_kernel = has_kernel
-    device = Device(driver, ring_bytes=1 << 20, locked_max=0, kernel_max=64)
-    there = driver.array(16 * 1_000)
-    here = np.frombuffer(device.ring.take(uptime()), np.uint8)
-    source, to = (there, here) if way is Way.SAVE else (here, there)
-    source[: 16 * 64] = np.arange(16 * 64) % 251
-    starts = np.arange(16, dtype=np.int64) * 64
-    copies = Copies(there.ctypes.data + starts, here.ctypes.data + starts, np.full(16, 64))
-    device.settle(device.copy(way, copies), uptime() + 30)
-    assert (to[: 16 * 64] == np.arange(16 * 64) % 251).all()
-    assert driver.kernels == has_kernel
-    larger = Copies(copies.device[::2], copies.other[::2], copies.sizes[::2] * 2)
-    device.settle(device.copy(way, larger), uptime() + 30)
-    assert driver.kernels == has_kernel

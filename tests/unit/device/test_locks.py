@@ -23,7 +23,7 @@ def segment(size: int) -> memoryview:
 
 def test_windows_are_locked_when_they_are_used_first() -> None:
     driver = FakeDriver()
-    locks = Locks(driver, 1 << 40)
+    locks = Locks(driver)
     memory = segment(3 * MIB + 100)
     with locks.of(memory, lambda: True) as locked:
         assert locks.lock(locked, 10, 20)
@@ -35,34 +35,18 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
             locked.base + MIB: MIB,
             locked.base + 3 * MIB: 100,
         }
-    assert locks.locked_bytes == 2 * MIB + 100
+    assert sum(driver.locked.values()) == 2 * MIB + 100
     with locks.of(memory, lambda: True) as again:
         assert again is locked
     locks.close()
-    assert (driver.locked, locks.locked_bytes) == ({}, 0)
+    assert driver.locked == {}
     with locks.of(memory, lambda: True) as late:
         assert not locks.lock(late, 0, 1)  # closed
 
 
-def test_no_more_than_the_bound() -> None:
-    driver = FakeDriver()
-    locks = Locks(driver, MIB)
-    first, second = segment(2 * MIB), segment(MIB)
-    mounted = [True]
-    with locks.of(first, lambda: mounted[0]) as locked:
-        assert locks.lock(locked, 0, 10)
-        assert not locks.lock(locked, 0, MIB + 1)
-    with locks.of(second, lambda: True) as other:
-        assert not locks.lock(other, 0, 10)
-        mounted[0] = False
-        locks.sweep()
-        assert locks.lock(other, 0, 10)  # the first segment has gone, and there is room
-        assert list(driver.locked) == [other.base]
-
-
 def test_what_the_system_refuses_is_not_asked_again() -> None:
     driver = FakeDriver(lock_max=0)
-    locks = Locks(driver, 1 << 40)
+    locks = Locks(driver)
     asked: list[int] = []
     lock = driver.lock
 
@@ -75,12 +59,11 @@ def test_what_the_system_refuses_is_not_asked_again() -> None:
         assert not locks.lock(locked, 0, 10)
         assert not locks.lock(locked, 5, 10)
     assert len(asked) == 1
-    assert locks.locked_bytes == 0
 
 
 def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
     driver = FakeDriver()
-    locks = Locks(driver, 1 << 40)
+    locks = Locks(driver)
     with locks.of(segment(MIB), lambda: False) as locked:
         assert locks.lock(locked, 0, 10)
         locks.sweep()
@@ -91,7 +74,7 @@ def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
 
 def test_what_a_copy_may_use_for_ever_stays_locked() -> None:
     driver = FakeDriver()
-    locks = Locks(driver, 1 << 40)
+    locks = Locks(driver)
     with locks.of(segment(MIB), lambda: False) as locked:
         assert locks.lock(locked, 0, 10)
         locks.keep()

@@ -30,7 +30,7 @@ def fake(request: pytest.FixtureRequest) -> FakeDriver:
 
 @pytest.fixture
 def device(fake: FakeDriver) -> Iterator[Device]:
-    device = Device(fake, ring_bytes=RING_BYTES, locked_max=0)
+    device = Device(fake, ring_bytes=RING_BYTES)
     yield device
     if not device.has_failed:
         assert fake.is_idle, "a copy was left under way"
