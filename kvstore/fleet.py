@@ -21,30 +21,18 @@ from kvstore.limits import FLEET_NAMESPACE, Key, Namespace, is_fleet, of_tenant,
 FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
 
-RECORD_BYTES_MAX: Final = 1 << 20
+RECORD_BYTES_MAX: Final = 1 << 16
 """The largest record; larger objects are not records."""
-
-RECORD_BYTES_MIN: Final = 32
-"""The smallest record: fewer bytes cannot name a model and a namespace."""
 
 RECORDS_MAX: Final = 256
 """Records that a reader takes from one store; further ones are not read."""
 
 ROWS_MAX: Final = 1 << 16
-"""Listed objects that a reader looks at to find the records: anybody may put other objects into
-their namespace."""
-
-LOOKED_AT_MAX: Final = 2_048
-"""Objects that a reader gets to find the records; all have ``LOOKED_AT_BYTES_MAX`` at most."""
-
-LOOKED_AT_BYTES_MAX: Final = 16 << 20
+"""Listed objects that a reader looks at to find the records."""
 
 FLEETS_MAX: Final = 256
-"""Tenants whose records one reader takes: as many as a file of tenants may have. They share the
-bounds above."""
-
-AT_ONCE: Final = 64
-"""Objects that a reader gets in one call."""
+"""Tenants whose records one reader takes: as many as a file of tenants may have. They share
+``RECORDS_MAX``."""
 
 LIFETIME_S: Final = 86_400.0
 """A record expires so long after its last announcement: a crashed engine does not remove it."""
@@ -55,33 +43,21 @@ ANNOUNCED_EVERY_S: Final = 60.0
 SERVES_S: Final = 3 * ANNOUNCED_EVERY_S
 """For so long after its last announcement an engine counts as one that serves."""
 
-FIELDS_MAX: Final = 256
-"""Fields of a description, and differences in a list: a stranger may store any number."""
-
 BLOCK_TOKENS_MAX: Final = 1 << 31
 """Tokens per block: far more than any engine uses, and a number that every format can hold."""
 
 RANKS_MAX: Final = 1_024
 """The greatest ``tp_shards``."""
 
-LEVELS_MAX: Final = 32
-"""Levels of nesting in a description; deeper values are cut off. With a stranger's thousand levels
-every reader would fail that compares the value, or writes it as JSON or as text."""
-
 DEPTH_MAX: Final = 4
 """Levels of nesting that are compared field by field; deeper values are compared as a whole."""
-
-_KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
-"""The end of a record's key: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
 _GROUP: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g([0-9]+)/")
 """The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
 
 _GUESSES: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
 
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "engine": "vllm", "fingerprint": "", "description": {}, "block_size": 0, "format": FORMAT,
-}  # fmt: skip
+_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 
 
 def are_guesses(namespace: str) -> bool:
@@ -209,28 +185,20 @@ def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
     return [Namespace(name) for name in found[:FLEETS_MAX]] or [FLEET_NAMESPACE]
 
 
-def worth_reading(rows: Iterable[ObjectRow], *, fleets: int = 1) -> list[list[Key]]:
-    """Which objects of the fleet's namespace to get, at most ``AT_ONCE`` in a batch, the likely
-    ones first. A reader goes on until it has as many records as it wants: other objects do not
-    count, so that junk does not hide an engine.
+def record_keys(rows: Iterable[ObjectRow], records_max: int = RECORDS_MAX) -> list[Key]:
+    """The keys of the records among listed objects, of which ``ROWS_MAX`` are looked at."""
+    found = (
+        row.key
+        for row in islice(rows, ROWS_MAX)
+        if row.size <= RECORD_BYTES_MAX and row.state == "complete"
+    )
+    return list(islice(found, records_max))
 
-    Args:
-        rows: as listed; ``ROWS_MAX`` of them are looked at.
-        fleets: how many namespaces share the bounds of the reader.
-    """
-    likely: list[ObjectRow] = []
-    others: list[ObjectRow] = []
-    for row in islice(rows, ROWS_MAX // fleets):
-        if RECORD_BYTES_MIN <= row.size <= RECORD_BYTES_MAX and row.state == "complete":
-            (likely if _KEY.search(row.key) else others).append(row)
-    keys: list[Key] = []
-    left = LOOKED_AT_BYTES_MAX // fleets
-    for row in islice((*likely, *others), LOOKED_AT_MAX // fleets):
-        left -= row.size
-        if left < 0:
-            break
-        keys.append(row.key)
-    return [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
+
+def records_of(values: Iterable[object], tenant: str) -> list[Record]:
+    """The records among objects that were got as bytes. Args: as for ``parse``."""
+    parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
+    return [record for record in parsed if record is not None]
 
 
 def parse(data: bytes, *, tenant: str = "") -> Record | None:
@@ -247,7 +215,7 @@ def parse(data: bytes, *, tenant: str = "") -> Record | None:
             models=tuple(value["models"]),
             fingerprint=value["fingerprint"],
             namespaces=tuple(value["namespaces"]),
-            description=_cut(value["description"], LEVELS_MAX),
+            description=value["description"],
             block_size=value["block_size"],
             hashes=_hashes(value),
             format=value["format"],
@@ -260,7 +228,6 @@ def parse(data: bytes, *, tenant: str = "") -> Record | None:
     is_one = (
         bool(record.models)
         and isinstance(record.description, dict)
-        and len(record.description) <= FIELDS_MAX
         and isinstance(value["block_size"], int)
         and 0 <= record.block_size <= BLOCK_TOKENS_MAX
         and all(tenant_of(name) == tenant for name in record.namespaces)
@@ -278,25 +245,12 @@ def _hashes(value: Mapping[str, Any]) -> Hashes | None:
         return None
 
 
-def _cut(value: Any, levels: int) -> Any:
-    """A JSON value in which "..." replaces values that are nested deeper than ``levels``."""
-    if isinstance(value, dict) and levels:
-        return {name: _cut(each, levels - 1) for name, each in value.items()}
-    if isinstance(value, list) and levels:
-        return [_cut(each, levels - 1) for each in value]
-    return "..." if isinstance(value, dict | list) else value
-
-
-def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:
+def differences(
+    ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
+) -> list[Difference]:
     """The fields in which two descriptions differ. If both have a field as a mapping, or as lists
     of equal length, the fields in it are compared: ``groups.0.block_tokens``. Both descriptions
     consist of plain values, as they come out of the store (``as_read``)."""
-    return _differences(ours, theirs)[:FIELDS_MAX]
-
-
-def _differences(
-    ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
-) -> list[Difference]:
     found: list[Difference] = []
     for key in sorted({*ours, *theirs}):
         mine, other = ours.get(key), theirs.get(key)
@@ -305,7 +259,7 @@ def _differences(
         if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
             mine, other = dict(enumerate(mine)), dict(enumerate(other))
         if isinstance(mine, dict) and isinstance(other, dict) and depth < DEPTH_MAX:
-            found += _differences(mine, other, f"{above}{key}.", depth + 1)
+            found += differences(mine, other, f"{above}{key}.", depth + 1)
         else:
             found.append(Difference(f"{above}{key}", mine, other))
     return found

@@ -28,15 +28,12 @@ from kvstore.fleet import (
     Record,
     as_read,
     contrast,
-    parse,
+    record_keys,
+    records_of,
     short_name,
-    worth_reading,
 )
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, of_tenant
 from kvstore.process.background import CLOSE_S, join_all, start_thread
-
-WARNINGS_MAX = 64
-"""After this many warnings one announcement reads no more records: anybody can put records."""
 
 AGAIN_S: Final = 5.0
 """Pause before the next attempt, if the store did not answer."""
@@ -64,23 +61,20 @@ class FleetRecords:
             KVStoreError: the store did not answer.
         """
         prefix, fingerprint = _prefix(record.models), record.fingerprint
-        warnings: list[str] = []
+        own = prefix + fingerprint.encode()
         rows = self._client.list_objects(namespace=self._namespace, prefix=prefix)
-        for keys in worth_reading(rows):
-            if len(warnings) >= WARNINGS_MAX:
-                break
-            others = [key for key in keys if key != prefix + fingerprint.encode()]
-            for other in self._client.get_many(others, namespace=self._namespace, kind="bytes"):
-                if isinstance(other, bytes):
-                    warnings += _warnings(record, other)
+        keys = [key for key in record_keys(rows) if key != own]
+        others = self._client.get_many(keys, namespace=self._namespace, kind="bytes")
+        warnings = [
+            warning
+            for other in records_of(others, record.tenant)
+            if (warning := _warning(record, other))
+        ]
         told = record._replace(format=FORMAT, announced=time.time())
         data = json.dumps({**told._asdict(), **more}, default=str).encode()
         # Only an overwriting put renews the lifetime of an existing record.
         is_due = uptime() >= self._due.get(fingerprint, 0.0)
-        self._client.put(
-            prefix + fingerprint.encode(), data, namespace=self._namespace, ttl=LIFETIME_S,
-            overwrite=is_due,
-        )  # fmt: skip
+        self._client.put(own, data, namespace=self._namespace, ttl=LIFETIME_S, overwrite=is_due)
         if is_due:
             self._due[fingerprint] = uptime() + ANNOUNCED_EVERY_S
         if fingerprint not in self._told:
@@ -169,13 +163,13 @@ class Announcer:
                 pause_s = AGAIN_S
 
 
-def _warnings(ours: Record, raw: bytes) -> list[str]:
-    theirs = parse(raw, tenant=ours.tenant)
-    # Different kinds of engines never share blocks, so this needs no warning.
-    if theirs is None or theirs.engine != ours.engine or theirs.has_ended(time.time()):
-        return []
+def _warning(ours: Record, theirs: Record) -> str:
+    """In what another engine differs; empty: it has ended, or is of another kind, which never
+    shares blocks."""
+    if theirs.engine != ours.engine or theirs.has_ended(time.time()):
+        return ""
     told = contrast(ours.engine, as_read(ours.description), theirs.description).text()
-    return [f"another engine serves {ours.models[0]}, and shares no block with this one: {told}"]
+    return f"another engine serves {ours.models[0]}, and shares no block with this one: {told}"
 
 
 def _prefix(models: Sequence[str]) -> bytes:

@@ -287,6 +287,7 @@ Master = Annotated[
 OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
 Etcd = Annotated[str, As("HOST:PORT,...", is_secret=True), AfterValidator(_etcd)]
 Addresses = Annotated[tuple[str, ...], As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
+Limit = Annotated[int, As("SIZE"), BeforeValidator(_size)]
 Advertise = Annotated[str, As("HOST[:PORT]"), AfterValidator(_advertise)]
 Name = Annotated[str, As("NAME"), AfterValidator(_name)]
 Cluster = Annotated[

@@ -25,7 +25,7 @@ from kvstore.diagnosis.why import (
     select,
 )
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record, fleets_of, parse, worth_reading
+from kvstore.fleet import RECORDS_MAX, Record, fleets_of, record_keys, records_of
 from kvstore.limits import Namespace, tenant_of
 from kvstore.texts import shown_text
 
@@ -213,14 +213,9 @@ def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
     found: list[Record] = []
     share = -(-RECORDS_MAX // len(spaces))
     for space in spaces:
-        here: list[Record] = []
-        for keys in worth_reading(client.list_objects(namespace=space), fleets=len(spaces)):
-            values = client.get_many(keys, namespace=space, kind="bytes")
-            texts = [value for value in values if isinstance(value, bytes)]
-            here += filter(None, (parse(text, tenant=tenant_of(space)) for text in texts))
-            if len(here) >= share:
-                break
-        found += here[:share]
+        keys = record_keys(client.list_objects(namespace=space), share)
+        values = client.get_many(keys, namespace=space, kind="bytes")
+        found += records_of(values, tenant_of(space))
     return found[:RECORDS_MAX]
 
 

@@ -100,7 +100,10 @@ def published(cluster: Cluster) -> Iterator[tuple[Cluster, Subscriber]]:
 
 def test_routers_read_what_is_there(published: tuple[Cluster, Subscriber]) -> None:
     cluster, subscriber = published
-    record = {"models": ["org/model", "m"], "block_size": 16, "namespaces": ["vllm/f/g1/p0t0"]}
+    record = {
+        "models": ["org/model", "m"], "block_size": 16, "namespaces": ["vllm/f/g1/p0t0"],
+        "fingerprint": "f", "description": {},
+    }  # fmt: skip
     client = cluster.client(namespace="vllm/f/g1/p0t0")
     of_a_stranger = {"models": ["\ud800"], "block_size": 1 << 64, "namespaces": ["other"]}
     client.put(b"m/a", json.dumps(of_a_stranger).encode(), namespace=FLEET_NAMESPACE)

@@ -299,17 +299,10 @@ def listed(key: bytes, size: int, state: str = "complete") -> ObjectRow:
     return ObjectRow(FLEET_NAMESPACE, Key(key), size, 1, 1, 0, state)
 
 
-def test_junk_does_not_hide_the_records() -> None:
-    honest = listed(b"model/" + b"0f" * 16, 500)
-    junk = [listed(b"junk%d" % number, 2) for number in range(40_000)]
-    large = [listed(b"large%d" % number, fleet.RECORD_BYTES_MAX + 1) for number in range(10)]
-    like = [listed(b"like%d" % number, 500) for number in range(10_000)]
-    late = listed(b"late", 500, "being_written")
-
-    batches = fleet.worth_reading([*junk, *large, late, *like, honest])
-
-    assert batches[0][0] == honest.key, "what looks like a record comes first"
-    assert max(map(len, batches)) == fleet.AT_ONCE
-    asked = {key for batch in batches for key in batch}
-    assert len(asked) == fleet.LOOKED_AT_MAX
-    assert not asked & {each.key for each in (*junk, *large, late)}
+def test_what_is_no_record_is_not_read() -> None:
+    honest = [listed(b"model/%d" % number, 500) for number in range(3)]
+    large = listed(b"model/large", fleet.RECORD_BYTES_MAX + 1)
+    late = listed(b"model/late", 500, "being_written")
+    found = fleet.record_keys([large, late, *honest])
+    assert found == [each.key for each in honest]
+    assert fleet.record_keys(honest, 2) == found[:2]
