@@ -15,15 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
 from kvstore.connectors.engine.refusals import Refusals
 from kvstore.errors import (
-    BufferMismatchError,
     KVStoreError,
     PermissionDeniedError,
     UnavailableError,
@@ -115,28 +111,6 @@ class Deadline:
             return client.lookup(some, namespace=namespace, timeout_ms=timeout_ms)
 
         return [size for some in slices(keys) for size in self.run(partial(ask, some))]
-
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[NDArray[np.uint8]], namespace: str
-    ) -> list[int | None]:
-        """As ``Client.get_into``, but an object whose size is not that of its buffer is a miss, and
-        the other objects are read all the same."""
-        client = self._guard.client
-
-        def read(at: Sequence[int], size: int) -> list[int | None]:
-            some, targets = [keys[each] for each in at], [buffers[each] for each in at]
-            return self.run(
-                lambda ms: client.get_into(some, targets, namespace=namespace, timeout_ms=ms),
-                size=size,
-            )
-
-        try:
-            return read(range(len(keys)), sum(buffer.nbytes for buffer in buffers))
-        except BufferMismatchError:  # one object is too large; others may be unread because of it
-            sizes = self.lookup(keys, namespace)
-        fits = [at for at, size in enumerate(sizes) if size == buffers[at].nbytes]
-        of = dict(zip(fits, read(fits, 0), strict=True))
-        return [of.get(at) for at in range(len(keys))]
 
 
 def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:

@@ -342,7 +342,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 names = [_name(keys[index]) for index in some]
                 buffers = [memory_of(objects[index]) for index in some]
                 try:
-                    read = deadline.get_into(names, buffers, namespace)
+                    read = deadline.run(
+                        lambda ms, names=names, buffers=buffers, space=namespace: (  # type: ignore[misc]
+                            self._client.get_into(names, buffers, namespace=space, timeout_ms=ms)
+                        ),
+                        size=sum(buffer.nbytes for buffer in buffers),
+                    )
                 except KVStoreError as error:
                     log.debug("%s", error)
                     continue
