@@ -14,10 +14,8 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvstore.breaker import Breaker
@@ -65,9 +63,6 @@ DRAIN_S = 1.0
 ZERO_S = 1.0
 """How long a load waits, after its time-out, to fill a draft model's pages with zeros."""
 
-UNDRAFTED_MAX = 1 << 16
-"""How many blocks without a draft model's pages are remembered."""
-
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
 
@@ -103,9 +98,6 @@ class WorkerSide:
         self._parts = parts
         self._pages = next(iter(parts.values()))
         self._drafts: Mapping[str, Pages] = {}
-        self._undrafted: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        """By group and key: the last blocks of which a draft model's pages were not in the store,
-        and are not what it would compute."""
         self._does_save = saves
         self._lock = threading.Lock()
         self._report = TransferReport()
@@ -410,7 +402,6 @@ class WorkerSide:
             missing = [index for index, size in enumerate(sizes) if size is None]
             if not missing:
                 continue
-            self._note_undrafted(piece.group, [piece.keys[index] for index in missing])
             where = [places[index] for index in missing]
             try:
                 pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
@@ -447,14 +438,6 @@ class WorkerSide:
             for part, pages in self._drafts.items()
             if piece.group in pages.block_bytes
         ]
-
-    def _note_undrafted(self, group: int, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._undrafted[group, key] = None
-                self._undrafted.move_to_end((group, key))
-            while len(self._undrafted) > UNDRAFTED_MAX:
-                self._undrafted.popitem(last=False)
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one block, all parts together."""
@@ -493,8 +476,7 @@ class WorkerSide:
                 return None
             stored &= PutOutcome.BEING_WRITTEN not in outcomes
         for part, pages in self._drafts_of(piece, order):
-            for run in self._drafted(piece):
-                self._store(run, part, pages, order, deadline)
+            self._store(piece, part, pages, order, deadline)
         return stored
 
     def _store(
@@ -517,16 +499,6 @@ class WorkerSide:
             )
 
         return outcomes if left_ms and self._guarded("save", put, left_ms) else None
-
-    def _drafted(self, piece: Run) -> Iterator[Run]:
-        """The runs of these blocks of which a load has not filled the draft model's pages with
-        zeros."""
-        with self._lock:
-            has = [(piece.group, key) not in self._undrafted for key in piece.keys]
-        for is_drafted, indices in groupby(range(len(has)), key=has.__getitem__):
-            if is_drafted:
-                run = list(indices)
-                yield _slice(piece, run[0], run[-1] + 1)
 
     @property
     def _drops(self) -> bool:

@@ -210,7 +210,7 @@ def halves(cache: Cache, *block_ids: int) -> list[tuple[bytes, bytes]]:
 def test_blocks_are_loaded_without_a_draft_models_pages_if_the_store_has_none(
     start: Start, store: kvstore.Client
 ) -> None:
-    ours, theirs, others = Cache(1, second=False), Cache(2), Cache(3)
+    ours, theirs = Cache(1, second=False), Cache(2)
     config: Any = Config([Group(["a"])], BLOCKS)
     bare = start(CPUPages(survey({"a": ours.layers["a"]}, config)))
     assert save(bare, run(0, [1, 2]))
@@ -222,14 +222,6 @@ def test_blocks_are_loaded_without_a_draft_models_pages_if_the_store_has_none(
     model = [mine for mine, _ in halves(ours, 1, 2)]
     assert halves(theirs, 6, 7) == [(each, zeros) for each in model]
     assert halves(theirs, 1, 8) == before
-
-    assert save(worker, run(0, [6, 7, 8]))
-    name = namespace("f", 0, "p0t0.draft-1")
-    assert store.exists_many([b"k0", b"k1", b"k2"], namespace=name) == [False, False, True]
-    again = drafted(start, others)
-    assert load(again, run(0, [3, 4, 5])) == (None, set())
-    assert halves(others, 3, 4, 5) == [*halves(theirs, 6, 7), *before[1:]]
-    store.clear(name)
 
 
 def test_the_pages_of_another_draft_model_are_not_loaded(
