@@ -18,9 +18,8 @@ from bench import mooncake
 from bench.tables import DROP_IN, NATIVE_SHM
 from kvstore.bench.ours import OurDriver
 from kvstore.bench.rows import KIB
-from kvstore.bench.session import EXIST, GET, PUT, Work
+from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import require
-from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvstore.bench.timing import Bytes
@@ -31,7 +30,7 @@ LAYERS: Final = 16
 LATENT: Final = 64
 
 
-class Driver:
+class Driver(StoreDriver):
     """Makes the calls through SGLang's back-ends on one host pool: a back-end per size of pages."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
@@ -76,9 +75,6 @@ class Driver:
         assert op == GET, op
         targets = arange(self._tokens, self._tokens + used)
         return Work(lambda i: backend.batch_get_v1(keys[i % count], targets), _all_well)
-
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        raise InvalidArgumentError("HiCache has no match_prefix")
 
     def remove(self, keys: Sequence[str]) -> None:
         hashes = [_page_hash(key) for key in keys]

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 import kvstore.mooncake
 from bench import mooncake
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, EXIST, PUT, WARM_PIECE, Work
+from kvstore.bench.session import (
+    BATCH,
+    CHAIN_BLOCK_BYTES,
+    EXIST,
+    PUT,
+    WARM_PIECE,
+    StoreDriver,
+    Work,
+)
 from kvstore.bench.timing import memory, require
 from kvstore.errors import StartupError
 
@@ -36,7 +44,7 @@ MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
 
-class Driver:
+class Driver(StoreDriver):
     """A client of one system, behind LMCache. A backend of LMCache has chunks of one size, so there
     is one for each size."""
 
@@ -60,7 +68,7 @@ class Driver:
         """The chunks of the last get, in LMCache's memory."""
 
     @property
-    def target(self) -> Bytes:
+    def target(self) -> Bytes:  # type: ignore[override]
         """The memory to get into. Reading this property copies the chunks of the last get into it,
         which is not timed."""
         at = 0
@@ -86,9 +94,6 @@ class Driver:
             # LMCache does not say whether chunks are stored: ``remove`` finds those that are not.
             return Work(lambda i: backend.put(keys[i % count], chunks), lambda _: None)
         return Work(lambda i: backend.get(keys[i % count]), self._keep)
-
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        raise NotImplementedError("no row behind LMCache matches prefixes")
 
     def remove(self, keys: Sequence[str]) -> None:
         by_size: dict[int, list[str]] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.bench.processes import Children, Program, Servers, connects, free_port
-from kvstore.bench.session import EXIST, GET, PUT, PUT_AT_ONCE, Work
+from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import fill_randomly, memory, require
 from kvstore.errors import NoSpaceError, StartupError
 from kvstore.process import interpreter
@@ -84,7 +84,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
     return Servers({"tcp": address, "shm": f"{HOST}:{data_port}"}, pids)
 
 
-class MooncakeDriver:
+class MooncakeDriver(StoreDriver):
     """Makes the calls of Mooncake's Python client."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
@@ -130,18 +130,8 @@ class MooncakeDriver:
             return Work(lambda i: store.batch_put_from(keys[i % count], pointers, sizes), _all_well)
         return Work(lambda i: store.batch_get_into(keys[i % count], pointers, sizes), _sizes(size))
 
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        """Mooncake has no parents: puts the objects without them."""
-        first = self.source.ctypes.data
-        for start in range(0, len(keys), PUT_AT_ONCE):
-            some = list(keys[start : start + PUT_AT_ONCE])
-            _all_well(self._store.batch_put_from(some, [first] * len(some), [size] * len(some)))
-
     def remove(self, keys: Sequence[str]) -> None:
         self._store.batch_remove(list(keys), True)
-
-    def settle(self) -> None:
-        """Does nothing: memory of objects that are removed by force is free at once."""
 
     def close(self) -> None:
         self._store.close()

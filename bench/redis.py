@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.bench.processes import Children, Servers, free_port
-from kvstore.bench.session import EXIST, GET, MATCH, PUT, PUT_AT_ONCE, Work
+from kvstore.bench.session import EXIST, GET, MATCH, PUT, StoreDriver, Work
 from kvstore.bench.timing import memory, require
 
 PROGRAM = "redis-server"
@@ -53,7 +53,7 @@ def start(children: Children, *flags: str) -> Servers:
     return Servers({"tcp": f"{HOST}:{port}", "shm": socket}, {"storage": server.process.pid})
 
 
-class RedisDriver:
+class RedisDriver(StoreDriver):
     """Makes the calls of redis-py."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
@@ -94,18 +94,9 @@ class RedisDriver:
             return Work(lambda i: client.mget(keys[i % count]), self._copy)
         return Work(lambda i: client.get(keys[i % count][0]), lambda value: self._copy([value]))
 
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        """Redis has no parents: puts the objects without them."""
-        piece = self.source[:size].data
-        for start in range(0, len(keys), PUT_AT_ONCE):
-            _stored(self._client.mset(dict.fromkeys(keys[start : start + PUT_AT_ONCE], piece)))
-
     def remove(self, keys: Sequence[str]) -> None:
-        for start in range(0, len(keys), PUT_AT_ONCE):
-            self._client.delete(*keys[start : start + PUT_AT_ONCE])
-
-    def settle(self) -> None:
-        """Does nothing: ``DEL`` frees the memory before it answers."""
+        if keys:
+            self._client.delete(*keys)
 
     def close(self) -> None:
         self._client.close()

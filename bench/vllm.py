@@ -22,7 +22,7 @@ from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.processes import Children, Servers, start_store
 from kvstore.bench.rows import Row, System
-from kvstore.bench.session import GET, PUT, WARM_PIECE, Work
+from kvstore.bench.session import GET, PUT, WARM_PIECE, StoreDriver, Work
 from kvstore.bench.timing import require
 
 PROMPT_TOKENS: Final = 1_500
@@ -55,8 +55,8 @@ def missing() -> str | None:
     return mooncake.missing()
 
 
-class Driver:
-    """Sends prompts to one engine; an object's key is the name of a prompt."""
+class Driver(StoreDriver):
+    """Sends prompts to one engine; an object's key is the name of a prompt. The store evicts."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, has_store: bool) -> None:
         self.source = self.target = np.ones(memory_bytes, np.uint8)
@@ -74,18 +74,6 @@ class Driver:
             return batches[number][0], fleet.complete(self._address, prompts[number], 1)
 
         return Work(call, self._store_answer if op == PUT else self._check_answer)
-
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        raise NotImplementedError("no row of vLLM matches prefixes")
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """Does nothing: the store evicts."""
-
-    def settle(self) -> None:
-        """Does nothing, as ``remove``."""
-
-    def close(self) -> None:
-        """Does nothing: each request has a connection of its own."""
 
     def _store_answer(self, result: tuple[str, fleet.Completion]) -> None:
         name, answer = result

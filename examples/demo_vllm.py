@@ -88,10 +88,12 @@ class PromptOutcome:
     number: int
     prompt_tokens: int
     block_tokens: int
+    blocks: int
+    """Blocks that can be found."""
     blocks_found: int
     """Blocks that the decoder found in the store: the fewest of all its lookups."""
-    tokens_computed: list[list[int]]
-    """Tokens that the decoder generated alone, for each run."""
+    identical: bool
+    """Whether all runs gave the same tokens, computed and found."""
     tokens_found: list[list[int]]
     """Tokens generated with the prompt from the store, for each run."""
     prefilled_ms: float
@@ -99,28 +101,10 @@ class PromptOutcome:
     computed_ms: list[float]
     found_ms: list[float]
 
-    @property
-    def medians_ms(self) -> tuple[float, float]:
-        """The median when the prompt is computed, and when it is found."""
-        return statistics.median(self.computed_ms), statistics.median(self.found_ms)
-
-    @property
-    def identical(self) -> bool:
-        return all(
-            each == self.tokens_computed[0] for each in (*self.tokens_computed, *self.tokens_found)
-        )
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks that can be found."""
-        return full_blocks(self.prompt_tokens, self.block_tokens)
-
     def problems(self) -> list[str]:
         """Texts that say what is wrong with the outcome."""
-        found = []
         prompt = f"{self.model} prompt {self.number}"
-        if not self.identical:
-            found.append(f"{prompt}: tokens differ")
+        found = [] if self.identical else [f"{prompt}: tokens differ"]
         if self.blocks_found < self.blocks:
             found.append(f"{prompt}: {self.blocks_found} of {self.blocks} blocks found")
         return found
@@ -190,13 +174,8 @@ def main(kind: str, prompts: int, prompt_tokens: int, seed: int, as_json: bool) 
     except KeyboardInterrupt:
         summary, status = "demo: interrupted", 128 + signal.SIGINT
     report = {
-        "ok": status == 0,
-        "summary": summary,
-        "prompts": [
-            {**dataclasses.asdict(each), "identical": each.identical, "blocks": each.blocks}
-            for each in outcomes
-        ],
-    }
+        "ok": status == 0, "summary": summary, "prompts": list(map(dataclasses.asdict, outcomes)),
+    }  # fmt: skip
     click.echo(json.dumps(report) if as_json else summary)
     sys.exit(status)
 
@@ -210,13 +189,16 @@ def act(
     Args:
         outcomes: the outcomes of the prompts are added to it, one by one.
     """
-    found: list[PromptOutcome] = []
     with Children(fleet.environment()) as children:
         running = start(children, console, model, len(prompts), len(prompts[0]), seed)
-        for outcome in run(running, console, prompts):
-            found.append(outcome)
-            outcomes.append(outcome)
-        show(found, counters(running.decoder), console)
+        first = len(outcomes)
+        for number, each in enumerate(prompts):
+            what = f"prompt {number} of {len(prompts) - 1}" if number else "warming up"
+            with _step(console, what):
+                outcome = ask_three_ways(running, number, each)
+            if number:  # the first prompt warms up engines and connections, and is not counted
+                outcomes.append(outcome)
+        show(outcomes[first:], counters(running.decoder), console)
 
 
 def start(
@@ -253,18 +235,6 @@ def start(
     return RunningFleet(model, proxy=proxy.address, decoder=decoder.address)
 
 
-def run(fleet: RunningFleet, console: Console, prompts: list[list[int]]) -> Iterator[PromptOutcome]:
-    """Send each prompt three ways, and yield its outcome.
-
-    The first prompt warms up engines and connections, and is not counted.
-    """
-    for number, each in enumerate(prompts):
-        with _step(console, f"prompt {number} of {len(prompts) - 1}" if number else "warming up"):
-            outcome = ask_three_ways(fleet, number, each)
-        if number:
-            yield outcome
-
-
 def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOutcome:
     """Send a prompt three ways, all through the proxy, so that times differ only by engines' work.
 
@@ -272,7 +242,7 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
     """
     forget(fleet.decoder)
     first = complete(fleet.proxy, ids, NEW_TOKENS)
-    computed, found = [], []
+    computed, found = [], [first]
     for _ in range(TIMED_RUNS):
         forget(fleet.decoder)
         computed.append(complete(fleet.proxy, ids, NEW_TOKENS, params={"no_load": True}))
@@ -280,38 +250,30 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
         found.append(complete(fleet.proxy, ids, NEW_TOKENS))
     block_tokens = fleet.model.block_tokens
     return PromptOutcome(
-        model=fleet.model.name,
-        number=number,
-        prompt_tokens=len(ids),
-        block_tokens=block_tokens,
-        blocks_found=min(each.cached_tokens for each in (first, *found)) // block_tokens,
-        tokens_computed=[each.tokens for each in computed],
-        tokens_found=[each.tokens for each in (first, *found)],
+        model=fleet.model.name, number=number, prompt_tokens=len(ids), block_tokens=block_tokens,
+        blocks=full_blocks(len(ids), block_tokens),
+        blocks_found=min(each.cached_tokens for each in found) // block_tokens,
+        identical=all(each.tokens == first.tokens for each in (*computed, *found)),
+        tokens_found=[each.tokens for each in found],
         computed_ms=[each.first_token_ms for each in computed],
         prefilled_ms=first.first_token_ms,
-        found_ms=[each.first_token_ms for each in found],
-    )
+        found_ms=[each.first_token_ms for each in found[1:]],
+    )  # fmt: skip
 
 
 def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Console) -> None:
     """Print a table with a row per prompt."""
     title = f"{outcomes[0].model}: time to first token"
     table = Table(title=title, title_justify="left")
-    headings = ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio")
-    for column in headings:
+    for column in ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio"):
         table.add_column(column, justify="right")
     for each in outcomes:
-        computed_ms, found_ms = each.medians_ms
+        computed_ms, found_ms = map(statistics.median, (each.computed_ms, each.found_ms))
         table.add_row(
-            f"{each.number}",
-            f"{each.prompt_tokens}",
-            f"{each.blocks_found} of {each.blocks}",
-            "yes" if each.identical else "NO",
-            f"{each.prefilled_ms:.0f} ms",
-            f"{computed_ms:.0f} ms",
-            f"{found_ms:.0f} ms",
-            f"{computed_ms / found_ms:.1f}x",
-        )
+            str(each.number), str(each.prompt_tokens), f"{each.blocks_found} of {each.blocks}",
+            "yes" if each.identical else "NO", f"{each.prefilled_ms:.0f} ms",
+            f"{computed_ms:.0f} ms", f"{found_ms:.0f} ms", f"{computed_ms / found_ms:.1f}x",
+        )  # fmt: skip
     console.print(table)
     console.print(
         f"blocks     full blocks of {outcomes[0].block_tokens} tokens that the decoder found\n"

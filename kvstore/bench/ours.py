@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.bench.processes import Children, Servers, start_store
-from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, StoreDriver, Work
 from kvstore.bench.timing import memory, require
 from kvstore.calls import PutOutcome
 from kvstore.config import ClientConfig
@@ -42,7 +42,7 @@ def own_store(
         yield start_store(children, pool_bytes, flags=flags, node_flags=node_flags)
 
 
-class OurDriver:
+class OurDriver(StoreDriver):
     """Makes the calls by two clients: one asks the master at each get; the other remembers
     placements while they are leased (``GET_AGAIN``)."""
 

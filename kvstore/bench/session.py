@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.bench.timing import CALLS_MAX, processor_seconds, require, time_memcpy, timed
 from kvstore.errors import InvalidArgumentError, NoSpaceError
@@ -37,8 +37,6 @@ READS: Final = (GET, GET_VIEW, GET_AGAIN)
 BATCH = 64
 CHAIN_BLOCKS = 8_192
 CHAIN_BLOCK_BYTES = 4_096
-PUT_AT_ONCE = 1_024
-"""Keys per put of objects that are prepared only so that their keys exist."""
 WARM_PIECE = 1 << 20
 WARM_PART = 0.9
 """The part of the pool that is written once; above 0.95 Mooncake begins to evict."""
@@ -67,18 +65,13 @@ class Work(NamedTuple):
     """Checks the result of a call. Raises InternalError if it is wrong."""
 
 
-class StoreDriver(Protocol):
+class StoreDriver:
     """A client of one system. Use it in one thread."""
 
-    @property
-    def source(self) -> Bytes:
-        """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
-        ...
-
-    @property
-    def target(self) -> Bytes:
-        """The caller's memory to get into, of the same size, touched."""
-        ...
+    source: Bytes
+    """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
+    target: Bytes
+    """The caller's memory to get into, of the same size, touched."""
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
         """Work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches have the
@@ -88,17 +81,24 @@ class StoreDriver(Protocol):
             op: one of the names above that this system has, except ``MEMCPY``.
             size: bytes of each object; key ``i`` of a batch belongs to piece ``i``.
         """
-        ...
+        raise NotImplementedError
+
+    def put_all(self, keys: Sequence[str], size: int) -> None:
+        """Put objects that need only exist."""
+        batches = [keys[start : start + BATCH] for start in range(0, len(keys), BATCH)]
+        work = self.work(PUT, batches, size)
+        for number in range(len(batches)):
+            work.check(work.call(number))
 
     def put_chain(self, keys: Sequence[str], size: int) -> None:
-        """Put objects, each the parent of the next if the system supports parents. All of them have
-        the bytes of piece 0."""
+        """As ``put_all``; each object is the parent of the next if the system supports parents."""
+        self.put_all(keys, size)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove these objects now."""
 
     def settle(self) -> None:
-        """Wait until the memory of all removed objects is free."""
+        """Wait until the memory of all removed objects is free; nothing where it is at once."""
 
     def close(self) -> None:
         """Release all memory and connections."""
@@ -271,12 +271,7 @@ class Session:
             self._make_room(size)
             self._spent -= size
             self._kept += size * 5 // 4  # includes what a system adds to each object
-            if op == MATCH:
-                self.driver.put_chain(keys, CHAIN_BLOCK_BYTES)
-            else:
-                batches = [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
-                work = self.driver.work(PUT, batches, CHAIN_BLOCK_BYTES)
-                for number in range(len(batches)):
-                    work.check(work.call(number))
+            put = self.driver.put_chain if op == MATCH else self.driver.put_all
+            put(keys, CHAIN_BLOCK_BYTES)
             self._keys[op] = keys
         return self._keys[op]

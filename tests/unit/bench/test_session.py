@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.bench.session import CHAIN_BLOCKS, EXIST, GET, MEMCPY, PUT, PUT_FULL, Session, Work
+from kvstore.bench.session import (
+    CHAIN_BLOCKS,
+    EXIST,
+    GET,
+    MEMCPY,
+    PUT,
+    PUT_FULL,
+    Session,
+    StoreDriver,
+    Work,
+)
 from kvstore.bench.timing import memory, percentile, require, timed
 from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
 
@@ -18,7 +28,7 @@ SIZE = 4096
 POOL = 64 << 20
 
 
-class Shelf:
+class Shelf(StoreDriver):
     """A driver that keeps what it is given, and counts what it held at most."""
 
     def __init__(self) -> None:
@@ -48,18 +58,12 @@ class Shelf:
 
         return Work({PUT: put, GET: get, EXIST: exist}[op], check)
 
-    def put_chain(self, keys: Sequence[str], size: int) -> None:
-        self.held.update(dict.fromkeys(keys, self.source[:size]))
-
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             del self.held[key]
 
     def settle(self) -> None:
         self.settled += 1
-
-    def close(self) -> None:
-        pass
 
 
 def test_timing_takes_at_least_three_and_at_most_the_limit() -> None:
