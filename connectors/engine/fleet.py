@@ -98,15 +98,12 @@ class FleetRecords:
 
 class Announcer:
     """A thread that puts fleet records: it retries until the store has taken them, and repeats
-    them every ``every_s``, because records have a lifetime. Threads: any."""
+    them every ``ANNOUNCED_EVERY_S``, because records have a lifetime. Threads: any."""
 
-    def __init__(
-        self, client: Client, log: logging.Logger, *, every_s: float = ANNOUNCED_EVERY_S
-    ) -> None:
+    def __init__(self, client: Client, log: logging.Logger) -> None:
         self._fleet = FleetRecords(client, log)
         self._log = log
         self._refusals = Refusals(log)
-        self._every_s = every_s
         self._news: queue.SimpleQueue[tuple[Record, str, Callable[[], object]] | None] = (
             queue.SimpleQueue()
         )
@@ -151,10 +148,10 @@ class Announcer:
                 for each in [*left.values(), *current.values()]:
                     each()
                 left.clear()
-                pause_s = self._every_s
+                pause_s = ANNOUNCED_EVERY_S
             except PermissionDeniedError as error:
                 self._refusals.tell(error)
-                pause_s = self._every_s
+                pause_s = ANNOUNCED_EVERY_S
             except KVStoreError as error:
                 self._log.log(
                     logging.DEBUG if self._stopping.is_set() else logging.WARNING,

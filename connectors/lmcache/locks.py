@@ -41,8 +41,7 @@ class LookupLocks:
     def __init__(self, guard: Guard, log: logging.Logger) -> None:
         self._guard = guard
         self._log = log
-        self._lock = threading.RLock()  # taken by itself; ``connectors.vllm.lookups`` says why
-        self._changing = threading.Condition(self._lock)
+        self._changing = threading.Condition()
         self._locks: dict[Hashable, _Lock] = {}
         self._closed = False
         self._thread = start_thread("kvstore-lmcache-locks", self._renew_forever)
@@ -56,7 +55,7 @@ class LookupLocks:
     def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
         """Locks objects that were leased just now, given by LMCache's key and the store's key."""
         now = time.monotonic()
-        with self._lock:
+        with self._changing:
             for key, name in found:
                 lock = self._locks.get(key)
                 if lock is None:
@@ -69,7 +68,7 @@ class LookupLocks:
     def remove(self, keys: Sequence[Hashable]) -> None:
         """Releases one lock on each object; objects that are not locked are ignored."""
         unlocked: dict[str, list[bytes]] = {}
-        with self._lock:
+        with self._changing:
             for key in keys:
                 lock = self._locks.get(key)
                 if lock is not None:
@@ -81,14 +80,14 @@ class LookupLocks:
             self._guard.client.release(names, namespace=namespace)
 
     def close(self) -> None:
-        with self._lock:
+        with self._changing:
             self._closed = True
             self._changing.notify()
         join_all([self._thread], CLOSE_S)
 
     def _renew_forever(self) -> None:
         while True:
-            with self._lock:
+            with self._changing:
                 if self._changing.wait_for(lambda: self._closed, RENEW_S / 2):
                     return
                 due = self._due(time.monotonic())

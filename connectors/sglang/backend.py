@@ -83,8 +83,7 @@ class HostPool(NamedTuple):
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """The back-end of one rank. Threads: any. It also works in the child of a fork, which puts no
-    fleet record."""
+    """The back-end of one rank. Threads: any."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None

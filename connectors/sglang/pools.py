@@ -12,8 +12,6 @@ bytes of the whole page of a pool that has only these heads.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -44,8 +42,7 @@ class Targets(NamedTuple):
 
 
 class PoolPages:
-    """The pages of one pool. Registers the pool's memory with the client, and again in the child
-    of a fork. Threads: any."""
+    """The pages of one pool, whose memory it registers with the client. Threads: any."""
 
     def __init__(self, pool: Any, client: Client, *, pieces: int = 1) -> None:
         """
@@ -58,8 +55,6 @@ class PoolPages:
         """
         self._pool = pool
         self._client = client
-        self._registering = threading.Lock()
-        self._process = 0
         self.tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
         """Tokens per page; SGLang names a page by as many indices."""
         self._is_flat = False
@@ -139,7 +134,6 @@ class PoolPages:
         return indices
 
     def _named(self, indices: torch.Tensor, count: int) -> Buffers:
-        self._register()
         addresses, sizes = map(_flattened, self._meta(indices))
         at = self._client.memory_at
         buffers = [at(start, size) for start, size in zip(addresses, sizes, strict=True)]
@@ -154,21 +148,11 @@ class PoolPages:
         return self._pool.get_page_buffer_meta(indices)
 
     def _register(self) -> None:
-        if self._process == os.getpid():
-            return
-        with self._registering:
-            for start, size in _memory_of(self._pool):
-                if not self._is_registered(start, size):
-                    self._client.register(start, size)
-            self._process = os.getpid()
-
-    def _is_registered(self, start: int, size: int) -> bool:
-        """Whether this memory is registered already: pools may share memory."""
-        try:
-            self._client.memory_at(start, size)
-        except InvalidArgumentError:
-            return False
-        return True
+        for start, size in _memory_of(self._pool):
+            try:
+                self._client.memory_at(start, size)
+            except InvalidArgumentError:  # not registered yet: pools may share memory
+                self._client.register(start, size)
 
 
 def _check_split(pool: Any, pieces: int) -> None:

@@ -28,9 +28,6 @@ from kvstore.fleet import Record
 
 log = logging.getLogger("vllm.kvstore")
 
-ANNOUNCE_EVERY_S: Final = 30.0
-"""The announcement is repeated, because a master may restart and the store may evict it."""
-
 NO_PREFIX_CACHING: Final = (
     "prefix caching is off. vLLM turns it off by itself if a model or its attention backend cannot "
     "continue from a cached prefix; loaded blocks would then give wrong tokens. The connector "
@@ -64,7 +61,7 @@ class Identity:
         self.is_doubted = False
         """Whether the workers have to be asked whether their weights still seem to be the same."""
         self.is_off = False
-        self.announcer = Announcer(client, log, every_s=ANNOUNCE_EVERY_S)
+        self.announcer = Announcer(client, log)
         self._core = core
         self._engine = engine
         self._without_draft = without_draft

@@ -117,10 +117,7 @@ class Lookups:
         self._lookups: dict[str, PendingLookup] = {}
         self._waited_s = 0.0
         """In this step."""
-        # Take the lock itself, in one step of the interpreter. In the condition's ``__enter__`` a
-        # signal handler that raises, such as an engine's on SIGTERM, would leave the lock taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._active: list[PendingLookup] = []
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._closing = False
@@ -155,7 +152,7 @@ class Lookups:
             return known
         lookup = PendingLookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
-        with self._lock:
+        with self._changed:
             if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
                 self._answer(lookup, failed=True)
             else:
@@ -183,7 +180,7 @@ class Lookups:
         patience = self._deadline_s + (self._writers_wait_s if is_worth_it else 0)
         if now - lookup.wanted_since < patience:
             return None
-        with self._lock:
+        with self._changed:
             if not lookup.done.is_set():
                 self._count("lookups_late")
                 self._answer(lookup, tokens=lookup.tokens)
@@ -196,7 +193,7 @@ class Lookups:
         """Forgets the answer, and releases its blocks: they were loaded, or will not be."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
-            with self._lock:
+            with self._changed:
                 if not lookup.done.is_set():
                     self._answer(lookup, failed=True)
                 self._hold(lookup, [])
@@ -215,7 +212,7 @@ class Lookups:
         """Runs ``work`` on the lookup thread, between two lookups. Not, if too many errands wait
         already: the future then has a KVStoreError."""
         future: Future[T] = Future()
-        with self._lock:
+        with self._changed:
             if self._closing:
                 future.set_exception(ClosedError("closed"))
             elif len(self._errands) >= PENDING_MAX:
@@ -227,23 +224,23 @@ class Lookups:
 
     def count(self, what: str) -> None:
         """Adds 1 to a counter. Threads: any."""
-        with self._lock:
+        with self._changed:
             self._count(what)
 
     def take_counters(self) -> dict[str, int]:
         """The counters since the last call."""
-        with self._lock:
+        with self._changed:
             counters, self._counters = self._counters, {}
         return counters
 
     def take_latencies_us(self) -> list[int]:
         """The latencies of lookups answered since the last call."""
-        with self._lock:
+        with self._changed:
             times, self._latencies_us = self._latencies_us, []
         return times
 
     def close(self) -> None:
-        with self._lock:
+        with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
@@ -259,7 +256,7 @@ class Lookups:
         log.error(
             "lookups_died: this engine finds no more blocks in the store; restart it: %r", error
         )
-        with self._lock:
+        with self._changed:
             self._closing = True
             for lookup in self._active:
                 self._answer(lookup, failed=True)
@@ -269,7 +266,7 @@ class Lookups:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 due: list[PendingLookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
@@ -298,14 +295,14 @@ class Lookups:
     def _look(self, lookup: PendingLookup) -> None:
         started = self._clock()
         if self.breaker.is_open(started):
-            with self._lock:
+            with self._changed:
                 self._answer(lookup, failed=True)
             return
         try:
             reaches: list[Reach] = []
             tokens, being_written = self._match(lookup.hashes, reaches)
         except KVStoreError as error:
-            with self._lock:
+            with self._changed:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
                 opened = self.breaker.failed(self._clock())
@@ -320,7 +317,7 @@ class Lookups:
             return
         except Exception:  # a bug in the connector must not end the thread
             log.exception("lookup_failed")
-            with self._lock:
+            with self._changed:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
             return
@@ -329,7 +326,7 @@ class Lookups:
         lookup.attempts += 1
         whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
-        with self._lock:
+        with self._changed:
             self._hold(lookup, reaches)
             if lookup.done.is_set():  # forgotten, or answered too late
                 self._hold(lookup, [])

@@ -29,8 +29,7 @@ class Locked:
         self.is_mounted = is_mounted
         self.windows: dict[int, bool] = {}
         """Whether each window could be locked, by its number."""
-        self.users: set[object] = set()
-        """One object per user, who removes it in one step, whatever a signal handler raises."""
+        self.users = 0
         self.locking = threading.Lock()
 
 
@@ -53,19 +52,17 @@ class Locks:
             memory: all of it, the same object for each mapping.
             is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
         """
-        me = object()
-        segment = None
+        with self._changing:
+            segment = self._segments.get(id(memory))
+            if segment is None:
+                segment = self._segments[id(memory)] = Locked(memory, is_mounted)
+            segment.users += 1
         try:
-            with self._changing:
-                segment = self._segments.get(id(memory))
-                if segment is None:
-                    segment = self._segments[id(memory)] = Locked(memory, is_mounted)
-                segment.users.add(me)
             yield segment
         finally:
-            if segment is not None:
-                segment.users.discard(me)
-            if self._is_closed and (segment is None or not segment.users):
+            with self._changing:
+                segment.users -= 1
+            if self._is_closed:
                 self._unlock(lambda segment: True)
 
     def lock(self, segment: Locked, offset: int, size: int) -> bool:

@@ -38,7 +38,7 @@ def telling(event: threading.Event, call: Callable[..., Any]) -> Callable[..., A
 
 
 def in_use(device: Device) -> tuple[int, int]:
-    return device.ring.taken, sum(len(each.users) for each in device.locks._segments.values())
+    return device.ring.taken, sum(each.users for each in device.locks._segments.values())
 
 
 def test_a_get_that_is_cancelled_while_it_waits_touches_nothing(
