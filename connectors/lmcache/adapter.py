@@ -148,14 +148,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Removes the objects that are not locked. LMCache's listeners are told that all of these
         are gone, also those that the store had evicted before."""
-        layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in keys]
-        unlocked = [
-            (key, layout)
-            for key, layout in zip(keys, layouts, strict=True)
-            if layout is not None and key not in self._locks
-        ]
-        for namespace, indices in self._grouped(*_columns(unlocked)).items():
-            for some in slices([unlocked[index][0] for index in indices]):
+        unlocked = [key for key in keys if key not in self._locks]
+        layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in unlocked]
+        for namespace, indices in self._grouped(unlocked, layouts).items():
+            for some in slices([unlocked[index] for index in indices]):
                 names = [_name(key) for key in some]
                 try:
                     self._guard.run(
@@ -442,7 +438,3 @@ def _key(name: bytes, model: str) -> ObjectKey | None:
         return None
     chunk, rank, group, salt = text.split("@")
     return ObjectKey(bytes.fromhex(chunk), model, int(rank, 16), int(group), salt)
-
-
-def _columns(pairs: list[tuple[ObjectKey, Layout]]) -> tuple[list[ObjectKey], list[Layout]]:
-    return [key for key, _ in pairs], [layout for _, layout in pairs]

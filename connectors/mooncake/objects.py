@@ -13,10 +13,10 @@ import numpy as np
 from kvstore.calls import Placements, PutOutcome
 from kvstore.client.sync import Client
 from kvstore.client.values import Payload, Storable
-from kvstore.connectors.engine.guard import Guard
+from kvstore.connectors.engine.guard import Guard, slices
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX
+from kvstore.limits import KEY_BYTES_MAX, REPLICAS_MAX
 from kvstore.native import steps
 
 log = logging.getLogger("kvstore.mooncake")
@@ -152,15 +152,15 @@ class Objects:
         ]
 
     def _put_some(
-        self, items: list[tuple[bytes, Storable]], replicas: int | None, overwrite: bool
+        self, items: Sequence[tuple[bytes, Storable]], replicas: int | None, overwrite: bool
     ) -> dict[bytes, int]:
-        def put(client: Client, timeout_ms: int) -> list[PutOutcome]:
-            return client.put_many(
-                items, replicas=replicas, overwrite=overwrite, partial=True, timeout_ms=timeout_ms
-            )
-
         try:
-            outcomes = self.run(put, size=sum(_size(value) for _, value in items))
+            outcomes = self.run(
+                lambda client, ms: client.put_many(
+                    items, replicas=replicas, overwrite=overwrite, partial=True, timeout_ms=ms
+                ),
+                size=sum(_size(value) for _, value in items),
+            )
         except KVStoreError as error:
             if isinstance(error, ValueTooLargeError) and len(items) > 1:  # other items may fit
                 each = [self._put_some([item], replicas, overwrite) for item in items]
@@ -189,11 +189,11 @@ class Objects:
         return codes
 
     def _get_some(self, names: list[bytes], memories: list[Payload]) -> list[int]:
-        def get(client: Client, timeout_ms: int) -> list[int | None]:
-            return client.get_into(names, memories, timeout_ms=timeout_ms)
-
         try:
-            read = self.run(get, size=sum(_size(memory) for memory in memories))
+            read = self.run(
+                lambda client, ms: client.get_into(names, memories, timeout_ms=ms),
+                size=sum(map(_size, memories)),
+            )
         except BufferMismatchError as error:
             if len(names) == 1:
                 return [code_of(error)]
@@ -227,35 +227,32 @@ class Objects:
             return Code.INVALID_PARAMS
         starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
         ranges = list(zip(starts, memory, strict=True))
-
-        def get(client: Client, timeout_ms: int) -> list[int | None]:
-            return client.get_ranges(name_of(key), ranges, timeout_ms=timeout_ms)
-
-        found = self.ask(get, size=_size(memory))
+        found = self.ask(
+            lambda client, ms: client.get_ranges(name_of(key), ranges, timeout_ms=ms),
+            size=_size(memory),
+        )
         if isinstance(found, Code):
             return found
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
         """Per key the bytes of its payload, or None. Objects that are found are leased."""
-
-        def lookup(client: Client, names: list[bytes], timeout_ms: int) -> list[int | None]:
-            return client.lookup(names, timeout_ms=timeout_ms)
-
-        return self._ask_for_each(keys, lookup, None)
+        return self._ask_for_each(
+            keys, lambda client, names, ms: client.lookup(names, timeout_ms=ms), None
+        )
 
     def are_stored(self, keys: Sequence[str], *, lease: bool = True) -> list[bool] | Code:
         """Per key whether its object is stored. With ``lease`` those that are found are leased."""
-
-        def exist(client: Client, names: list[bytes], timeout_ms: int) -> list[bool]:
-            return client.exists_many(names, lease=lease, timeout_ms=timeout_ms)
-
-        return self._ask_for_each(keys, exist, False)
+        return self._ask_for_each(
+            keys,
+            lambda client, names, ms: client.exists_many(names, lease=lease, timeout_ms=ms),
+            False,
+        )
 
     def _ask_for_each(
         self,
         keys: Sequence[str],
-        call: Callable[[Client, list[bytes], int], list[ResultT]],
+        call: Callable[[Client, Sequence[bytes], int], list[ResultT]],
         absent: ResultT,
     ) -> list[ResultT] | Code:
         """Per key the result of ``call(client, names, timeout_ms)``; ``absent`` for empty keys."""
@@ -276,7 +273,7 @@ class Objects:
             codes |= zip(some, self._remove_some(some), strict=True)
         return [codes.pop(name, Code.OBJECT_NOT_FOUND) for name in names]
 
-    def _remove_some(self, names: list[bytes]) -> list[int]:
+    def _remove_some(self, names: Sequence[bytes]) -> list[int]:
         removed = self.ask(lambda client, ms: client.remove_many(names, timeout_ms=ms))
         if isinstance(removed, Code):
             return [removed] * len(names)
@@ -331,10 +328,6 @@ def _replicas(config: ReplicateConfig) -> int:
     """How many copies to put in memory: one if all were to be elsewhere. 0 is invalid for a put."""
     elsewhere = config.nof_replica_num + config.dfs_replica_num
     return min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)
-
-
-def slices(items: list[ResultT]) -> list[list[ResultT]]:
-    return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 
 def _size(value: Any) -> int:
