@@ -19,7 +19,7 @@ from typing import Final
 
 from kvstore.client.sync import Client
 from kvstore.clocks import uptime
-from kvstore.connectors.engine.refusals import Refusals
+from kvstore.connectors.engine.guard import Refusals
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.fleet import (
     ANNOUNCED_EVERY_S,

@@ -18,7 +18,6 @@ from typing import Final, TypeVar
 from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
-from kvstore.connectors.engine.refusals import Refusals
 from kvstore.errors import (
     KVStoreError,
     PermissionDeniedError,
@@ -32,8 +31,31 @@ DEADLINE_MS: Final = 2_000
 BYTES_PER_MS: Final = 256 << 10
 """The slowest network that is worth loading from. A call that moves 1 GiB may last 4 s longer."""
 
+REFUSALS_MAX: Final = 16
+"""Distinct reasons that are logged. A reason names the namespace, and an engine of several models
+has many."""
+
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+
+
+class Refusals:
+    """Tells an engine's operator that the store refuses its calls, in one line for each reason: an
+    engine makes thousands of such calls. Threads: any."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def tell(self, error: PermissionDeniedError) -> None:
+        """Logs this refusal, unless its text was logged before."""
+        why = str(error)  # as text: the error's frames hold buffers
+        with self._lock:
+            if why in self._told or len(self._told) >= REFUSALS_MAX:
+                return
+            self._told.add(why)
+        self._log.warning("refused_by_the_store, such calls are misses: %s", why)
 
 
 class Guard:

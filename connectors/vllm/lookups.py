@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Reach
-from kvstore.connectors.engine.refusals import Refusals
+from kvstore.connectors.engine.guard import Refusals
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX

@@ -23,7 +23,7 @@ from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.clients import StoreSettings
-from kvstore.connectors.engine.refusals import Refusals
+from kvstore.connectors.engine.guard import Refusals
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Load,

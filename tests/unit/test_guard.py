@@ -9,8 +9,7 @@ from typing import NoReturn
 import pytest
 
 from kvstore.connectors.engine import guard
-from kvstore.connectors.engine.guard import BYTES_PER_MS, Deadline, Guard
-from kvstore.connectors.engine.refusals import TOLD_MAX
+from kvstore.connectors.engine.guard import BYTES_PER_MS, REFUSALS_MAX, Deadline, Guard
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
@@ -96,6 +95,6 @@ def test_each_refusal_is_told_once_and_opens_no_breaker(
     assert guarded.run(lambda _: "asked") == "asked"
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"refused_by_the_store, such calls are misses: may not read {n}" for n in "ab"]
-    for number in range(2 * TOLD_MAX):
+    for number in range(2 * REFUSALS_MAX):
         fails(PermissionDeniedError(f"may not read {number}"), guarded)
-    assert len(caplog.records) == TOLD_MAX
+    assert len(caplog.records) == REFUSALS_MAX
