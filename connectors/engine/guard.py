@@ -19,6 +19,7 @@ from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
 from kvstore.errors import (
+    DeadlineExceededError,
     KVStoreError,
     PermissionDeniedError,
     UnavailableError,
@@ -67,9 +68,17 @@ class Guard:
         self._breaker = Breaker.of_a_store()
         self._changing = threading.Lock()
         self._refusals = Refusals(log)
+        self.openings = 0
+        """How often the breaker has opened."""
 
-    def run(self, call: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
+    def run(
+        self, call: Callable[[int], ResultT], *, size: int = 0, is_short: bool = False
+    ) -> ResultT:
         """Calls ``call(timeout_ms)``, which moves ``size`` bytes, and returns its result.
+
+        Args:
+            is_short: whether the call has little time, so that running out of it does not count
+                against the store.
 
         Raises:
             KVStoreError: from the call.
@@ -81,7 +90,8 @@ class Guard:
         try:
             result = call(self.client.config.timeout_ms + size // BYTES_PER_MS)
         except KVStoreError as error:
-            self._note(error)
+            if not (is_short and isinstance(error, DeadlineExceededError)):
+                self._note(error)
             raise
         with self._changing:
             was_closed = self._breaker.state(time.monotonic()) == "closed"
@@ -98,6 +108,7 @@ class Guard:
                 self._breaker.succeeded()
                 return
             opened = self._breaker.failed(time.monotonic())
+            self.openings += opened
         if opened:
             # As text: the error's frames hold buffers, which a kept log record would keep alive.
             self._log.warning(

@@ -18,12 +18,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvstore.breaker import Breaker
 from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.clients import StoreSettings
-from kvstore.connectors.engine.guard import Refusals
+from kvstore.connectors.engine.guard import Guard
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Load,
@@ -40,7 +39,6 @@ from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.pages import Mark, Pages
 from kvstore.errors import (
     ClosedError,
-    DeadlineExceededError,
     DeviceError,
     KVStoreError,
     PermissionDeniedError,
@@ -120,8 +118,9 @@ class WorkerSide:
         self._begun: Mark = None
         self._runaway: DeviceError | None = None
         """Set if copies did not end: they may still write to blocks that vLLM considers free."""
-        self._refusals = Refusals(log)
-        self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
+        self._guards = {doing: Guard(client, log) for doing in ("load", "save")}
+        self._openings = 0
+        """Of the guards' breakers, when the numbers were taken last."""
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))
             for name, waiting, work, count in (
@@ -265,6 +264,9 @@ class WorkerSide:
         before, self._read_bytes = self._read_bytes, self._client.stats().read_bytes
         for name, size in self._read_bytes.items():
             stats.count(f"load_bytes_{name}", size - before.get(name, 0))
+        opened = sum(guard.openings for guard in self._guards.values())
+        stats.count("breaker_opened", opened - self._openings)
+        self._openings = opened
         return stats
 
     def close(self) -> None:
@@ -319,40 +321,20 @@ class WorkerSide:
             left_ms: the time left for the transfer. If that is less than half of the configured
                 time-out, running out of it does not count against the store.
         """
-        breaker = self._breakers[doing]
-        with self._lock:
-            if breaker.is_open(time.monotonic()):
-                return False
+        is_short = left_ms < TRANSFER_TIMEOUT_MS / 2
         try:
-            transfer()
-        except ClosedError:
-            return False
+            self._guards[doing].run(lambda _: transfer(), is_short=is_short)
         except KVStoreError as error:
             if isinstance(error, DeviceError) and not error.fields.get("settled", 1):
                 self._runaway = error
-            if not isinstance(
-                error, UnavailableError
-            ):  # the store answers, but is full, for example
-                if isinstance(error, PermissionDeniedError):
-                    self._refusals.tell(error)
-                else:
-                    log.warning("%s_failed error=%s", doing, error)
-                return False
-            is_short = left_ms < TRANSFER_TIMEOUT_MS / 2
-            if is_short and isinstance(error, DeadlineExceededError):
-                return False
-            with self._lock:
-                opened = breaker.failed(time.monotonic())
-                self._stats.count("breaker_opened", int(opened))
-            if opened:
-                log.warning("store_not_answering, %s stops for a while: %s", doing, error)
-            return False
+            if not isinstance(error, UnavailableError | ClosedError | PermissionDeniedError):
+                # The store answers, but is full, for example.
+                log.warning("%s_failed error=%s", doing, error)
         except Exception:  # a bug in the connector must not fail the engine's request
             log.exception("%s_failed", doing)
-            return False
-        with self._lock:
-            breaker.succeeded()
-        return True
+        else:
+            return True
+        return False
 
     def _load(self, load: Load, order: _Order) -> None:
         # The time-out covers the whole load, including its wait behind other loads.

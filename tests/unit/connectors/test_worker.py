@@ -539,7 +539,7 @@ def test_a_load_as_a_whole_has_one_time_out(
     assert bad == {2, 3, 4, 5, 6}
     assert given[1] <= given[0] - 1_299 <= 1_101
     assert len(given) == 2
-    assert not worker._breakers["load"]._failures, "the store had too little time"
+    assert not worker._guards["load"]._breaker._failures, "the store had too little time"
 
 
 def test_a_thread_survives_a_bug_and_reports_what_it_did_not_do(
