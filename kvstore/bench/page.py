@@ -1,4 +1,4 @@
-"""Shows the results of a benchmark: as JSON, as a page, and on a terminal.
+"""Writes the results of a benchmark, as JSON and as a page in Markdown, which is printed, too.
 
 The results are a dict, which the JSON file contains: ``machine``, ``load``, and the numbers.
 """
@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
 
 from kvstore._version import __version__
 from kvstore.bench.processes import SIGNALS, ChildError
@@ -34,7 +33,6 @@ Advance = Callable[[str, int], None]
 """
 
 GIT_SECONDS: Final = 5.0
-PAGE_COLUMNS: Final = 150
 
 
 class ResultsTable(NamedTuple):
@@ -65,12 +63,13 @@ def running(steps: int) -> Iterator[Advance]:
 
 
 def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
-    """Prints the page; with ``out``, a folder, also writes page, JSON and picture into it."""
-    show(page.parts)
+    """Prints the page; with ``out``, a folder, also writes page and JSON into it."""
+    text = markdown(page, found)
+    click.echo(text)
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{page.name}.md").write_text(markdown(page, found))
+    (out / f"{page.name}.md").write_text(text)
     (out / f"{page.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     click.echo(f"Written: {out}/{page.name}.md, .json")
 
@@ -89,23 +88,6 @@ def markdown(page: ResultsPage, found: Found) -> str:
             part = "\n".join([lines[0], "|" + "|".join(ends) + "|", *lines[1:]])
         parts.append(part)
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def show(parts: Sequence[str | ResultsTable]) -> None:
-    """Prints the parts on standard output; if that is no terminal, wide enough for all tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PAGE_COLUMNS)
-    for part in parts:
-        if isinstance(part, str):
-            console.print(part, markup=False)
-            continue
-        table = RichTable(box=None, pad_edge=False)
-        for at, column in enumerate(part.columns):
-            table.add_column(column, justify="left" if at in part.left else "right", no_wrap=at > 0)
-        for line in part.lines:
-            table.add_row(*line)
-        console.print(table)
 
 
 def microseconds(value: float) -> str:
