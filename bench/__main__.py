@@ -74,7 +74,7 @@ def main(
         "machine": page.machine(table.packages), "load": [before, os.getloadavg()[0]],
         "table": name, "plan": plan._asdict(), "rows": [each.as_json() for each in results],
     }  # fmt: skip
-    page.publish(harness.page_of(table, results, plan), found, out)
+    page.publish(name, harness.page_of(table, results, plan, found), found, out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 from kvstore.bench.client import ClientProcess, Settings
-from kvstore.bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
+from kvstore.bench.page import Advance, Found, in_words, microseconds, table_of, verdict
 from kvstore.bench.processes import Children
 from kvstore.bench.rows import Row, Table, memory_needed
 from kvstore.bench.session import GET_VIEW, PUT_FULL
@@ -221,7 +221,6 @@ def _busy_loops(count: int) -> Iterator[None]:
 
 # --- the page ----------------------------------------------------------------------------------
 
-LEFT: Final = (0, 1)
 TIME: Final = (
     "Time of one call: P50 and P99, each the median of the rounds. Ratio: the other system's P50"
     " over that of kvstore within a round, the median of the rounds (smallest to largest); above 1"
@@ -233,31 +232,32 @@ PROCESSOR: Final = (
 )
 
 
-def page_of(table: Table, results: Sequence[Result], plan: Plan) -> ResultsPage:
-    peers = results[0].peers
+def page_of(table: Table, results: Sequence[Result], plan: Plan, found: Found) -> str:
+    """The page in Markdown. ``found``: what its JSON file has."""
     names = list(table.systems)
     notes = list(dict.fromkeys(note for each in results for note in each.row.notes))
-    ratios = [text for peer in peers for text in (f"{peer} / {names[0]}", "rounds")]
-    columns = ["work", "path", *(f"{name}, P50 / P99" for name in names), *ratios, "goal", ""]
-    count = len(columns)
-    parts: list[str | ResultsTable] = [
+    ratios = [text for peer in results[0].peers for text in (f"{peer} / {names[0]}", "rounds")]
+    before, after = found["load"]
+    parts = [
+        f"# {table.title}",
+        f"Written by `make bench ARGS='--table {table.name}'`; do not edit."
+        f" {in_words(found['machine'])}\nLoad of the machine {before:.2f} before and {after:.2f}"
+        f" after, {plan.rounds} rounds, {plan.seconds:g} s per row, round and system, pools of"
+        f" {plan.pool_bytes / (1 << 30):g} GiB.",
         TIME,
-        ResultsTable(columns, [_cells(each, notes) for each in results], (*LEFT, count - 1)),
+        table_of(
+            ["work", "path", *(f"{name}, P50 / P99" for name in names), *ratios, "goal", ""],
+            [_cells(each, notes) for each in results],
+        ),
         _summary(results),
         "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1)),
         "## Processor time",
         PROCESSOR.format(processes=", ".join(_processes(results))),
-        ResultsTable(
-            ["work", "path", *names, *ratios, "goal", ""],
-            [_processor_cells(each) for each in results], (*LEFT, count - 1),
+        table_of(
+            ["work", "path", *names, *ratios, "goal", ""], list(map(_processor_cells, results))
         ),
-    ]  # fmt: skip
-    how = (
-        f", {plan.rounds} rounds, {plan.seconds:g} s per row, round and system, pools of"
-        f" {plan.pool_bytes / (1 << 30):g} GiB"
-    )
-    command = f"make bench ARGS='--table {table.name}'"
-    return ResultsPage(table.name, table.title, command, parts, how)
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _cells(result: Result, notes: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
 from rich.console import Console
@@ -35,25 +35,6 @@ Advance = Callable[[str, int], None]
 GIT_SECONDS: Final = 5.0
 
 
-class ResultsTable(NamedTuple):
-    columns: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    left: Sequence[int] = (0,)
-    """Indexes of the columns whose cells are not numbers."""
-
-
-class ResultsPage(NamedTuple):
-    name: str
-    """Name of its files, without their endings."""
-    title: str
-    command: str
-    """The command that writes the page."""
-    parts: Sequence[str | ResultsTable]
-    """Paragraphs, lists, headings (``## ...``) and tables, in their order."""
-    how: str = ""
-    """Text that continues the sentence about the machine's load."""
-
-
 @contextlib.contextmanager
 def running(steps: int) -> Iterator[Advance]:
     """The block of a benchmark: with a progress bar, and ended by every ending signal. An error or
@@ -62,32 +43,23 @@ def running(steps: int) -> Iterator[Advance]:
         yield progress
 
 
-def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
-    """Prints the page; with ``out``, a folder, also writes page and JSON into it."""
-    text = markdown(page, found)
+def publish(name: str, text: str, found: Found, out: Path | None) -> None:
+    """Prints a page; with ``out``, a folder, also writes page and JSON into it."""
     click.echo(text)
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{page.name}.md").write_text(text)
-    (out / f"{page.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    click.echo(f"Written: {out}/{page.name}.md, .json")
+    (out / f"{name}.md").write_text(text)
+    (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    click.echo(f"Written: {out}/{name}.md, .json")
 
 
-def markdown(page: ResultsPage, found: Found) -> str:
-    before, after = found["load"]
-    parts: list[str] = [
-        f"# {page.title}",
-        f"Written by `{page.command}`; do not edit. {in_words(found['machine'])}\n"
-        f"Load of the machine {before:.2f} before and {after:.2f} after{page.how}.",
-    ]
-    for part in page.parts:
-        if isinstance(part, ResultsTable):
-            ends = ["---" if at in part.left else "---:" for at in range(len(part.columns))]
-            lines = ["| " + " | ".join(cells) + " |" for cells in (part.columns, *part.lines)]
-            part = "\n".join([lines[0], "|" + "|".join(ends) + "|", *lines[1:]])
-        parts.append(part)
-    return "\n\n".join(part for part in parts if part) + "\n"
+def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, whose first two columns and whose last one are no numbers."""
+    texts = (0, 1, len(columns) - 1)
+    ends = ["---" if at in texts else "---:" for at in range(len(columns))]
+    rows = ["| " + " | ".join(cells) + " |" for cells in (columns, *lines)]
+    return "\n".join([rows[0], "|" + "|".join(ends) + "|", *rows[1:]])
 
 
 def microseconds(value: float) -> str:

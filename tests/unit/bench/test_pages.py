@@ -6,12 +6,12 @@ import pytest
 
 from bench.tables import ROWS, TABLES
 from kvstore.bench.harness import Plan, Result, Sample, numbers, page_of
-from kvstore.bench.page import markdown
 from kvstore.bench.rows import Row, choose
 from kvstore.bench.session import GET_VIEW, PUT
 from kvstore.bench.timing import Spread
 
 MACHINE = {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1", "date": "2026-01-02"}
+FOUND = {"machine": MACHINE, "load": [0.25, 0.5]}
 PLAN = Plan(3, 0.5, 1 << 30)
 TABLE = TABLES["mooncake"]
 [AGAIN] = choose("get_again", ROWS)
@@ -42,8 +42,7 @@ def test_the_median_decides(theirs: float, met: bool) -> None:
 
 
 def test_the_page_has_a_line_and_its_notes_for_each_row() -> None:
-    page = page_of(TABLE, [result(row, theirs=5.0) for row in ROWS], PLAN)
-    text = markdown(page, {"machine": MACHINE, "load": [0.25, 0.5]})
+    text = page_of(TABLE, [result(row, theirs=5.0) for row in ROWS], PLAN, FOUND)
     for row in ROWS:
         assert f"| {row.title} [" in text
         for note in row.notes:
@@ -53,7 +52,7 @@ def test_the_page_has_a_line_and_its_notes_for_each_row() -> None:
 
 
 def test_a_line_has_times_ratios_and_processor_time() -> None:
-    text = markdown(page_of(TABLE, [result()], PLAN), {"machine": MACHINE, "load": [0.25, 0.5]})
+    text = page_of(TABLE, [result()], PLAN, FOUND)
     for cell in ("leased, 4 KiB [1]", "8.00", "8.00 to 8.00", "1 of 1 goals are met",
                  "10.0 µs / 20.0 µs", "10.0 µs = 8 + 2 + 0", "15.0 µs = 5 + 5 + 5"):  # fmt: skip
         assert cell in text
