@@ -54,8 +54,6 @@ def start(children: Children, *flags: str) -> Servers:
 
 
 class RedisDriver(StoreDriver):
-    """Makes the calls of redis-py."""
-
     def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
         """
         Args:

@@ -88,7 +88,6 @@ class Driver(StoreDriver):
 
 @contextlib.contextmanager
 def _engine(kind: str, pool_bytes: int) -> Iterator[Servers]:
-    """Start an engine and its store."""
     with Children(fleet.environment()) as children:
         model = fleet.make_model(children, seed=0, hidden=HIDDEN, layers=LAYERS)
         store = Servers({}, {})

@@ -52,7 +52,7 @@ class ClientDevices:
     def sweep(self) -> None:
         """Unlocks the memory of segments that are gone."""
         for device in list(self._devices.values()):
-            device.sweep()
+            device.locks.sweep()
 
     def close(self) -> None:
         """Gives page-locked memory back, when no call is under way any more."""

@@ -198,12 +198,10 @@ def judge(scenario: dict[str, Any], produced: Report, consumed: Report) -> tuple
 
 
 def first_token_ms(consumed: Report) -> list[float]:
-    """The median times to the first token: without the store, and with it."""
     return [statistics.median(consumed[f"first_token_{way}_ms"]) for way in ("computed", "reused")]
 
 
 def show(consumed: Report, console: Console) -> None:
-    """Prints the results of both ways side by side."""
     blocks, tokens = consumed["blocks_reused"], consumed["prompt_tokens"]
     computed_ms, reused_ms = first_token_ms(consumed)
     table = Table("", "without the store", "with the store")

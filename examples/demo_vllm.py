@@ -40,8 +40,6 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model of the demonstration."""
-
     kind: str
     """The value of ``--kind`` for ``tiny``."""
     name: str
@@ -102,7 +100,6 @@ class PromptOutcome:
     found_ms: list[float]
 
     def problems(self) -> list[str]:
-        """Texts that say what is wrong with the outcome."""
         prompt = f"{self.model} prompt {self.number}"
         found = [] if self.identical else [f"{prompt}: tokens differ"]
         if self.blocks_found < self.blocks:
@@ -262,7 +259,6 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
 
 
 def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Console) -> None:
-    """Print a table with a row per prompt."""
     title = f"{outcomes[0].model}: time to first token"
     table = Table(title=title, title_justify="left")
     for column in ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio"):

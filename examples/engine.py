@@ -72,8 +72,6 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The result of one prompt."""
-
     tokens: list[int]
     logits: torch.Tensor
     """The logits from which each token was chosen: (tokens, vocabulary)."""
@@ -218,7 +216,6 @@ class KVMemory(Cache):
         self.empty()
 
     def blocks(self, count: int) -> list[torch.Tensor]:
-        """Views of the first ``count`` blocks."""
         starts = range(0, count * BLOCK_TOKENS, BLOCK_TOKENS)
         return [self.tensor[start : start + BLOCK_TOKENS] for start in starts]
 

@@ -45,8 +45,6 @@ ENGINE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Server:
-    """A child process and its address."""
-
     child: Program
     address: str
 
@@ -146,7 +144,6 @@ def proxy_arguments(master: str, prefill: Sequence[str], decode: Sequence[str]) 
 
 
 def engine_ready(children: Children, engine: Server) -> None:
-    """Wait until the engine serves."""
     children.ready(engine.child, r"Application startup complete", ENGINE_SECONDS)
 
 
@@ -192,8 +189,6 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer to a prompt."""
-
     tokens: list[int]
     cached_tokens: int
     """Tokens of the prompt that the answering engine did not compute."""
@@ -287,7 +282,6 @@ def ask(address: str, method: str, path: str) -> str:
 
 
 def _tokens(event: dict[str, Any]) -> list[int]:
-    """The token ids of a streamed event."""
     return [each for choice in event.get("choices") or () for each in choice.get("token_ids") or ()]
 
 

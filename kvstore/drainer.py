@@ -25,8 +25,6 @@ PAUSE_S: Final = 0.2
 
 @dataclass(slots=True)
 class DrainOutcome:
-    """The result of a drain."""
-
     node: str
     moved: int = 0
     """Objects."""

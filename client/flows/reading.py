@@ -123,11 +123,11 @@ class _OnDevice(Target):
     def __init__(self, key: Key, device: Device) -> None:
         super().__init__(key)
         self.device = device
-        self.tensor = device.empty(0)
+        self.tensor = device.driver.empty(0)
 
     def make_room(self, size: int) -> Payload:
         if self.tensor.numel() != size:
-            self.tensor = self.device.empty(size)
+            self.tensor = self.device.driver.empty(size)
         return memory_of(self.device, self.tensor) if size else []
 
     def value(self, kind: Kind | None) -> Found:

@@ -343,7 +343,6 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.put(keys, values, None)
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
-        """Ends the sessions, and drops the collected parts."""
         ended = [self._sessions.end(name) for name in names_of(keys)]
         return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
 
@@ -546,7 +545,6 @@ class MooncakeDistributedStore(Tensors):
         return [int(there) for there in stored]
 
     def get_size(self, key: str) -> int:
-        """Bytes of the value, or a code."""
         sizes = self._objects.lookup([key])
         if isinstance(sizes, Code):
             return sizes

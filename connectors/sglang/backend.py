@@ -276,7 +276,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """``batch_get_v1`` for several pools."""
         del extra_info
         deadline = Deadline(self._guard)
         return {
@@ -308,7 +307,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def get(
         self, key: str, target_location: Any = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """``batch_get`` of one page."""
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
@@ -363,7 +361,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """``batch_set_v1`` for several pools."""
         deadline = Deadline(self._guard)
         return {
             transfer.name: self._answer(
@@ -399,7 +396,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """``batch_set`` of one page."""
         return self.batch_set([key], [value], target_location, target_sizes)
 
     def _write(

@@ -249,7 +249,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.save(orders)
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
-        """Digests of this worker's loaded adapters, by its rank."""
         assert self._adapters is not None, "hello comes first"
         return {worker.rank: self._adapters.digests()}
 
@@ -266,12 +265,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.resume()
 
     def drain(self, worker: Any) -> StillUnderWay:
-        """Lets transfers end; see ``WorkerSide.drain``."""
         del worker
         return self._worker_side.drain()
 
     def forget_failures(self, worker: Any) -> None:
-        """See ``WorkerSide.forget_failures``."""
         del worker
         self._worker_side.forget_failures()
 
@@ -289,7 +286,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin(self._orders())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Orders loads."""
         self._worker_side.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -36,8 +36,6 @@ OF_ADAPTERS: Final = frozenset({"add_lora", "remove_lora", "pin_lora"})
 
 
 class Core:
-    """vLLM's engine core."""
-
     def __init__(self, core: Any) -> None:
         self._core = weakref.ref(core)
         self._executor = core.model_executor

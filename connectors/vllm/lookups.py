@@ -228,13 +228,11 @@ class Lookups:
             self._count(what)
 
     def take_counters(self) -> dict[str, int]:
-        """The counters since the last call."""
         with self._changed:
             counters, self._counters = self._counters, {}
         return counters
 
     def take_latencies_us(self) -> list[int]:
-        """The latencies of lookups answered since the last call."""
         with self._changed:
             times, self._latencies_us = self._latencies_us, []
         return times

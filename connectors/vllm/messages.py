@@ -54,8 +54,6 @@ class Save(NamedTuple):
 
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """The orders of one scheduler step."""
-
     fingerprint: str = ""
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -85,7 +83,6 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """By rank: the number of a check of its weights, and whether they are those identified."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Combines the reports of two workers."""
         assert isinstance(other, TransferReport)
         for number, end in other.saves.items():
             mine = self.saves.get(number, SaveEnd(0, 0))
@@ -110,8 +107,6 @@ class StillUnderWay:
 
 @dataclass
 class WorkerIdentity:
-    """A worker's identity."""
-
     layout: str
     """Digest of the layout of a block's bytes; see ``pages``."""
     groups: list[int]

@@ -85,7 +85,6 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
             times.append(microseconds)
 
     def add(self, what: str, seconds: float, *, blocks: int, size: int, failed: int) -> None:
-        """Adds one ``load`` or ``save``."""
         self.count(f"{what}_blocks", blocks)
         self.count(f"{what}_bytes", size)
         self.count(f"{what}_failures", failed)

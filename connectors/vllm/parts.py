@@ -23,8 +23,6 @@ Caches = Mapping[str, "torch.Tensor"]
 
 
 class Parts:
-    """See the module."""
-
     def __init__(
         self, caches: Caches, names: Sequence[str], vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig, groups: Groups, split: Split,

@@ -380,7 +380,6 @@ class Scheduler:
         self._lookups.errand(pin).add_done_callback(pinned)
 
     def _listen(self) -> None:
-        """Starts to listen to events of the current namespaces."""
         groups = {name: group for group, names in self._namespaces.items() for name in names}
         for each in self._listeners:
             each.stop()

@@ -70,8 +70,6 @@ OF_A_LAYER: Final = (
 
 
 class WorkerWeights(NamedTuple):
-    """The weights of one worker."""
-
     digest: str
     in_memory: str
     """As ``digest``, without what is read by a multiplication."""
@@ -373,7 +371,6 @@ class Adapters:
         )
 
     def digests(self) -> dict[int, str]:
-        """The digest of each loaded adapter, by its id."""
         if self._manager is None:
             return {}
         before, self._digests = self._digests, {}

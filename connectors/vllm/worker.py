@@ -377,7 +377,6 @@ class WorkerSide:
         return arrived
 
     def _get_drafts(self, piece: Run, order: _Order, deadline: float) -> None:
-        """Fills a draft model's pages of these blocks."""
         places = self._groups.places(piece)
         for part, pages in self._drafts_of(piece, order):
             sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(places)
@@ -422,7 +421,6 @@ class WorkerSide:
         ]
 
     def _block_bytes(self, group: int) -> int:
-        """Bytes of one block, all parts together."""
         return sum(pages.block_bytes[group] for pages in self._parts.values())
 
     def _save(self, save: Save, order: _Order) -> None:
@@ -514,14 +512,12 @@ def _pieces(run: Run) -> list[Run]:
 
 
 def _slice(run: Run, start: int, stop: int) -> Run:
-    """The run of some of its objects."""
     parent = run.keys[start - 1] if start else run.parent
     keys, blocks = run.keys[start:stop], run.block_ids[start:stop]
     return Run(run.group, keys, blocks, run.first + start, parent)
 
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:
-    """The settings of the connector's clients."""
     shared = {name: getattr(config, name) for name in StoreSettings.model_fields}
     own = {
         "timeout_ms": timeout_ms, "placements_max": 0,

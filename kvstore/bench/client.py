@@ -26,8 +26,6 @@ CLOSE_SECONDS: Final = 20.0
 
 
 class Settings(NamedTuple):
-    """Settings of a client process."""
-
     driver: str
     """``module:Class``."""
     options: dict[str, Any]
@@ -87,7 +85,6 @@ class ClientProcess:
         return samples
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
-        """``prepare``, ``go`` and ``samples`` in one."""
         self.prepare(op, size, batch, seconds)
         self.go()
         return self.samples()

@@ -28,8 +28,6 @@ FOUND_MIN: Final = 0.001
 
 
 class Plan(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     seconds: float
     """Time per row, round and system."""
@@ -306,7 +304,6 @@ def _processes(results: Sequence[Result]) -> list[str]:
 
 
 def _summary(results: Sequence[Result]) -> str:
-    """How many goals are met, and which are not."""
     missed = [f"{each.row.title} ({each.row.mode})" for each in results if not each.met]
     text = f"{len(results) - len(missed)} of {len(results)} goals are met."
     return text + (f" Not met: {'; '.join(missed)}." if missed else "")

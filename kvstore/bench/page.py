@@ -95,7 +95,6 @@ def machine(packages: Sequence[str] = ()) -> dict[str, str | int]:
 
 
 def in_words(found: dict[str, str | int]) -> str:
-    """The result of ``machine`` as one sentence."""
     known = dict(found)
     date = known.pop("date", None)
     cores, memory = known.pop("cores"), known.pop("memory_gib")

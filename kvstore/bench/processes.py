@@ -142,7 +142,6 @@ class Children:
         raise AssertionError("unreachable")
 
     def result(self, child: Program, seconds: float) -> str:
-        """Wait until a job has ended well; returns its standard output."""
         for _ in self._polls(child, seconds, "was not done"):
             status = child.process.poll()
             if status == 0:
@@ -181,8 +180,6 @@ class Children:
 
 
 class Servers(NamedTuple):
-    """Running processes of a system."""
-
     addresses: dict[str, str]
     """For clients, by mode; ``tcp`` is for every mode that is absent."""
     pids: dict[str, int]
@@ -254,7 +251,6 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def connects(host: str, port: int) -> bool:
-    """Whether a process listens on this port."""
     with socket.socket() as asked:
         return asked.connect_ex((host, port)) == 0
 

@@ -129,7 +129,6 @@ class Table:
     """The servers of all rounds are the same, because they take minutes to start."""
 
     def with_systems(self, names: Sequence[str]) -> Self:
-        """The table with some of its systems."""
         return replace(self, systems={name: self.systems[name] for name in names})
 
 
@@ -169,7 +168,6 @@ def memory_needed(rows: Sequence[Row]) -> int:
 
 
 def rows_of_host(modes: Sequence[str]) -> tuple[Row, ...]:
-    """The rows of ``kvstore bench``."""
     sizes = (4 * KIB, 64 * KIB, MIB, 4 * MIB)
     rows = []
     for mode in modes:

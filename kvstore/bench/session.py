@@ -57,8 +57,6 @@ READ_AFTER = 1 / 8
 
 
 class Work(NamedTuple):
-    """One kind of call, ready to be repeated."""
-
     call: Callable[[int], Any]
     """The timed call; its argument is the call's number."""
     check: Callable[[Any], None]

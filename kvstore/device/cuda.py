@@ -401,8 +401,6 @@ def library() -> ctypes.CDLL:
 
 
 class Probed(NamedTuple):
-    """What a device can do."""
-
     name: str
     copies_batches: bool
     """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""

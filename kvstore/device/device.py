@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvstore.clocks import uptime
 from kvstore.device.copies import Copies, cut
@@ -20,9 +20,6 @@ from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.ring import Ring
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.stopping import current
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("kvstore.device")
 
@@ -126,13 +123,6 @@ class Device:
         finally:
             if not self._failed:
                 self.ring.give(slot)
-
-    def empty(self, size: int) -> torch.Tensor:
-        """As ``DeviceDriver.empty``."""
-        return self.driver.empty(size)
-
-    def sweep(self) -> None:
-        self.locks.sweep()
 
     def close(self) -> None:
         """Gives page-locked memory back, except what copies under way use. Calls in ``wait`` fail.
