@@ -261,7 +261,15 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             for some in slices(indices):
                 named, of = [keys[index] for index in some], [objects[index] for index in some]
                 outcomes = self._put(deadline, namespace, named, of)
-                moved += self._tell_stored(namespace, named, of, outcomes)
+                sizes = {
+                    key: each.get_size()
+                    for key, each, outcome in zip(named, of, outcomes, strict=True)
+                    if outcome is PutOutcome.STORED
+                }
+                if sizes:
+                    *_, self._sizes[namespace] = sizes.values()
+                    self._notify_keys_stored(list(sizes), list(sizes.values()))
+                moved += sum(sizes.values())
                 found = sum(outcome in _THERE for outcome in outcomes)
                 there += found
                 if found < len(some):
@@ -286,21 +294,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         )
         named = dict(zip(values, outcomes, strict=True))
         return [named[name] for name in names]
-
-    def _tell_stored(
-        self,
-        namespace: str,
-        keys: Sequence[ObjectKey],
-        objects: Sequence[MemoryObj],
-        outcomes: Sequence[PutOutcome],
-    ) -> int:
-        """Tells LMCache's listeners which objects are new; returns the bytes of these."""
-        new = [index for index, each in enumerate(outcomes) if each is PutOutcome.STORED]
-        sizes = [objects[index].get_size() for index in new]
-        if new:
-            self._sizes[namespace] = sizes[-1]
-            self._notify_keys_stored([keys[index] for index in new], sizes)
-        return sum(sizes)
 
     def _look_up(
         self, keys: list[ObjectKey], descriptions: Mapping[int, MemoryLayoutDesc]

@@ -208,18 +208,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools[PoolName.KV if self._zero_copy else _FLAT]
         leading = len(keys)
         for part in pool.parts:
-            leading = self._leading_in(deadline, part, pool.names(keys[:leading]))
+            names = pool.names(keys[:leading])
+            if not names:
+                break
+            # A chain is matched in O(log n). The rest may be stored without the pages before it.
+            leading = deadline.run(partial(self._match, self._namespace(part), names))
+            leading += _run(self._found(deadline, part, names[leading:]))
         return leading
 
-    def _leading_in(self, deadline: Deadline, part: str, names: Sequence[str]) -> int:
-        if not names:
-            return 0
-        namespace, client = self._namespace(part), self._guard.client
-        # A chain is matched in O(log n). The rest may be stored without the pages before it.
-        leading = deadline.run(
-            lambda ms: client.match_prefix(names, namespace=namespace, timeout_ms=ms)
-        )
-        return leading + _run(self._found(deadline, part, names[leading:]))
+    def _match(self, namespace: str, names: Sequence[str], timeout_ms: int) -> int:
+        client = self._guard.client
+        return client.match_prefix(names, namespace=namespace, timeout_ms=timeout_ms)
 
     def _restorable(
         self, deadline: Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
@@ -324,26 +323,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def _get(
         self, deadline: Deadline, pool: HostPool, keys: Sequence[str], buffers: Buffers
     ) -> list[bool]:
-        start = time.monotonic()
-        there = [True] * len(keys)
+        start, client = time.monotonic(), self._guard.client
+        there, names = [True] * len(keys), pool.names(keys)
         for part, pieces in zip(pool.parts, _pieces(buffers, len(pool.parts))):
-            found = self._get_from(deadline, part, pool.names(keys), pieces)
-            there = [so_far and is_there for so_far, is_there in zip(there, found)]
+            get = partial(client.get_into, names, pieces, namespace=self._namespace(part))
+            sizes = list(map(_size, pieces))
+            found = deadline.run(lambda ms, get=get: get(timeout_ms=ms), size=sum(sizes))  # type: ignore[misc]
+            there = [
+                so_far and read == size
+                for so_far, read, size in zip(there, found, sizes, strict=True)
+            ]
         if self._config.enable_storage_metrics:
             moved = sum(_size(page) for page, is_there in zip(buffers, there) if is_there)
             self._figures.read(sum(there), moved, time.monotonic() - start)
         return there
-
-    def _get_from(
-        self, deadline: Deadline, part: str, names: Sequence[str], buffers: Buffers
-    ) -> list[bool]:
-        namespace, client = self._namespace(part), self._guard.client
-        sizes = [_size(each) for each in buffers]
-        found = deadline.run(
-            lambda ms: client.get_into(names, buffers, namespace=namespace, timeout_ms=ms),
-            size=sum(sizes),
-        )
-        return [read == size for read, size in zip(found, sizes, strict=True)]
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -426,10 +419,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         values: Buffers,
         parent: str | None,
     ) -> list[bool]:
-        start = time.monotonic()
-        there, written = [True] * len(keys), [False] * len(keys)
+        start, client = time.monotonic(), self._guard.client
+        there, written, names = [True] * len(keys), [False] * len(keys), pool.names(keys)
         for part, pieces in zip(pool.parts, _pieces(values, len(pool.parts))):
-            outcomes = self._put_to(deadline, part, pool.names(keys), pieces, parent)
+            put = partial(
+                client.put_chain, names, pieces, namespace=self._namespace(part), parent=parent,
+                partial=True,
+            )  # fmt: skip
+            size = sum(map(_size, pieces))
+            outcomes = deadline.run(lambda ms, put=put: put(timeout_ms=ms), size=size)  # type: ignore[misc]
             for page, outcome in enumerate(outcomes):
                 there[page] &= outcome in _THERE
                 written[page] |= outcome is PutOutcome.STORED
@@ -437,22 +435,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             moved = sum(map(_size, values)) * sum(written) // len(keys)
             self._figures.wrote(sum(written), moved, time.monotonic() - start)
         return there
-
-    def _put_to(
-        self,
-        deadline: Deadline,
-        part: str,
-        names: Sequence[str],
-        values: Buffers,
-        parent: str | None,
-    ) -> list[PutOutcome]:
-        namespace, client = self._namespace(part), self._guard.client
-        return deadline.run(
-            lambda ms: client.put_chain(
-                names, values, namespace=namespace, parent=parent, partial=True, timeout_ms=ms
-            ),
-            size=sum(map(_size, values)),
-        )
 
     # --- life ---------------------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ def read_config(
             ``mooncake.json`` is used, and neither it nor another source names a master.
     """
     environ = os.environ if environ is None else environ
-    own = _own(extra)
+    mooncake_keys.tell_ignored(extra, OF_VLLM, log)
+    own = {RENAMED.get(key, key): extra[key] for key in extra if key not in OF_VLLM}
     config = load(ConnectorConfig, own, environ=environ, origin="kv_connector_extra_config")
     given = config.model_fields_set
     more: dict[str, Any] = {}
@@ -78,15 +79,6 @@ def read_config(
     return load(
         ConnectorConfig, {**own, **more}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
     )
-
-
-def _own(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are this connector's, and those that it refuses."""
-    mooncake_keys.tell_ignored(extra, OF_VLLM, log)
-    renamed = {name: extra[old] for old, name in RENAMED.items() if old in extra}
-    return renamed | {
-        key: value for key, value in extra.items() if key not in OF_VLLM and key not in RENAMED
-    }
 
 
 def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
