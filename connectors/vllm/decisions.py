@@ -68,8 +68,6 @@ class Tracked:
     """The most external tokens that vLLM is told after a load has failed."""
     failed_loads: int = 0
     failed_saves: int = 0
-    promised: int | None = None
-    """Tokens before the first block that can no longer be saved; None: all blocks can be."""
     is_stale: bool = False
     """Whether some of its blocks were computed with weights that have been replaced."""
     smaller: Derived = field(default_factory=Derived)
@@ -332,7 +330,6 @@ class Decisions:
             if not self._is_news(tracked, tokens):
                 return []
         runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-        self._note_holes(tracked, table, tokens)
         if runs:
             for group, size in self._groups.chains.items():
                 tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
@@ -368,17 +365,6 @@ class Decisions:
             tracked.state_tokens = tokens
             self._count("saved_states")
         return runs
-
-    def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
-        """Notes blocks that a sliding window passed before they were saved. Engines must not be
-        told to wait for the tokens after them."""
-        for group, objects in self._groups.chains.items():
-            size = self._groups.block_tokens[group]
-            first = tracked.saved.get(group, 0) * objects // size
-            if NULL_BLOCK in table[group][first : tokens // size]:
-                hole = table[group].index(NULL_BLOCK, first) * size
-                known = tracked.promised
-                tracked.promised = hole if known is None else min(known, hole)
 
     def _is_news(self, tracked: Tracked, tokens: int) -> bool:
         """Whether a block of these tokens is not saved in some group. In most steps this is false
@@ -568,8 +554,6 @@ class Decisions:
         """How many leading tokens the store has or will have, as far as this engine knows."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
-        if tracked.promised is not None:
-            tokens = min(tokens, tracked.promised)
         return self._groups.whole(tokens)
 
     def moved(self) -> None:

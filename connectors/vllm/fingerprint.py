@@ -21,6 +21,7 @@ from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.connectors.vllm.states import is_state, shard_shapes
 from kvstore.errors import ConfigError
 from kvstore.fingerprint import LOADED, LoadedFiles, digest, meaningful, unidentified
+from kvstore.fleet import short_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -215,7 +216,7 @@ def weights_id(vllm_config: VllmConfig, models: Mapping[str, object], *, name: s
 
 def _origin(model: Any, load_format: str, loaded: Sequence[LoadedFiles]) -> str:
     if load_format == "dummy":
-        return f"dummy seed={model.seed} of {_name(model.model)}"
+        return f"dummy seed={model.seed} of {short_name(model.model)}"
     if not loaded:
         raise unidentified(
             f"it is not known which files were loaded of {model.model}: load_format is "
@@ -299,7 +300,3 @@ def _processor(model: Any) -> str:
 
 def _plain(value: object) -> object:
     return value if isinstance(value, dict | list | bool | int | float | None) else str(value)
-
-
-def _name(model: str) -> str:
-    return model.rstrip("/").rsplit("/", 1)[-1]

@@ -659,19 +659,7 @@ def test_what_may_not_be_loaded_is_not_asked_for() -> None:
     assert engine.asked.wanted[-1] == ("r", 2, 0)
 
 
-# --- holes, and saves that hang -------------------------------------------------------------------
-
-
-def test_nobody_is_told_to_wait_for_what_comes_after_a_block_that_was_not_saved() -> None:
-    engine = Engine()
-    request = engine.add("r", 40)
-    engine.allocate(request, 40)
-    table = engine.tables["r"].tables[0]
-    engine.pool.free_blocks([engine.pool.blocks[table[3]]])
-    table[3] = NULL_BLOCK  # the window has passed it
-    assert saved(engine.step({"r": 40})) == {0: [0, 1, 2, 4, 5, 6, 7, 8, 9]}
-    engine.report_all()
-    assert engine.finish(request) == {"stored_tokens": 12}
+# --- saves that hang ------------------------------------------------------------------------------
 
 
 def test_a_save_that_hangs_does_not_keep_an_idle_engine_stepping(
