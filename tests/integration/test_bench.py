@@ -13,7 +13,6 @@ from bench.tables import TABLES
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.harness import Plan, Result, measure, page_of
 from kvstore.bench.ours import own_store
-from kvstore.bench.page import markdown
 from kvstore.bench.processes import ChildError, Children
 from kvstore.bench.rows import MODES, SHM, TCP, choose
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
@@ -101,9 +100,9 @@ def test_redis_side_by_side() -> None:
         [sample] = each.samples["Redis"]
         assert sample.processor_us.keys() == {"client", "storage"}
         assert min(sample.processor_us.values()) > 0
-    page = page_of(TABLES["redis"], results, Plan(1, 0.01, POOL))
-    text = markdown(page, {"machine": {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"},
-                           "load": [0.0, 0.0]})  # fmt: skip
+    machine = {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"}
+    found = {"machine": machine, "load": [0.0, 0.0]}
+    text = page_of(TABLES["redis"], results, Plan(1, 0.01, POOL), found)
     assert "| work | path | kvstore, P50 / P99 | Redis, P50 / P99 |" in text
     assert "Mooncake" not in text
 
