@@ -10,7 +10,7 @@ from kvstore.client.flows import reading
 from kvstore.client.flows.devices import DeviceLooks
 from kvstore.client.flows.objects import headers
 from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.reading import Bad, GetOptions, read_values, tensor_of, unreadable
+from kvstore.client.flows.reading import GetOptions, read_values, tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.leases.leases import LeasedPlace, Named, Watched
 from kvstore.client.values import (
@@ -40,14 +40,13 @@ class _Looks(NamedTuple):
 
 
 def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Values over the pool's own memory, leased; copies of objects that are not mapped here."""
+    """Values over the pool's own memory, leased; copies of objects that are not mapped here, or not
+    found in their places twice: the copying flow tries other replicas, and reports bad memory."""
     namespace = options.namespace
     views: list[Found] = [None] * len(keys)
     todo = list(range(len(keys)))
     copied: list[int] = []
-    bad: dict[int, list[Bad]] = {}
-    fresh = False
-    for _ in range(reading.ATTEMPTS):
+    for fresh in (False, True):
         placed = yield from reading.locate(
             context, namespace, [keys[index] for index in todo], fresh=fresh
         )
@@ -55,9 +54,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
         for index, known in zip(todo, placed, strict=True):
             if known is None:
                 continue
-            if index in bad:
-                bad[index] = reading.confirmed(bad[index], known)
-            for replica in reading.in_order(known, bad.get(index, ())):
+            for replica in known.replicas:
                 segment, offset, _ = replica
                 looks = here.get(id(segment))
                 if looks is None and (shown := context.pool.shown(segment)) is not None:
@@ -69,22 +66,14 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
                     break
             else:
                 copied.append(index)
-        todo, fresh = [], True
+        todo = []
         for looks in here.values():
-            todo += _look(context, options, looks, views, bad)
-        if not todo:
-            break
+            todo += _look(context, options, looks, views)
         for index in todo:
             context.placements.forget(namespace, keys[index])
-    if bad:
-        known_bad = [
-            each
-            for index, seen in bad.items()
-            if views[index] is not None or (index in todo and len(seen) > 1)
-            for each in seen
-        ]
-        yield from reading.report_corrupt(context, namespace, known_bad)
-    yield from _copy(context, keys, options, copied, views)
+        if not todo:
+            break
+    yield from _copy(context, keys, options, [*copied, *todo], views)
     return views
 
 
@@ -107,10 +96,9 @@ def _look(
     options: GetOptions,
     looks: _Looks,
     views: list[Found],
-    bad: dict[int, list[Bad]],
 ) -> list[int]:
-    """Puts values over the segment into ``views``. Returns the indexes of objects to look up
-    again, and adds to ``bad`` the places that do not hold their objects now."""
+    """Puts values over the segment into ``views``. Returns the indexes of objects that are not in
+    their places now."""
     segment, shown, rows, of = looks
     namespace, kind = options.namespace, options.kind
     try:
@@ -135,7 +123,6 @@ def _look(
                 context.count("stale_reads")
             else:
                 reading.mismatch(context, namespace, Key(key), replica)
-            bad.setdefault(index, []).append(Bad(Key(key), placed, replica))
             stale.append(index)
             continue
         at = offset + HEADER_BYTES
