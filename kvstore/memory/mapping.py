@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvstore.memory import header as layout
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node, open_shared
@@ -33,154 +33,68 @@ CLOSE_S: Final = 5.0
 milliseconds, and longer only on a host without free memory."""
 
 
-class _Source(Protocol):
-    """Where the memory of a mapping comes from."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the file still has its name, under which its node finds it again."""
-        ...
-
-    def open(self) -> int:
-        """A descriptor to read, which the caller owns. Raises OSError: it is gone."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Entry:
-    """An entry of a directory, which this process may open."""
-
-    def __init__(self, path: str, there: os.stat_result) -> None:
-        self._path = path
-        self._there = there
-
-    @property
-    def is_there(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self._path), self._there)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True  # unknown
-
-    def open(self) -> int:
-        fd = open_shared(self._path, os.O_RDONLY)
-        if os.path.samestat(os.fstat(fd), self._there):
-            return fd
-        os.close(fd)
-        raise FileNotFoundError(self._path)
-
-    def close(self) -> None:
-        pass
-
-
-class _Descriptor:
-    """A descriptor that the node has handed over, and this process owns."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @property
-    def is_there(self) -> bool:
-        return os.fstat(self._fd).st_nlink > 0
-
-    def open(self) -> int:
-        return os.dup(self._fd)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class Mapping:
     """A client's attachment to a segment on its own host. Threads: any."""
 
-    def __init__(
-        self, mapped: mmap.mmap, superblock: layout.Superblock, source: _Source, *, writable: bool
-    ) -> None:
-        """Internal: use ``attach`` or ``of``. Takes over ``mapped`` and ``source``."""
-        self._source = source
+    def __init__(self, mapped: mmap.mmap, superblock: layout.Superblock, fd: int) -> None:
+        """Internal: use ``attach`` or ``of``. Takes over ``mapped`` and ``fd``."""
+        self._fd = fd
         self.uuid: Final = superblock.uuid
         self.size: Final = superblock.size
-        self.writable: Final = writable
-        """Whether this process may write to the segment."""
         self.memory: Final = memoryview(mapped)
         """All of the segment. It stays mapped as long as there is a reference to it."""
+        self.writable: Final = not self.memory.readonly
+        """Whether this process may write to the segment."""
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
-        self._shown: memoryview | None = None if writable else _readable(mapped)
-        self._is_shown = not writable
+        self._shown: memoryview | None = None if self.writable else _readable(mapped)
+        self._is_shown = not self.writable
         self._showing = threading.Lock()
         self._is_closed = False
         self._populating: list[threading.Thread] = []
         self._start_populating(mapped if self._shown is None else self._shown)
 
     @classmethod
-    def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
-        """Maps the entry ``shm_name`` if it exists and is the segment of this ``uuid``.
-
-        Returns None if the entry is gone, replaced, another user's, not made by a node, or in
-        another container's ``/dev/shm``. Clients reach such a segment over the network instead.
+    def attach(cls, shm_name: str, uuid: bytes) -> Mapping:
+        """Maps the entry ``shm_name`` if it is the segment of this ``uuid``. Clients reach other
+        segments over the network.
 
         Page tables are filled in the background (150 ms per GiB of small pages, 1 ms of huge ones),
         because a get that has to fault its pages in runs at a third of its speed and a put at a
         tenth.
-        """
-        mapping, _ = cls.tried(shm_name, uuid)
-        return mapping
 
-    @classmethod
-    def tried(cls, shm_name: str, uuid: bytes) -> tuple[Mapping | None, str]:
-        """As ``attach``, and why it returns None: one line, for a log."""
+        Raises:
+            OSError, ValueError: the entry is gone, replaced, another user's, not made by a node, or
+                in another container's ``/dev/shm``; ``str`` says it in one line.
+        """
         if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
-            return None, f"{shm_name!r} is no name of a segment"
+            raise ValueError(f"{shm_name!r} is no name of a segment")
         entry = f"{SHM_DIRECTORY}/{shm_name}"
-        why = f"{entry} is not here: its node has ended, or is in another container"
+        why: OSError | ValueError = FileNotFoundError(
+            f"{entry} is not here: its node has ended, or is in another container"
+        )
         for directory in directories():
+            path = f"{directory}/{shm_name}"
             try:
-                return cls._map(f"{directory}/{shm_name}", uuid), "it can be mapped now"
+                return cls.of(open_shared(path), uuid, path)
             except FileNotFoundError:
                 continue
+            except PermissionError:
+                why = PermissionError(
+                    f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
+                )
             except (OSError, ValueError) as error:
-                why = str(error)
-        return None, why
+                why = error
+        raise why
 
     @classmethod
-    def _map(cls, path: str, uuid: bytes) -> Mapping:
-        """
-        Raises:
-            FileNotFoundError: there is no such entry; else OSError, ValueError: ``str`` says why
-                it cannot be mapped.
-        """
+    def of(cls, fd: int, uuid: bytes, what: str = "the memory handed over") -> Mapping:
+        """Maps the segment of this ``uuid`` by a descriptor: to read and write, or to read, as it
+        was opened. Takes over ``fd``, also if it raises. The rest is as for ``attach``."""
         try:
-            fd = open_shared(path)
-        except PermissionError:
-            raise PermissionError(
-                f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
-            ) from None
-        try:
-            superblock, there = _checked(fd, path, uuid)
-            mapped = _mapped(fd, path, superblock.size, mmap.ACCESS_WRITE)
-            return cls(mapped, superblock, _Entry(path, there), writable=True)
-        finally:
-            os.close(fd)
-
-    @classmethod
-    def of(cls, fd: int, uuid: bytes) -> Mapping:
-        """Maps the segment of this ``uuid`` by a descriptor that its node has handed over: to read
-        and write, or to read, as it was opened. Takes over ``fd``, also if it raises. The rest is
-        as for ``attach``.
-
-        Raises:
-            OSError, ValueError: ``str`` says why it cannot be mapped.
-        """
-        try:
-            superblock, there = _checked(fd, "the memory handed over", uuid)
-            if not there.st_nlink:
-                raise ValueError("its node has lost the name of its memory, and is to be drained")
+            superblock = _checked(fd, what, uuid)
             writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
             how = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            mapped = _mapped(fd, "the memory handed over", superblock.size, how)
-            return cls(mapped, superblock, _Descriptor(fd), writable=writable)
+            return cls(_mapped(fd, what, superblock.size, how), superblock, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -190,8 +104,7 @@ class Mapping:
         call. The memoryview says that it is writable, because torch accepts no other. But a write
         ends this process (SIGSEGV), and changes nothing.
 
-        None: it cannot be mapped again: its entry in ``/dev/shm`` has been removed, or this process
-        may not have so many addresses (``ulimit -v``).
+        None: this process may not have so many addresses (``ulimit -v``).
         """
         if not self._is_shown:
             in_one_piece(self._show)
@@ -200,22 +113,11 @@ class Mapping:
     def _show(self) -> None:
         with self._showing:
             if not self._is_shown and not self._is_closed:
-                self._shown = self._map_again()
+                with contextlib.suppress(OSError):
+                    again = _mapped(self._fd, "its memory", self.size, mmap.ACCESS_READ)
+                    self._shown = _readable(again)
+                    self._start_populating(self._shown)
                 self._is_shown = True
-
-    def _map_again(self) -> memoryview | None:
-        try:
-            fd = self._source.open()
-        except OSError:
-            return None
-        try:
-            shown = _readable(_mapped(fd, "its memory", self.size, mmap.ACCESS_READ))
-        except (OSError, ValueError):
-            return None
-        finally:
-            os.close(fd)
-        self._start_populating(shown)
-        return shown
 
     @property
     def generation(self) -> int:
@@ -225,14 +127,11 @@ class Mapping:
 
     @property
     def is_current(self) -> bool:
-        """Whether the segment still exists: its owner has not closed it, and its name has not been
-        taken by another one."""
-        if not self.generation:
-            return False
-        try:
-            return self._source.is_there
-        except OSError:  # ``close`` was called meanwhile
-            return False
+        """Whether the segment still exists: its owner has not closed it, and its file has a name,
+        under which its node finds it again."""
+        with contextlib.suppress(OSError):  # ``close`` is called meanwhile
+            return self.generation != 0 and os.fstat(self._fd).st_nlink > 0
+        return False
 
     def watch(self, generation: int) -> Callable[[], bool]:
         """Returns a function that tells whether the owner's mount still has ``generation``. The
@@ -247,7 +146,7 @@ class Mapping:
         with self._showing:
             if not self._is_closed:
                 self._is_closed = True
-                self._source.close()
+                os.close(self._fd)
             populating = self._populating.copy()
         join_all(populating, CLOSE_S)
 
@@ -255,7 +154,7 @@ class Mapping:
         """As ``Transport.abandon``: takes no lock."""
         if not self._is_closed:
             self._is_closed = True
-            self._source.close()
+            os.close(self._fd)
 
     def _start_populating(self, mapped: mmap.mmap | memoryview) -> None:
         thread = start_thread("kvstore-populate", partial(self._populate, mapped))
@@ -269,7 +168,7 @@ class Mapping:
                     return
 
 
-def _checked(fd: int, what: str, uuid: bytes) -> tuple[layout.Superblock, os.stat_result]:
+def _checked(fd: int, what: str, uuid: bytes) -> layout.Superblock:
     """
     Raises:
         OSError, ValueError: it is not the segment of this ``uuid``, as a node has made it.
@@ -284,7 +183,9 @@ def _checked(fd: int, what: str, uuid: bytes) -> tuple[layout.Superblock, os.sta
         )
     if not is_of_a_node(there):
         raise ValueError(f"{what} was not made by a node: everybody may open it")
-    return superblock, there
+    if not there.st_nlink:
+        raise ValueError("its node has lost the name of its memory, and is to be drained")
+    return superblock
 
 
 def _mapped(fd: int, what: str, size: int, access: int) -> mmap.mmap:

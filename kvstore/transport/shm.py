@@ -232,12 +232,9 @@ class ShmTransport(Transport):
 
     def _mapped(self, segment: SegmentInfo) -> Mapping | None:
         handover = segment.handover if segment.holder else None
-        if handover is None:
-            mapping, why = Mapping.tried(segment.shm_name, segment.uuid)
-            if mapping is None:
-                self._say_why(segment, why)
-            return mapping
         try:
+            if handover is None:
+                return Mapping.attach(segment.shm_name, segment.uuid)
             return Mapping.of(fetch(segment, handover), segment.uuid)
         except NotHandedError as error:
             if not error.is_for_now:

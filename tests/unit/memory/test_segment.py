@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,6 @@ def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(
 def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
     old = killed_owner(name)
     mapping = Mapping.attach(entry(name).name, old)
-    assert mapping is not None
     segment = NodeSegment.create(name, 2 * MIB)
     # Whoever still maps the old memory keeps it, whole: no SIGBUS.
     assert bytes(mapping.memory[5000:5005]) == b"hello"
@@ -166,7 +166,6 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
 
 def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> None:
     mapping = Mapping.attach(segment.shm_name, segment.uuid)
-    assert mapping is not None
     assert (mapping.size, mapping.uuid) == (segment.size, segment.uuid)
     mapping.memory[9000:9003] = b"abc"
     assert bytes(segment.memory[9000:9003]) == b"abc"
@@ -177,20 +176,25 @@ def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> 
 
 
 def test_nothing_else_is_attached(segment: NodeSegment) -> None:
-    assert Mapping.attach(segment.shm_name, bytes(16)) is None
-    assert Mapping.attach("kvstore.no-such-segment", segment.uuid) is None
-    assert Mapping.attach("../shm/" + segment.shm_name, segment.uuid) is None
-    assert Mapping.attach("", segment.uuid) is None
+    for name, uuid, why in (
+        (segment.shm_name, bytes(16), "of another node"),
+        ("kvstore.no-such-segment", segment.uuid, "is not here"),
+        ("../shm/" + segment.shm_name, segment.uuid, "is no name of a segment"),
+        ("", segment.uuid, "is no name of a segment"),
+    ):
+        with pytest.raises((OSError, ValueError), match=why):
+            Mapping.attach(name, uuid)
 
 
 def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
     """Mapping it would mean SIGBUS at the first touch behind its end."""
     path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
     path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
-    assert Mapping.attach(path.name, segment.uuid) is None
-    assert "its superblock says" in Mapping.tried(path.name, segment.uuid)[1]
+    with pytest.raises(ValueError, match="its superblock says"):
+        Mapping.attach(path.name, segment.uuid)
     path.write_bytes(b"short")
-    assert Mapping.attach(path.name, segment.uuid) is None
+    with pytest.raises(ValueError, match="of another node"):
+        Mapping.attach(path.name, segment.uuid)
 
 
 def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) -> None:
@@ -202,8 +206,7 @@ def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) ->
     with mmap.mmap(lent.to_write, MIB) as mapped:
         mapped.madvise(mmap.MADV_REMOVE, MIB // 2, MIB // 4)
     lent.close()
-    mapping = Mapping.attach(segment.shm_name, segment.uuid)
-    assert mapping is not None, "it stays as good for clients as it was"
+    mapping = Mapping.attach(segment.shm_name, segment.uuid)  # as good for clients as it was
     assert len(mapping.memory) == MIB
     mapping.close()
     del mapping
@@ -269,7 +272,8 @@ def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
     with pytest.raises(StartupError):
         NodeSegment.create(name, MIB)
     assert entry(name).is_symlink()
-    assert Mapping.attach(entry(name).name, bytes(16)) is None
+    with pytest.raises(OSError, match="symbolic links"):
+        Mapping.attach(entry(name).name, bytes(16))
 
 
 # --- entries of other users ----------------------------------------------------------------------
@@ -316,10 +320,8 @@ def test_a_client_maps_memory_of_its_own_user_of_root_and_of_its_groups(
     for user, group, is_mapped in ((1, 1, True), (0, 1, True), (OTHER_USER, GROUP, True),
                                    (OTHER_USER, OTHER_USER, False)):  # fmt: skip
         os.chown(entry(name), user, group)
-        mapping, why = Mapping.tried(entry(name).name, uuid)
-        assert (mapping is not None) == is_mapped, why
-        if mapping is not None:
-            mapping.close()
+        with nullcontext() if is_mapped else pytest.raises(PermissionError):
+            Mapping.attach(entry(name).name, uuid).close()
 
 
 # --- who may map it ----------------------------------------------------------------------------
@@ -334,9 +336,11 @@ def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
             os.setgroups(groups)
             os.setgid(OTHER_USER)
             os.setuid(OTHER_USER)
-            code = 0 if Mapping.attach(segment.shm_name, segment.uuid) is not None else 1
-            if code:
-                assert "--shm-group" in Mapping.tried(segment.shm_name, segment.uuid)[1]
+            try:
+                Mapping.attach(segment.shm_name, segment.uuid)
+                code = 0
+            except PermissionError as error:
+                code = 1 if "--shm-group" in str(error) else 2
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
