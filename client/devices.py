@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ClientDevices:
-    """Implements ``OnDevices``. Threads: any."""
+    """See the module. Threads: any."""
 
     def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
@@ -39,7 +39,7 @@ class ClientDevices:
         return device
 
     def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
-        """As ``OnDevices.memory_of``."""
+        """The memory of a contiguous tensor of a device; None: kvstore cannot copy there itself."""
         place = value.device
         if place.type != "cuda":
             return None

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Union, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Union, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,7 @@ from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.client.devices import ClientDevices
     from kvstore.device.device import Device
 
 Kind = Literal["torch", "numpy", "bytes"]
@@ -74,14 +75,6 @@ Found = Union[View, None, Unreadable]
 """A value, a miss, or why there is no value."""
 
 
-class OnDevices(Protocol):
-    """Finds values in the memory of devices (``kvstore.client.devices``)."""
-
-    def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
-        """The memory of a contiguous tensor of a device; None: kvstore cannot copy there itself."""
-        ...
-
-
 class Described(NamedTuple):
     """A parsed descriptor."""
 
@@ -92,24 +85,15 @@ class Described(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A value as bytes, which alias the value where that is contiguous and on the CPU."""
+    """A value as bytes, which alias the value where that is contiguous, and on the CPU or on a
+    device that kvstore copies from itself."""
 
     descriptor: bytes
-    data: memoryview
-    """One-dimensional, ``B``-formatted; keeps its memory alive."""
-    more: Sequence[memoryview] = ()
-    """The further parts of a gather list."""
-    memory: DeviceMemory | None = None
-    """The device memory that the value is in, with ``data`` empty; None: the value is ``data``."""
-
-    @property
-    def parts(self) -> list[memoryview]:
-        """All parts that are not empty."""
-        return [part for part in (self.data, *self.more) if len(part)]
+    parts: Payload
 
 
 class Columns(NamedTuple):
-    """Values as bytes, a row each: like a list of ``Encoded``, at a fourth of its cost."""
+    """Values as bytes, a row each."""
 
     sizes: list[int]
     """In bytes."""
@@ -125,10 +109,9 @@ class Columns(NamedTuple):
 _DIMENSIONS_MAX: Final = 64
 """The most dimensions that numpy allows."""
 _UINT8 = np.dtype(np.uint8)
-_NOTHING = memoryview(b"")
 
 
-def encode_all(values: Sequence[Storable], on_devices: OnDevices | None = None) -> Columns:
+def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = None) -> Columns:
     """The values as bytes. Raises as ``encode``.
 
     Args:
@@ -148,22 +131,20 @@ def encode_all(values: Sequence[Storable], on_devices: OnDevices | None = None) 
                 parts.append([data])
                 descriptors.append(_flat_array(size))
                 continue
-        encoded = encode(value, on_devices)
-        descriptors.append(encoded.descriptor)
-        if encoded.memory is not None:
-            devices.add(encoded.memory.device)
-            sizes.append(encoded.memory.nbytes)
-            parts.append(encoded.memory)
-        else:
-            own = encoded.parts
+        descriptor, own = encode(value, on_devices)
+        descriptors.append(descriptor)
+        parts.append(own)
+        if isinstance(own, list):
             sizes.append(sum(map(len, own)))
-            parts.append(own)
+        else:
+            devices.add(own.device)
+            sizes.append(own.nbytes)
     if devices and (len(devices) > 1 or any(isinstance(each, list) and each for each in parts)):
         return encode_all(values)
     return Columns(sizes, parts, descriptors, devices.pop() if devices else None)
 
 
-def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
+def encode(value: Storable, on_devices: ClientDevices | None = None) -> Encoded:
     """The bytes of a value, and the descriptor that says what they are.
 
     A tensor that is not contiguous is copied once, and so is one that is not in CPU memory, unless
@@ -178,7 +159,8 @@ def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
     if isinstance(value, np.ndarray | np.generic):
         _check_subclass(value)
         array = np.asarray(value)
-        return Encoded(_describe("numpy", numpy_name(array.dtype), array.shape), _bytes_of(array))
+        descriptor = _describe("numpy", numpy_name(array.dtype), array.shape)
+        return Encoded(descriptor, _parts(_bytes_of(array)))
     if isinstance(value, bytes | bytearray | memoryview):
         data = memoryview(value)
         if not is_plain(data):
@@ -188,14 +170,13 @@ def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
             )
         if not data.c_contiguous:
             data = memoryview(bytes(data))
-        return Encoded(_describe("bytes", "", ()), _flat(data))
+        return Encoded(_describe("bytes", "", ()), _parts(_flat(data)))
     if isinstance(value, list | tuple):
         return _encode_list(value, on_devices)
-    memory = _device_memory(value)
-    if memory is not None:
+    if isinstance(value, DeviceMemory):
         if on_devices is None:
             raise UnsupportedValueError("a batch mixes DeviceMemory with values in other memory")
-        return Encoded(_describe("bytes", "", ()), _NOTHING, (), memory)
+        return Encoded(_describe("bytes", "", ()), value)
     raise UnsupportedValueError(
         f"{type(value).__name__} cannot be stored",
         advice="Put a torch tensor, a numpy array, bytes, or a list of those.",
@@ -203,33 +184,33 @@ def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
     )
 
 
-def _encode_list(values: Sequence[Storable], on_devices: OnDevices | None) -> Encoded:
-    parts = [encode(part, on_devices) for part in values]
-    memories = [part.memory for part in parts if part.memory is not None]
+def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -> Encoded:
+    payloads = [encode(part, on_devices).parts for part in values]
+    memories = [each for each in payloads if isinstance(each, DeviceMemory)]
     if memories:
-        is_whole = len({memory.device for memory in memories}) == 1 and all(
-            part.memory is not None or not len(part.data) for part in parts
-        )
-        if is_whole:
-            return Encoded(_describe("bytes", "", ()), _NOTHING, (), memories[0].joined(memories))
-        parts = [encode(part) for part in values]
-    first, *more = [part.data for part in parts] or [_NOTHING]
-    return Encoded(_describe("bytes", "", ()), first, more)
+        is_mixed = any(isinstance(each, list) and each for each in payloads)
+        if not is_mixed and len({memory.device for memory in memories}) == 1:
+            return Encoded(_describe("bytes", "", ()), DeviceMemory.joined(memories))
+        payloads = [encode(part).parts for part in values]
+    host = [view for each in payloads if isinstance(each, list) for view in each]
+    return Encoded(_describe("bytes", "", ()), host)
 
 
-def fillable(buffers: Buffer | Sequence[Buffer], on_devices: OnDevices) -> tuple[Payload, str]:
+def fillable(buffers: Buffer | Sequence[Buffer], on_devices: ClientDevices) -> tuple[Payload, str]:
     """As ``writable``; also takes memory that is all on one device."""
     if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
         data = memoryview(buffers)  # type: ignore[arg-type]
         if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
             return [data], ""
     several = buffers if isinstance(buffers, list | tuple) else [buffers]
-    if not several or not _is_on_device(several[0]):
+    first = several[0] if several else None
+    is_elsewhere = _torch_of(first) is not None and first.device.type != "cpu"  # type: ignore[union-attr]
+    if not (is_elsewhere or isinstance(first, DeviceMemory)):
         return writable(buffers)
     memories: list[DeviceMemory] = []
     dtypes: set[str] = set()
     for buffer in several:
-        memory = _device_memory(buffer)
+        memory = buffer if isinstance(buffer, DeviceMemory) else None
         if memory is None and (torch := _torch_of(buffer)) is not None:
             dtype = _fillable_dtype(torch, buffer)  # type: ignore[arg-type]
             dtypes.add("" if dtype == "uint8" else dtype)
@@ -240,14 +221,6 @@ def fillable(buffers: Buffer | Sequence[Buffer], on_devices: OnDevices) -> tuple
     if len(dtypes) > 1 or len({each.device for each in memories}) > 1:
         raise BufferMismatchError("buffers of one value differ in dtype or device")
     return memories[0].joined(memories), dtypes.pop() if dtypes else ""
-
-
-def _is_on_device(buffer: object) -> bool:
-    if type(buffer) is memoryview or type(buffer) is np.ndarray:  # what engines give
-        return False
-    if _torch_of(buffer) is not None:
-        return buffer.device.type != "cpu"  # type: ignore[attr-defined,no-any-return]
-    return _device_memory(buffer) is not None
 
 
 def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
@@ -261,7 +234,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     for buffer in buffers if isinstance(buffers, list | tuple) else [buffers]:
         torch = _torch_of(buffer)
         if torch is not None:
-            view, dtype = _writable_tensor(torch, buffer)  # type: ignore[arg-type]
+            if buffer.device.type != "cpu":  # type: ignore[union-attr]
+                raise BufferMismatchError("a tensor to fill must be in CPU memory here")
+            dtype = _fillable_dtype(torch, buffer)  # type: ignore[arg-type]
+            view = _bytes_of_tensor(torch, buffer.detach())  # type: ignore[union-attr]
         elif isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous or not buffer.flags.writeable:
                 raise BufferMismatchError("a buffer must be contiguous and writable")
@@ -291,7 +267,7 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
 
 
 def _encode_tensor(
-    torch: ModuleType, tensor: torch.Tensor, on_devices: OnDevices | None
+    torch: ModuleType, tensor: torch.Tensor, on_devices: ClientDevices | None
 ) -> Encoded:
     why = _why_not_plain(torch, tensor)
     if why:
@@ -310,16 +286,9 @@ def _encode_tensor(
     if tensor.device.type != "cpu":
         memory = on_devices.memory_of(tensor) if on_devices is not None else None
         if memory is not None and memory.nbytes:
-            return Encoded(descriptor, _NOTHING, (), memory)
+            return Encoded(descriptor, memory)
         tensor = tensor.cpu()
-    return Encoded(descriptor, _bytes_of_tensor(torch, tensor))
-
-
-def _writable_tensor(torch: ModuleType, tensor: torch.Tensor) -> tuple[memoryview, str]:
-    if tensor.device.type != "cpu":
-        raise BufferMismatchError("a tensor to fill must be in CPU memory here")
-    dtype = _fillable_dtype(torch, tensor)
-    return _bytes_of_tensor(torch, tensor.detach()), dtype
+    return Encoded(descriptor, _parts(_bytes_of_tensor(torch, tensor)))
 
 
 def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
@@ -380,6 +349,10 @@ def _bytes_of(array: NDArray[np.generic]) -> memoryview:
         return memoryview(array)  # type: ignore[arg-type]
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(flat)  # type: ignore[arg-type]
+
+
+def _parts(view: memoryview) -> list[memoryview]:
+    return [view] if len(view) else []
 
 
 def _flat(view: memoryview) -> memoryview:
@@ -459,7 +432,8 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     if described.kind == "bytes":
         described = Described("numpy", "uint8", (data.size,))
     if wanted == "torch":
-        return _decode_tensor(described, data)
+        flat = import_torch().from_numpy(data if data.size else np.empty(0, np.uint8))
+        return decode_tensor(descriptor, flat)
     dtype = numpy_dtype(described.dtype)
     try:
         return _readable(data.view(dtype).reshape(described.shape))
@@ -575,17 +549,7 @@ def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
     described = read_descriptor(descriptor)
     if described.kind == "bytes":
         return flat
-    return _shaped(import_torch(), described, flat)
-
-
-def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
     module = import_torch()
-    return _shaped(
-        module, described, module.from_numpy(data if data.size else np.empty(0, np.uint8))
-    )
-
-
-def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> torch.Tensor:
     dtype = torch_dtype(module, described.dtype)
     try:
         if not flat.numel():
@@ -605,11 +569,6 @@ def import_torch() -> ModuleType:
             advice='pip install torch; or ask for kind="numpy" or kind="bytes".',
         ) from None
     return torch
-
-
-def _device_memory(value: object) -> DeviceMemory | None:
-    """The value itself, if it is memory of a device."""
-    return value if isinstance(value, DeviceMemory) else None
 
 
 def _torch_of(value: object) -> ModuleType | None:

@@ -14,7 +14,7 @@ import inspect
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvstore.client.values import Storable, encode
 from kvstore.connectors.mooncake.names import Code, ReplicateConfig
@@ -52,7 +52,7 @@ def encoded(tensor: Any) -> Storable | Code:
     if not _is_tensor(tensor):
         return Code.INVALID_PARAMS
     try:
-        parts = encode(tensor).parts
+        parts = cast("list[memoryview]", encode(tensor).parts)
     except KVStoreError:  # for example a sparse tensor
         return Code.INVALID_PARAMS
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -164,6 +164,6 @@ def test_dtypes_of_ml_dtypes_come_back(name: str) -> None:
     if kind is None:
         pytest.skip("an older ml_dtypes")
     array = np.zeros(3, kind)
-    encoded = encode(array)
-    back: Any = decode(encoded.descriptor, np.frombuffer(encoded.data, np.uint8))
+    encoded: Any = encode(array)
+    back: Any = decode(encoded.descriptor, np.frombuffer(bytearray().join(encoded.parts), np.uint8))
     assert back.dtype == array.dtype

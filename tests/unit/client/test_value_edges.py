@@ -26,8 +26,9 @@ torch = pytest.importorskip("torch")
 
 
 def back(value: Any, kind: Any = None) -> Any:
-    encoded = encode(value)
-    return decode(encoded.descriptor, np.frombuffer(encoded.data, np.uint8).copy(), kind)
+    encoded: Any = encode(value)
+    data = np.frombuffer(bytearray().join(encoded.parts), np.uint8)
+    return decode(encoded.descriptor, data, kind)
 
 
 # --- descriptors -------------------------------------------------------------------------------

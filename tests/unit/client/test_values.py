@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -18,8 +20,12 @@ from kvstore.errors import (
 from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
 
 
+def bytes_of(encoded: Encoded) -> bytearray:
+    return bytearray().join(cast("list[memoryview]", encoded.parts))
+
+
 def again(encoded: Encoded) -> object:
-    return decode(encoded.descriptor, np.frombuffer(bytes(encoded.data), np.uint8).copy())
+    return decode(encoded.descriptor, np.frombuffer(bytes_of(encoded), np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_bytes_of_all_kinds_come_back_as_bytes(value: bytes) -> None:
 
 def test_contiguous_memory_is_aliased_and_not_copied() -> None:
     array = np.zeros(10, np.float32)
-    data = encode(array).data
+    (data,) = cast("list[memoryview]", encode(array).parts)
     array[:] = 1
     assert bytes(data) == array.tobytes()
 
@@ -67,7 +73,7 @@ def test_too_many_dimensions_for_a_header_are_refused() -> None:
 
 def test_the_kind_can_be_chosen_by_the_reader() -> None:
     encoded = encode(np.arange(3, dtype=np.int16))
-    data = np.frombuffer(bytes(encoded.data), np.uint8)
-    assert decode(encoded.descriptor, data, "bytes") == bytes(encoded.data)
+    data = np.frombuffer(bytes_of(encoded), np.uint8)
+    assert decode(encoded.descriptor, data, "bytes") == bytes_of(encoded)
     raw = decode(encode(b"abc").descriptor, np.frombuffer(b"abc", np.uint8), "numpy")
     assert raw.tolist() == [97, 98, 99]  # type: ignore[union-attr]
