@@ -427,26 +427,6 @@ def left_superblock(
     raise of_no_use(path, why, volatile=volatile)
 
 
-def freed_by_removal(path: str) -> int:
-    """Bytes that are free once the left-over memory at ``path`` is removed: none while another
-    process has it mapped. The kernel knows that: it gives a lease for writing only on a file that
-    no other process has open for writing.
-
-    Raises:
-        NodeNameTakenError: a live process, or another user, owns it.
-    """
-    fd = open_left(path)
-    if fd < 0:
-        return 0
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        return os.fstat(fd).st_blocks * 512
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
-
-
 def raw_owner(fd: int) -> bytes:
     return os.pread(fd, layout.OWNER_BYTES_MAX, layout.OWNER_OFFSET)
 

@@ -8,9 +8,6 @@ from typing import Final
 
 from kvstore.errors import InvalidArgumentError
 
-PROBES_MAX: Final = 64
-"""Bytes of a range that are probed, to tell whether the processor can read it."""
-
 _CUDA: Final = "libcuda.so.1"
 _CU_MEMORY_TYPE, _CU_IS_MANAGED = 2, 8
 _CU_DEVICE: Final = 2
@@ -41,8 +38,6 @@ def memory_at(address: int, size: int) -> memoryview:
             advice="Register the engine's host memory, and let the engine copy between the two.",
         )
     unreadable, is_writable = _mapped(address, size)
-    if unreadable is None:
-        unreadable = _unreadable(address, size)
     if unreadable is not None:
         raise InvalidArgumentError(
             f"{size} bytes at {address:#x}: the processor cannot read the byte at {unreadable:#x}; "
@@ -73,24 +68,6 @@ def _mapped(address: int, size: int) -> tuple[int | None, bool]:
     except OSError:
         return None, True
     return at, False
-
-
-def _unreadable(address: int, size: int) -> int | None:
-    """The first of some addresses in the range that cannot be read although they are mapped: of a
-    device, or beyond the end of a file. None: all can. The kernel copies a byte from each into a
-    pipe, and reports EFAULT instead of killing the process."""
-    step = max(1, (size - 1) // (PROBES_MAX - 1))
-    probes: list[int] = [*range(address, address + size, step), address + size - 1]
-    libc = ctypes.CDLL(None, use_errno=True)
-    reader, writer = os.pipe()
-    try:
-        for each in probes:
-            if libc.write(writer, ctypes.c_void_p(each), ctypes.c_size_t(1)) != 1:
-                return each
-        return None
-    finally:
-        os.close(reader)
-        os.close(writer)
 
 
 def is_of_cuda_device(address: int) -> bool:

@@ -25,7 +25,6 @@ from kvstore.memory.entries import (
     SHM_PREFIX,
     check_name,
     directories,
-    freed_by_removal,
     group_id,
     is_same_file,
     key_path,
@@ -36,7 +35,6 @@ from kvstore.memory.entries import (
     open_left,
     open_locked,
     raw_owner,
-    read_left,
     reclaim_elsewhere,
     unlink_entry,
     unlink_own,
@@ -169,9 +167,6 @@ class NodeSegment:
         reclaim_elsewhere(shm_name, directory)
         size -= size % step_of(directory)
         path = f"{directory}/{shm_name}"
-        left = read_left(path)
-        if left is not None and left.node:  # first: its objects stay if there is no room
-            check_room(directory, max(0, size - freed_by_removal(path)))
         fd = open_locked(path)
         try:
             check_room(directory, size)

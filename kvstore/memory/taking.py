@@ -7,10 +7,9 @@ import errno
 import mmap
 import os
 import resource
-import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Final, Literal
 
 from kvstore.errors import MemoryLimitError, SharedMemoryTooSmallError, StartupError
@@ -183,47 +182,14 @@ def _in_threads(
     """Yields the results of ``work`` as they come. The first argument is worked on alone and in
     this thread, because failures mostly occur there; the others in ``threads`` threads, which end
     before this generator does, however it ends. Raises what ``work`` raises."""
-    todo = iter(arguments)
-    for first in todo:
-        yield work(first)
-        break
-    results: SimpleQueue[int | Exception | None] = SimpleQueue()
-    taking = threading.Lock()
-    stopping = threading.Event()
-
-    def run() -> None:
+    first, *others = arguments
+    yield work(first)
+    with ThreadPoolExecutor(threads, "kvstore-reserve") as pool:
         try:
-            while not stopping.is_set():
-                with taking:
-                    argument = next(todo, None)
-                if argument is None:
-                    break
-                results.put(work(argument))
-        except Exception as error:  # noqa: BLE001 - raised where the results are taken
-            results.put(error)
-        results.put(None)
-
-    workers = [
-        threading.Thread(target=run, name="kvstore-reserve", daemon=True)
-        for _ in range(min(threads, len(arguments) - 1))
-    ]
-    try:
-        for worker in workers:
-            worker.start()
-        running = len(workers)
-        while running:
-            result = results.get()
-            if isinstance(result, Exception):
-                raise result
-            elif result is None:
-                running -= 1
-            else:
-                yield result
-    finally:
-        stopping.set()
-        for worker in workers:
-            if worker.ident is not None:
-                worker.join()
+            for done in as_completed([pool.submit(work, each) for each in others]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _no_transparent() -> StartupError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,22 +76,6 @@ def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
         writable(lent.at(address + 7, 100))
     given: Any = encode(lent.at(address + 7, 100))
     assert [each.nbytes for each in given.parts] == [100]
-    del memory
-
-
-def test_memory_beyond_the_end_of_its_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(3 * PAGE))
-    with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 3 * PAGE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        memory_at(address, 3 * PAGE)
-        file.truncate(2 * PAGE)
-    with pytest.raises(InvalidArgumentError, match="cannot read the byte"):
-        memory_at(address, 3 * PAGE)
-    with pytest.raises(InvalidArgumentError, match=f"the byte at {address + 2 * PAGE:#x}"):
-        memory_at(address, 2 * PAGE + 1)  # the last byte is the only one
-    memory_at(address, 2 * PAGE)
     del memory
 
 
