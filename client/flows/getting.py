@@ -24,7 +24,6 @@ log = logging.getLogger("kvstore.client")
 
 
 def get(context: Context, key: Key, options: GetOptions) -> Flow[View | None]:
-    """As ``Client.get``."""
     (found,) = yield from _found(context, [key], options)
     if isinstance(found, UNREADABLE):
         raise found
@@ -32,7 +31,6 @@ def get(context: Context, key: Key, options: GetOptions) -> Flow[View | None]:
 
 
 def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[View | None]]:
-    """As ``Client.get_many``."""
     found = yield from _found(context, keys, options)
     values = [None if isinstance(each, UNREADABLE) else each for each in found]
     unreadable = [each for each in found if isinstance(each, UNREADABLE)]
@@ -59,7 +57,6 @@ def get_into(
     options: GetOptions,
     stream: Stream | None,
 ) -> Flow[list[int | None]]:
-    """As ``Client.get_into``."""
     targets = [Target(key, *fillable(each, context.pool.devices)) for key, each in wanted]
     device = check_apart([(target.key, target.views or []) for target in targets])
     kind = ObjectReads
@@ -71,6 +68,5 @@ def get_into(
 
 
 def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[int | None]]:
-    """As ``Client.lookup``."""
     placed = yield from look_up_to_read(context, namespace, keys)
     return [None if known is None else known.size for known in placed]

@@ -18,7 +18,6 @@ from kvstore.limits import Key
 def put(
     context: Context, key: Key, value: Storable, options: PutOptions, stream: Stream | None = None
 ) -> Flow[PutOutcome]:
-    """As ``Client.put``."""
     item = Items([key], *_encoded(context, [value], stream))
     (parts,) = item.parts
     if not isinstance(parts, list):

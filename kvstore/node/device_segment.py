@@ -155,7 +155,6 @@ class DeviceSegment(NodeSegment):
         super().keep_owner(owner._replace(on_device=True))
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> int:
-        """As ``NodeSegment.wipe``."""
         most = self.size - layout.HEADER_BYTES
         rows = [
             (offset, (epoch, counter), memoryview(bytearray(layout.HEADER_BYTES)))

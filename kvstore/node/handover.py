@@ -17,10 +17,10 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.memory.entries import SHM_DIRECTORY, socket_name, unlink_entry, unlink_own
-from kvstore.memory.lending import Lent
+from kvstore.memory.segment import NodeSegment
 from kvstore.network import handover as protocol
 from kvstore.network.handover import HandoverStatus
 from kvstore.network.limiter import Limiter
@@ -46,24 +46,10 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59
 
 
-class LentSegment(Protocol):
-    """What is handed over; ``kvstore.memory.segment.NodeSegment`` has it."""
-
-    @property
-    def uuid(self) -> bytes: ...
-    @property
-    def shm_name(self) -> str: ...
-    @property
-    def token(self) -> bytes: ...
-    @property
-    def generation(self) -> int: ...
-    def lend(self) -> Lent: ...
-
-
 class HandoverServer:
     """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
 
-    def __init__(self, segment: LentSegment, *, group: int = -1, needs_all: bool = False) -> None:
+    def __init__(self, segment: NodeSegment, *, group: int = -1, needs_all: bool = False) -> None:
         """Binds its socket; peers wait until it serves.
 
         Args:

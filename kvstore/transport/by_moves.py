@@ -26,7 +26,6 @@ class ByMoves(Transport):
         verify: bool,
         deadline: float,
     ) -> list[bytes | int]:
-        """As ``Transport.read_objects``."""
         reads = [(row, bytearray(HEADER_BYTES), xxh3_64()) for row in rows]
         moves: list[Move] = []
         for row, head, hasher in reads:

@@ -262,17 +262,14 @@ class DeviceTransport(ByMoves):
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """As ``Transport.read``."""
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """As ``Transport.write``."""
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``."""
         self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
 
     def sweep(self) -> None:
@@ -289,13 +286,11 @@ class DeviceTransport(ByMoves):
         self._settle_ending()
 
     def abandon(self) -> None:
-        """As ``Transport.abandon``."""
         for attachment in (*self._attached.values(), *self._ending):
             if attachment is not None:
                 attachment.abandon()
 
     def close(self) -> None:
-        """As ``Transport.close``."""
         with self._changing:
             self._closed = True
         self._drop(lambda uuid, attachment: True)

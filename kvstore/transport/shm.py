@@ -85,16 +85,13 @@ class ShmTransport(Transport):
         return self._mapping(segment) is not None
 
     def may_write(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.may_write``."""
         mapping = self._mapping(segment)
         return mapping is not None and mapping.writable
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """As ``Transport.read``."""
         self._run(segment, moves, deadline, is_write=False)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """As ``Transport.write``."""
         self._run(segment, moves, deadline, is_write=True)
 
     def read_objects(
@@ -105,7 +102,6 @@ class ShmTransport(Transport):
         verify: bool,
         deadline: float,
     ) -> list[bytes | int]:
-        """As ``Transport.read_objects``."""
         memory = self.memory(segment)
         outcomes: list[bytes | int] = []
         for some in _stoppable(rows):
@@ -121,7 +117,6 @@ class ShmTransport(Transport):
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
-        """As ``Transport.write_objects``."""
         memory = self.memory(segment)
         for some in _stoppable(rows):
             ended = steps.write_objects(
@@ -131,7 +126,6 @@ class ShmTransport(Transport):
                 raise batch_ended(ended, segment)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """As ``Transport.memory``."""
         mapping = self._mapping(segment)
         if mapping is None:
             if self._closed:
@@ -142,7 +136,6 @@ class ShmTransport(Transport):
         return mapping.memory
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
-        """As ``Transport.shown``."""
         mapping = self._mapping(segment)
         return None if mapping is None else mapping.shown()
 
@@ -163,7 +156,6 @@ class ShmTransport(Transport):
         return mapping.memory[offset : offset + length]
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """As ``Transport.watch``."""
         mapping = self._mapping(segment)
         return None if mapping is None else mapping.watch(segment.generation)
 
@@ -177,7 +169,6 @@ class ShmTransport(Transport):
             mapping.close()
 
     def close(self) -> None:
-        """As ``Transport.close``."""
         with self._changing:
             self._closed = True
             mappings = list(self._mappings.values())

@@ -124,7 +124,6 @@ class TcpTransport(Transport):
         self._drop([key for key in self._keys() if key[1] == segment.uuid])
 
     def close(self) -> None:
-        """As ``Transport.close``."""
         with self._lock:
             self._closed = True
             lent = [connection for pool in self._pools.values() for connection in pool.lent]
@@ -133,7 +132,6 @@ class TcpTransport(Transport):
             connection.interrupt()
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``."""
         ended: list[ClientConnection] = []
         with self._lock:
             for key, pool in list(self._pools.items()):
@@ -145,11 +143,9 @@ class TcpTransport(Transport):
             connection.close()
 
     def drop_connections(self) -> None:
-        """As ``Transport.drop_connections``."""
         self._drop(self._keys())
 
     def abandon(self) -> None:
-        """As ``Transport.abandon``."""
         for pool in self._pools.values():
             for connection in (*pool.idle, *pool.lent):
                 connection.abandon()

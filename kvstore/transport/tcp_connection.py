@@ -15,13 +15,13 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.auth.data_port import NodeEnd
 from kvstore.auth.holders import shown
 from kvstore.clocks import uptime
 from kvstore.errors import BusyError
-from kvstore.memory.segment import RangeAccess
+from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
 from kvstore.native.kinds import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.slow import Sealed, serve_ranges
@@ -40,27 +40,6 @@ the status: data left unread at ``close`` would reset the connection and lose th
 _log = logging.getLogger(__name__)
 
 BUSY: Final = TransferStatus.BUSY
-
-
-class ServedSegment(Protocol):
-    """What a data server needs of a segment; ``kvstore.memory.segment.NodeSegment`` has it."""
-
-    @property
-    def uuid(self) -> bytes: ...
-    @property
-    def token(self) -> bytes: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def memory(self) -> memoryview: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def ranges(self) -> RangeAccess | None:
-        """Gives access to the bytes, if they are not in ``memory``."""
-        ...
 
 
 @dataclass(slots=True)
@@ -89,7 +68,7 @@ class DataServerCounters:
 class ServerContext:
     """What the connections of one server share."""
 
-    segments: Mapping[bytes, ServedSegment]
+    segments: Mapping[bytes, NodeSegment]
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
@@ -208,7 +187,7 @@ class Connection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: ServedSegment, sealed: Sealed) -> None:
+    def _serve_requests(self, segment: NodeSegment, sealed: Sealed) -> None:
         """
         Raises:
             StalledError, RefusedTransferError
@@ -230,7 +209,7 @@ class Connection:
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _greet(self) -> tuple[ServedSegment, Sealed]:
+    def _greet(self) -> tuple[NodeSegment, Sealed]:
         """The segment, and what the peer's capabilities are checked with; no key: it has shown the
         token, and needs none."""
         self._stream.begin(self._soon())
@@ -268,7 +247,7 @@ class Connection:
             self._context.orders[hello.uuid], self._asked,
         )  # fmt: skip
 
-    def _check_proof(self, segment: ServedSegment, hello: Hello, raw: bytes) -> None:
+    def _check_proof(self, segment: NodeSegment, hello: Hello, raw: bytes) -> None:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:

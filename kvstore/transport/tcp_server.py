@@ -17,6 +17,7 @@ from typing import Final
 from kvstore.auth.data_port import NodeEnd
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
+from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter
@@ -27,7 +28,6 @@ from kvstore.network.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
     Connection,
     DataServerCounters,
-    ServedSegment,
     ServerContext,
 )
 
@@ -59,7 +59,7 @@ class DataServer:
 
     def __init__(
         self,
-        segments: Iterable[ServedSegment],
+        segments: Iterable[NodeSegment],
         host: str = "0.0.0.0",
         port: int = 0,
         *,

@@ -213,7 +213,6 @@ class MooncakeTransport(ByMoves):
             station.leave()
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``."""
         with self._changing:
             witnesses = dict(self._witnesses)
         for key, witness in witnesses.items():
@@ -224,7 +223,6 @@ class MooncakeTransport(ByMoves):
                 witness.close()
 
     def drop_connections(self) -> None:
-        """As ``Transport.drop_connections``."""
         with self._changing:
             self._witnesses = {}
 

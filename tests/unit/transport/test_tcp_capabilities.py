@@ -28,7 +28,6 @@ from kvstore.network.tcp_protocol import (
     TransferStatus,
 )
 from kvstore.transport import tcp_connection
-from kvstore.transport.tcp_connection import ServedSegment
 from kvstore.transport.tcp_server import DataServer
 from tests.support.sealing import HOLDER, extent, in_ms
 from tests.support.waiting import until
@@ -83,9 +82,9 @@ def server(
     segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
     monkeypatch.setattr(tcp_connection, "steps", slow if request.param == "slow" else native.steps)
-    served: ServedSegment = segment
+    served: NodeSegment = segment
     if request.param == "ranges":
-        served = cast(ServedSegment, InRanges(segment))
+        served = cast(NodeSegment, InRanges(segment))
     server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities=True)
     server.start()
     yield server
