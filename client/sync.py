@@ -1027,7 +1027,7 @@ class Client:
     def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
         if self._tracing is None:
             return self._carry_out(flow, timeout_ms)
-        with self._tracing.span(getattr(flow, "__name__", "call")) as span:
+        with self._tracing(getattr(flow, "__name__", "call")) as span:
             return self._carry_out(flow, timeout_ms, traceparent(span))
 
     def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:

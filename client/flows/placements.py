@@ -248,7 +248,6 @@ class SegmentTable:
         known: Mapping[int, SegmentInfo],
         placements: Placements,
         until: float,
-        lease: ReadLease | None = None,
     ) -> Iterator[Placed | None]:
         """One entry per row; None for a miss, or when no replica's segment is mounted any more.
 
@@ -256,7 +255,7 @@ class SegmentTable:
 
         Args:
             known: segments of the epoch that ``placements`` are of.
-            until, lease: of each row.
+            until: of each row.
         """
         sizes, epochs, counters, replica_counts, segments, offsets, column = placements
         capabilities = capability_of_each(column, len(segments))
@@ -265,7 +264,7 @@ class SegmentTable:
             if None not in infos:
                 each = zip(infos, offsets, capabilities, strict=True)
                 replicas = zip(map(_REPLICA, each), strict=True)
-                ends = repeat(until), repeat(lease)
+                ends = repeat(until), repeat(None)
                 columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
                 yield from map(_PLACED, columns)
                 return
@@ -277,7 +276,7 @@ class SegmentTable:
                 segment = known.get(segments[at])
                 one = segment and (Replica(segment, offsets[at], capabilities[at]),)
                 at += 1
-                yield Placed(size, epoch, counter, one, until, lease) if one else None
+                yield Placed(size, epoch, counter, one, until) if one else None
                 continue
             several = []
             for index in range(at, at + count):
@@ -290,4 +289,4 @@ class SegmentTable:
                 continue
             if len(several) > 1 and self._failed:
                 several.sort(key=lambda replica: self.avoided(replica.segment))
-            yield Placed(size, epoch, counter, tuple(several), until, lease)
+            yield Placed(size, epoch, counter, tuple(several), until)

@@ -26,7 +26,7 @@ from kvstore import calls
 from kvstore.client.flows.devices import DeviceReads
 from kvstore.client.flows.objects import ObjectReads
 from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.steps import Ask, Context, Flow, ask, describe, unreachable
+from kvstore.client.flows.steps import Ask, Context, Flow, ask, learn, unreachable
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.client.values import (
     UNREADABLE,
@@ -198,8 +198,7 @@ def _look_up(
     found = yield Ask(calls.Lookup(namespace, keys, number, context.leases.take()))
     assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
-    known = yield from describe(context, found.epoch, found.placements.segments)
-    rows = list(context.segments.rows(known, found.placements, until))
+    rows = yield from learn(context, found.epoch, found.placements, until)
     if not number:
         context.placements.remember(namespace, keys, rows)
     return rows

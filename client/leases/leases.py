@@ -109,8 +109,9 @@ class Unneeded(NamedTuple):
 What = Named | Granted | Unneeded
 
 Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, LeasedPlace | None, object]
-"""An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
-them the value that was made of it."""
+"""An array to watch; the address of its first byte; what the lease is on; when the promise ends;
+where the object is (with that, it is found again if its segment is mounted anew); and a tensor over
+the array, if the program gets that instead of the array."""
 
 
 class Lease:

@@ -27,7 +27,6 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.leases.leases import (
     Granted,
     Lease,
-    LeasedPlace,
     LeaseTable,
     Mounted,
     Named,
@@ -261,35 +260,17 @@ class Views:
         """Threads that several callers have started at once; one of them goes on."""
         self._thread: threading.Thread | None = None
 
-    def add(
-        self,
-        array: NDArray[np.generic],
-        held: Named | Granted,
-        until: float,
-        mounted: Mounted,
-        place: LeasedPlace | None = None,
-        value: object = None,
-    ) -> Lease:
-        """Watch ``array``, the first array over some payload, until its memory is let go.
-
-        Args:
-            array: over the payload.
-            held: what the lease is on.
-            until: when the promise ends.
-            mounted: whether the segment under it is mounted as it was.
-            place: where the object is; with it, the object is found again if its segment is
-                mounted anew.
-            value: a tensor over the array, if the program gets that instead of the array.
-        """
-        (lease,) = self.add_many([(array, array.ctypes.data, held, until, place, value)], mounted)
-        return lease
-
     def add_many(
         self,
         arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
-        """``add`` of several on one segment."""
+        """Watches arrays on one segment, each the first one over its payload, until their memory is
+        let go.
+
+        Args:
+            mounted: whether the segment under them is mounted as it was.
+        """
         with self._lock:
             self._settle()
             leases = self._watches.add(arrays, mounted)

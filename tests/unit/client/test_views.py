@@ -35,7 +35,9 @@ def always() -> bool:
 def add(
     views: Views, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted = always
 ) -> Lease:
-    return views.add(array, held, until, mounted, PLACE if isinstance(held, Named) else None)
+    place = PLACE if isinstance(held, Named) else None
+    (lease,) = views.add_many([(array, array.ctypes.data, held, until, place, None)], mounted)
+    return lease
 
 
 def named(number: int) -> Named:
@@ -220,7 +222,8 @@ def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views
     arrays, tensors = list(twice()), []
     for number, until in enumerate((uptime() - 1, later())):
         tensors.append(torch.from_numpy(arrays[number]))
-        views.add(arrays[number], named(number), until, always, PLACE, value=tensors[-1])
+        what, address = named(number), arrays[number].ctypes.data
+        views.add_many([(arrays[number], address, what, until, PLACE, tensors[-1])], always)
     arrays.clear()
     old, new = tensors
     for made in (
