@@ -31,7 +31,7 @@ from kvstore.process.stopping import Stop, current
 from kvstore.transport import tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
-from kvstore.transport.pieces import segment_gone
+from kvstore.transport.pieces import invalid_range, segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 
@@ -143,22 +143,18 @@ class Movers:
         raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """The segment's own memory, or None where it is not in this address space.
+        """The segment's own memory to write to, or None where it is not mapped here so.
 
         Raises:
             SegmentGoneError: it was unmounted, or mounted anew.
             InvalidRangeError
         """
-        for transport in self._transports:
-            if transport.reaches(segment):
-                try:
-                    memory = transport.view(segment, offset, length)
-                except SegmentGoneError:
-                    transport.forget(segment)
-                    raise
-                if memory is not None:
-                    return memory
-        return None
+        if not any(each.maps and each.may_write(segment) for each in self._transports):
+            return None
+        memory = self.memory(segment)
+        if offset + length > len(memory):
+            raise invalid_range(offset, length, len(memory))
+        return memory[offset : offset + length]
 
     def watch(self, segment: SegmentInfo) -> Mounted:
         """A function that says whether a segment, seen by ``view``, is still mounted as it was."""

@@ -58,7 +58,7 @@ class Transport(ABC):
 
     name: str
     maps: bool = False
-    """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
+    """Whether the segments that it reaches are in this address space: then ``memory`` and
     ``watch`` show them."""
 
     @abstractmethod
@@ -117,7 +117,8 @@ class Transport(ABC):
         """
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment, writable, if the transport ``maps``. Stays mapped as ``view`` does.
+        """All of a segment, if the transport ``maps``; writable, if it ``may_write`` there. The
+        mapping stays for as long as the memoryview lives, also after ``close``.
 
         Raises:
             SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
@@ -130,19 +131,12 @@ class Transport(ABC):
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
         """All of a segment, for values that programs get without a copy; None: programs get copies.
-        It claims to be writable, but a write ends the process. Stays mapped as ``view`` does."""
-        return None
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """The segment's own memory, writable, or None where it is not in this address space.
-
-        The mapping stays for as long as the memoryview lives, also after ``close``.
-        """
+        It claims to be writable, but a write ends the process. Stays mapped as ``memory`` does."""
         return None
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         """A function that tells whether the segment is still mounted as ``segment`` says: False,
-        for good, once its node has fenced, joined anew or left. None where ``view`` is None.
+        for good, once its node has fenced, joined anew or left. None where it is not mapped.
 
         The function works also after ``forget`` and ``close``, in any thread, and takes 0.1 us.
         """

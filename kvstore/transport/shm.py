@@ -20,7 +20,6 @@ from typing import TypeVar
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
-from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping
 from kvstore.native import steps
 from kvstore.native.kinds import ReadRow, WriteRow
@@ -34,7 +33,6 @@ from kvstore.transport.pieces import (
     check_moves,
     deadline_exceeded,
     feed,
-    invalid_range,
     segment_gone,
 )
 
@@ -138,22 +136,6 @@ class ShmTransport(Transport):
     def shown(self, segment: SegmentInfo) -> memoryview | None:
         mapping = self._mapping(segment)
         return None if mapping is None else mapping.shown()
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """As ``Transport.view``.
-
-        Raises:
-            InvalidRangeError: the range is not within the segment.
-            SegmentGoneError: it was mounted anew.
-        """
-        mapping = self._mapping(segment)
-        if mapping is None or not mapping.writable:
-            return None
-        if offset < SUPERBLOCK_BYTES or length < 0 or offset + length > mapping.size:
-            raise invalid_range(offset, length, mapping.size)
-        if mapping.generation != segment.generation:
-            raise segment_gone(segment)
-        return mapping.memory[offset : offset + length]
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         mapping = self._mapping(segment)

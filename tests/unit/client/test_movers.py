@@ -14,6 +14,7 @@ from kvstore.client.movers import Movers
 from kvstore.clocks import uptime
 from kvstore.errors import (
     ClosedError,
+    InvalidRangeError,
     NodeUnreachableError,
     SegmentGoneError,
 )
@@ -55,11 +56,6 @@ class FakeTransport(ByMoves):
         if segment.segment_id in self.errors:
             raise self.errors[segment.segment_id]
         return memoryview(b"mapped")
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        if segment.segment_id in self.errors:
-            raise self.errors[segment.segment_id]
-        return memoryview(b"mapped") if self.name == "shm" else None
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         return (lambda: True) if self.name == "shm" else None
@@ -174,6 +170,8 @@ def test_views_are_of_mapped_memory_only(movers: Movers, shm: FakeTransport) -> 
     mapped = movers.view(segment(1), 0, 6)
     assert mapped is not None
     assert bytes(mapped) == b"mapped"
+    with pytest.raises(InvalidRangeError):
+        movers.view(segment(1), 1, 6)
     assert movers.view(segment(2), 0, 6) is None
     shm.errors[1] = SegmentGoneError("mounted anew")
     with pytest.raises(SegmentGoneError):

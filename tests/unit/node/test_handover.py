@@ -274,7 +274,7 @@ def test_a_mapping_to_read_reads_and_leaves_writes_to_others(store: Store) -> No
         info = store.info(READS)
         assert transport.reaches(info)
         assert not transport.may_write(info)
-        assert transport.view(info, AT, 5) is None
+        assert transport.memory(info).readonly
         assert read(transport, info) == b"there"
         shown = transport.shown(info)
         assert shown is not None
