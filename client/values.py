@@ -4,8 +4,8 @@ A descriptor travels in the header of each object and says what its bytes are: J
 ``DESCRIPTOR_BYTES_MAX`` bytes, ``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, so that
 other languages can read it. torch is optional and imported only when a tensor is met.
 
-Any client may write any descriptor, so readers believe nothing that it says: the dtype must be on
-a list (``kvstore.client.dtypes``), and the shape must fit the bytes. An object of which no value
+Any client may write any descriptor, so readers believe nothing that it says: the dtype must be one
+of plain bytes (``dtypes``), and the shape must fit the payload. An object of which no value
 can be made is still its bytes, for those who ask for bytes.
 """
 

@@ -144,7 +144,7 @@ def test_a_value_or_one_of_two_errors(descriptor: bytes, kind: Any, reader: str)
         value.tolist()
 
 
-def test_the_lists_have_all_that_can_be_put_and_nothing_else() -> None:
+def test_all_that_can_be_put_has_a_name_and_nothing_else() -> None:
     for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
         assert dtypes.torch_dtype(torch, dtypes.torch_name(dtype)) is dtype
     for letter in "?bBhHiIlLqQefdgFDG":
