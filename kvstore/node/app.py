@@ -13,16 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
 from kvstore.auth.revoked import Revoked
@@ -284,21 +274,8 @@ class _StartedAs(NamedTuple):
 
 def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None]) -> NodeSegment:
     """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    hidden = kind.is_child or not console.is_terminal
     started = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("reserving memory", total=config.memory)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            told(done, total)
-
-        segment = _named(config, progress, kind)
+    segment = _named(config, told, kind)
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
         segment.node,
