@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from kvstore.calls import NO_VERSION, DevicePlace, Version
 from kvstore.errors import ConfigError
 from kvstore.limits import highest_believed
-from kvstore.memory import cgroup, numa, pages
+from kvstore.memory import cgroup, pages
 from kvstore.memory import header as layout
 from kvstore.memory.entries import (
     SHM_DIRECTORY,
@@ -124,7 +124,6 @@ class NodeSegment:
         name: str,
         size: int,
         *,
-        node: str | None = None,
         progress: Callable[[int, int], None] | None = None,
         options: MemoryOptions | None = None,
         owner: layout.Owner | None = None,
@@ -132,17 +131,17 @@ class NodeSegment:
         """A new segment ``/dev/shm/kvstore.<name>``, reserved and pre-faulted.
 
         Args:
-            name: letters, digits, ``.``, ``_`` and ``-``, at most 128.
+            name: of the node that owns the segment: letters, digits, ``.``, ``_`` and ``-``, at
+                most 128.
             size: bytes, at least ``SIZE_STEP``; rounded down to its multiples, and to whole pages
                 with reserved huge pages.
-            node: the node that owns the segment, written in the superblock; default: ``name``.
             progress: called in this thread with bytes done and bytes in all after each
                 ``RESERVE_BYTES``. If it raises, the creation ends.
             options: how the memory is allocated.
             owner: the cluster that the segment belongs to, written in the superblock.
 
         Raises:
-            ConfigError: a bad name, a size below ``SIZE_STEP``, no such NUMA node.
+            ConfigError: a bad name, a size below ``SIZE_STEP``.
             NodeNameTakenError: a live process, or another user, owns a segment of this name.
             SharedMemoryTooSmallError, MemoryLimitError: there is no room, or a control group does
                 not allow it; nothing is left behind.
@@ -150,17 +149,13 @@ class NodeSegment:
                 ``options`` require.
         """
         options = options or MemoryOptions()
-        node = name if node is None else node
         check_name(name)
-        check_name(node)
         if size < SIZE_STEP:
             raise ConfigError(
                 f"a segment must have at least 1 MiB, not {size} bytes",
                 advice='Give the size with its unit, like "4GiB".',
                 size=size,
             )
-        if options.numa_node >= 0:
-            numa.check_node(options.numa_node)
         group = group_id(options.group)
         shm_name = SHM_PREFIX + name
         directory = directory_for(options)
@@ -175,13 +170,7 @@ class NodeSegment:
             try:
                 locked = take_pages(fd, mapped, directory, options, progress)
                 let_in(fd, path, group)
-                superblock = layout.Superblock(
-                    secrets.token_bytes(16), node, size, secrets.randbits(64), generation=1
-                )
-                packed = layout.pack_superblock(superblock)
-                packed_owner = layout.pack_owner(owner or layout.Owner())
-                mapped[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed_owner)] = packed_owner
-                mapped[: len(packed)] = packed
+                superblock = write_superblock(mapped, name, size, owner or layout.Owner())
                 return cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 with contextlib.suppress(BufferError):
@@ -198,7 +187,6 @@ class NodeSegment:
         name: str,
         size: int,
         *,
-        node: str | None = None,
         progress: Callable[[int, int], None] | None = None,
         options: MemoryOptions | None = None,
         owner: layout.Owner | None = None,
@@ -228,10 +216,7 @@ class NodeSegment:
             ConfigError, StartupError: as ``create``.
         """
         options = options or MemoryOptions()
-        node = name if node is None else node
         check_name(name)
-        if options.numa_node >= 0:
-            numa.check_node(options.numa_node)
         group = group_id(options.group)
         wanted = directory_for(options)
         for directory in sorted(directories(), key=lambda each: each != wanted):
@@ -251,7 +236,7 @@ class NodeSegment:
                 superblock = left_superblock(
                     fd,
                     path,
-                    node,
+                    name,
                     size - size % step_of(wanted),
                     volatile=left is not None and left.volatile,
                 )
@@ -273,7 +258,7 @@ class NodeSegment:
                 if private not in (None, has_private(os.path.basename(path), superblock.uuid)):
                     kind = "no identity" if private else "an identity"
                     log.warning(
-                        "left_over_memory_discarded node=%s reason=%r", node,
+                        "left_over_memory_discarded node=%s reason=%r", name,
                         f"the process that left it had {kind}",
                     )  # fmt: skip
                     discard = True
@@ -454,6 +439,18 @@ class NodeSegment:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
+
+
+def write_superblock(
+    mapped: mmap.mmap, name: str, size: int, owner: layout.Owner
+) -> layout.Superblock:
+    """Writes what makes memory the segment of this node, and returns it."""
+    uuid, seed = secrets.token_bytes(16), secrets.randbits(64)
+    superblock = layout.Superblock(uuid, name, size, seed, generation=1)
+    packed_owner, packed = layout.pack_owner(owner), layout.pack_superblock(superblock)
+    mapped[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed_owner)] = packed_owner
+    mapped[: len(packed)] = packed
+    return superblock
 
 
 def _release(memory: memoryview, mapped: mmap.mmap | None) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -40,7 +39,7 @@ from kvstore.memory.entries import (
     unlink_entry,
     unlink_own,
 )
-from kvstore.memory.segment import ZERO_STEP, NodeSegment
+from kvstore.memory.segment import ZERO_STEP, NodeSegment, write_superblock
 from kvstore.memory.taking import SIZE_STEP
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK
@@ -123,14 +122,9 @@ class DeviceSegment(NodeSegment):
                 handle = device.driver.export(base)
                 mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
                 let_in(fd, path, gid)
-                superblock = layout.Superblock(
-                    secrets.token_bytes(16), name, size, secrets.randbits(64), generation=1
-                )
-                packed = layout.pack_owner((owner or layout.Owner())._replace(on_device=True))
-                mapped[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed)] = packed
                 held = alive.hold(fd, layout.ALIVE_OFFSET)
-                packed = layout.pack_superblock(superblock)
-                mapped[: len(packed)] = packed
+                whose = (owner or layout.Owner())._replace(on_device=True)
+                superblock = write_superblock(mapped, name, size, whose)
                 return cls(
                     path=path, fd=fd, mapped=mapped, superblock=superblock, device=device,
                     base=base, handle=handle, held=held,

@@ -98,10 +98,10 @@ def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> No
 
 
 def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
-    segment = NodeSegment.create(name, MIB + 4711, node="somebody")
+    segment = NodeSegment.create(name, MIB + 4711)
     assert segment.size == MIB == entry(name).stat().st_size == len(segment.memory)
     assert segment.shm_name == entry(name).name
-    assert (segment.node, segment.generation) == ("somebody", 1)
+    assert (segment.node, segment.generation) == (name, 1)
     assert (len(segment.uuid), len(segment.token)) == (16, 16)
     assert entry(name).stat().st_mode & 0o777 == 0o600
     segment.close()
