@@ -9,26 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import copy_context
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.client import forks
-from kvstore.client.leases.leases import Lease
-from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
-from kvstore.client.values import Buffer, Payload, View
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError
 from kvstore.process.background import CLOSE_S, Job, Workers
 from kvstore.process.stopping import Stop
-
-if TYPE_CHECKING:
-    from kvstore.device.device import Device
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -45,6 +39,18 @@ def _awaited(
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
         return await self._carry_out(method, *args, **named)
+
+    return call
+
+
+def _direct(
+    method: Callable[Concatenate[Client, P], ResultT],
+) -> Callable[Concatenate[AsyncClient, P], ResultT]:
+    """The same method, which makes no call."""
+
+    @functools.wraps(method)
+    def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
+        return method(self._client, *args, **named)
 
     return call
 
@@ -143,6 +149,15 @@ class AsyncClient:
     drain = _awaited(Client.drain)
     move_some = _awaited(Client.move_some)
 
+    register = _awaited(Client.register)
+    unregister = _awaited(Client.unregister)
+    memory_at = _direct(Client.memory_at)
+    payload_at = _direct(Client.payload_at)
+    device = _direct(Client.device)
+    lease = _direct(Client.lease)
+    stats = _direct(Client.stats)
+    _check_calls = _direct(Client._check_calls)
+
     async def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> AsyncIterator[calls.ObjectRow]:
@@ -172,38 +187,6 @@ class AsyncClient:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
-
-    async def register(self, memory: Buffer | int, size: int | None = None) -> None:
-        """As ``Client.register``."""
-        await asyncio.to_thread(self._client.register, memory, size)
-
-    async def unregister(self, memory: Buffer | int) -> None:
-        """As ``Client.unregister``."""
-        await asyncio.to_thread(self._client.unregister, memory)
-
-    def memory_at(self, address: int, size: int) -> memoryview:
-        """As ``Client.memory_at``."""
-        return self._client.memory_at(address, size)
-
-    def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """As ``Client.payload_at``."""
-        return self._client.payload_at(addresses, sizes)
-
-    def device(self, name: str) -> Device:
-        """As ``Client.device``."""
-        return self._client.device(name)
-
-    def lease(self, view: View) -> Lease | None:
-        """As ``Client.lease``."""
-        return self._client.lease(view)
-
-    def stats(self) -> ClientStats:
-        """As ``Client.stats``."""
-        return self._client.stats()
-
-    def _check_calls(self, check: Callable[[calls.Request], None]) -> None:
-        """As ``Client._check_calls``."""
-        self._client._check_calls(check)
 
     async def close(self) -> None:
         """As ``Client.close``."""

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -196,14 +196,11 @@ class ClientState:
             host=lambda: address_towards(config.master),
         )
 
-    def contribute(self, join: Callable[[float], object]) -> None:
-        """Starts the node that serves ``config.memory``, if there is to be one. Blocks.
-
-        Calls ``join`` with a deadline first, so that a missing master is reported before any
-        memory is taken.
-        """
+    def contribute(self) -> None:
+        """Starts the node that serves ``config.memory``, if there is to be one. Blocks. Joins
+        first, so that a missing master is reported before any memory is taken."""
         if self.config.memory:
-            join(uptime() + self.config.timeout_ms / 1000)
+            self.stub.join(uptime() + self.config.timeout_ms / 1000)
             master = self.config.master
             node = start_node(
                 master=master,
@@ -219,16 +216,15 @@ class ClientState:
             )
             self.children.append(node)
 
-    def stats(self, epoch: int, *, reached: bool) -> ClientStats:
-        context = self.context
+    def stats(self) -> ClientStats:
         return ClientStats(
-            dict(context.counters),
-            len(context.placements),
+            dict(self.context.counters),
+            len(self.context.placements),
             len(self.views),
-            epoch,
+            self.stub.epoch,
             dict(self.movers.moved),
             dict(self.movers.read_bytes),
-            reached,
+            self.stub.reached,
             self.movers.not_mapped,
         )
 

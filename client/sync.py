@@ -134,7 +134,7 @@ class Client:
         """Whether a foreign exception has passed through a call: the next one begins anew."""
         forks.watch(self)
         try:
-            self._state.contribute(self._stub.join)
+            self._state.contribute()
         except BaseException:
             self.close()
             raise
@@ -780,7 +780,7 @@ class Client:
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
-        return self._state.stats(self._stub.epoch, reached=self._stub.reached)
+        return self._state.stats()
 
     # --- keeping ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
     CapabilityRefusedError,
+    InvalidArgumentError,
     InvalidRangeError,
     KVStoreError,
     NodeUnreachableError,
@@ -37,6 +38,7 @@ from kvstore.native.kinds import (
 )
 from kvstore.network import names
 from kvstore.network import tcp_protocol as protocol
+from kvstore.network.addresses import split_address
 from kvstore.network.stream import EndedError, StalledError, Stream
 from kvstore.network.tcp_protocol import (
     NO_EXTENT,
@@ -175,10 +177,6 @@ class ClientConnection:
         return f"node {self._segment.node} ({self._segment.address})"
 
     @property
-    def _encrypts(self) -> bool:
-        return self._segment.encrypts
-
-    @property
     def _connect_s(self) -> float:
         return self._stall_s * CONNECT_STALLS
 
@@ -272,14 +270,17 @@ class ClientConnection:
 
     def _connect(self, deadline: float) -> Stream:
         segment = self._segment
-        if self._tls is not None and self._tls.demands and not self._encrypts:
+        if self._tls is not None and self._tls.demands and not segment.encrypts:
             raise not_encrypted(segment)
         if segment.data_protocol != DATA_PROTOCOL_VERSION:
             raise self._protocol_error(
                 f"speaks data protocol {segment.data_protocol}, this client {DATA_PROTOCOL_VERSION}"
             )
         deadline = min(deadline, uptime() + self._connect_s)
-        sock = names.connect(*_host_and_port(segment.address), deadline)
+        try:
+            sock = names.connect(*split_address(segment.address), deadline)
+        except InvalidArgumentError as error:
+            raise OSError(error.message) from None
         stream = self._begin(sock, deadline)
         self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
         hello = protocol.pack_hello(
@@ -313,7 +314,7 @@ class ClientConnection:
             TlsError, RefusedTransferError, OSError
         """
         node = self._segment.node
-        encrypts = self._encrypts
+        encrypts = self._segment.encrypts
         if not encrypts:
             stream = self._stream = Stream(sock, stall_s=self._stall_s)
         elif self._tls is not None:
@@ -450,14 +451,6 @@ class ClientConnection:
 
 def _steps(stream: Stream) -> Steps:
     return steps if stream.is_plain else slow
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """Raises OSError: it is no ``host:port`` or ``[host]:port``."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise OSError(f"{address!r} is not an address")
-    return host.strip("[]"), int(port)
 
 
 def _hash(window: list[tuple[int, memoryview]], moves: Sequence[Move]) -> None:

@@ -88,7 +88,6 @@ class EngineCall:
         is_registered: Callable[[int, int], bool],
     ) -> None:
         assert segment.engine is not None
-        assert station.buffer is not None
         self._station = station
         self._buffer = station.buffer
         self._segment = segment

@@ -61,13 +61,13 @@ class Station:
         buffer: Buffer,
         registered: Iterable[Region],
     ) -> None:
-        """``buffer`` is unmapped with the station, unless ``give_up_buffer`` was called before.
+        """``buffer`` is unmapped with the station.
 
         Raises:
             TransferEngineError: as ``TransferEngine``; ``buffer`` is the caller's still.
         """
         self.engine: Final = TransferEngine(settings, host)
-        self.buffer: Buffer | None = buffer
+        self.buffer: Final = buffer
         self.is_retired = False
         self.used_at: Final[dict[str, float]] = {}
         """When the last transfer with a peer ended well, by the peer's name."""
@@ -99,16 +99,8 @@ class Station:
             if self._users:
                 return
         self.engine.close()
-        if self.buffer is not None:
-            self.buffer.close()
+        self.buffer.close()
         self.ended.set()
-
-    def give_up_buffer(self) -> Buffer:
-        """The buffer, for the next station. The owner of an idle station that never failed calls
-        it, and then ``leave``."""
-        buffer, self.buffer = self.buffer, None
-        assert buffer is not None
-        return buffer
 
     def was_used(self, peer: str) -> None:
         self.used_at[peer] = uptime()

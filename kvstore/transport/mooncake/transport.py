@@ -240,7 +240,6 @@ class MooncakeTransport(ByMoves):
             assert len(self._retired) <= RETIRED_MAX
             if self._station is not None and self._station.is_idle:
                 buffer = self._station.buffer
-                assert buffer is not None
                 assert buffer.free.qsize() == buffer.size // buffer.chunk_bytes
 
     def _run(
@@ -342,14 +341,10 @@ class MooncakeTransport(ByMoves):
                 advice="Try again in some seconds; look at the nodes: kvstore status",
                 settled=1,
             )
-        if old is not None and old.is_idle:
-            buffer = old.give_up_buffer()
+        if old is not None:
+            self._retired.append(old)
             old.leave()
-        else:
-            buffer = Buffer(self._buffer_bytes)
-            if old is not None:
-                self._retired.append(old)
-                old.leave()
+        buffer = Buffer(self._buffer_bytes)
         try:
             return Station(self._settings, self._host(), buffer, self._registered)
         except BaseException:
