@@ -77,27 +77,18 @@ class RegisteredMemory:
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
         parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
-        if not parts or not self._devices:
-            return [self.at(*each) for each in parts]
-        device = self._devices.get(self._holding(*parts[0]).start)
+        devices = {self._devices.get(self._holding(*each).start) for each in parts}
+        if len(devices) > 1:
+            raise InvalidArgumentError(
+                "the runs of a value are in different memories",
+                advice="Put the parts that are in different memories under keys of their own.",
+            )
+        device = devices.pop() if devices else None
         if device is None:
             return [self.at(*each) for each in parts]
         from kvstore.device.memory import DeviceMemory
 
-        try:
-            starts, lengths = np.ascontiguousarray(np.array(parts, np.int64).T)
-        except OverflowError:
-            raise InvalidArgumentError("a run of the value is no range of addresses") from None
-        regions = [each for each in self._regions if self._devices.get(each.start) is device]
-        begins, ends = np.array([each[:2] for each in regions], np.int64).T
-        holder = np.searchsorted(begins, starts, "right") - 1  # -1: the last one, without room
-        room = np.where(starts >= begins[holder], ends[holder] - starts, -1)
-        if ((lengths > room) | (lengths < 0)).any():
-            raise InvalidArgumentError(
-                f"a run is not within registered memory of {device.name}, as the first one is",
-                advice="Put the parts that are in different memories under keys of their own.",
-            )
-        return DeviceMemory(device, starts, lengths)
+        return DeviceMemory(device, *np.ascontiguousarray(np.array(parts, np.int64).T))
 
     def _holding(self, address: int, size: int) -> Region:
         try:

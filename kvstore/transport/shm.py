@@ -73,8 +73,6 @@ class ShmTransport(Transport):
         """Why segments of this host are not mapped, by their node."""
         self._again: dict[bytes, float] = {}
         """When a segment that was not handed over is asked for again, by its uuid."""
-        self._said: set[bytes] = set()
-        """Segments of this host that cannot be mapped, as logged already."""
         self._changing = threading.Lock()
         self._closed = False
 
@@ -218,12 +216,11 @@ class ShmTransport(Transport):
         return None
 
     def _say_why(self, segment: SegmentInfo, why: str) -> None:
-        """Logs once for each segment why it cannot be mapped: its bytes travel by a slower
+        """Logs once for each node why its memory cannot be mapped: its bytes travel by a slower
         transport, or not at all."""
-        if segment.node in self.not_mapped or len(self.not_mapped) < SAID_MAX:
+        known = self.not_mapped.get(segment.node)
+        if known != why and (known is not None or len(self.not_mapped) < SAID_MAX):
             self.not_mapped[segment.node] = why
-        if segment.uuid not in self._said and len(self._said) < SAID_MAX:
-            self._said.add(segment.uuid)
             entry = segment.shm_name or "-"
             log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, why)
 
