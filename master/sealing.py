@@ -47,7 +47,7 @@ MASTER: Final = (1 << 64) - 1
 it."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""As ``Steps.seal`` takes it."""
+"""As ``slow.seal`` takes it."""
 
 
 def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:

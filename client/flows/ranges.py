@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.objects import ObjectReads
+from kvstore.client.flows.objects import ObjectReads, Sought
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.reading import Target, read
 from kvstore.client.flows.steps import Context, Flow, Transfer
@@ -45,7 +45,7 @@ class PartReads(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(self, placed: Placed, offset: int, target: Target, capability: bytes = b"") -> None:
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
         """As ``ObjectReads.add``.
 
         Raises:

@@ -9,12 +9,13 @@ those in Python do the same, slower. Callers see no difference: one suite tests 
 from __future__ import annotations
 
 import importlib
-from typing import Final, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
-from kvstore.native.kinds import CLOCK, Steps
+from kvstore.native.kinds import CLOCK
 
 
-def _load() -> Steps:
+def _load() -> ModuleType:
     try:
         found = importlib.import_module("kvstore.native.fast")
     except ImportError:
@@ -22,8 +23,11 @@ def _load() -> Steps:
     # An older build compares deadlines with another clock than ``kvstore.clocks``.
     if getattr(found, "CLOCK", None) != CLOCK:
         found = importlib.import_module("kvstore.native.slow")
-    return cast(Steps, found)
+    return found
 
 
-steps: Final = _load()
+if TYPE_CHECKING:
+    from kvstore.native import slow as steps
+else:
+    steps = _load()
 is_compiled: Final = hasattr(steps, "CLOCK")

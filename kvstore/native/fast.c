@@ -1,5 +1,5 @@
-/* The steps of the hot path that Python is too slow for: kvstore.native.kinds.Steps says what each
- * does. slow.py does the same where this module was not built; tests/unit/test_native.py tests both.
+/* The steps of the hot path that Python is too slow for. slow.py says what each does, and does the same
+ * where this module was not built; tests/unit/test_native.py tests both.
  *
  * A step returns what happened, and does not try again: its caller decides what comes of it. */
 #define PY_SSIZE_T_CLEAN
@@ -92,7 +92,7 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
 
 PyDoc_STRVAR(read_objects_doc,
 "read_objects(memory, generation, seed, namespace, rows, verify, deadline, threads)\n"
-"See kvstore.native.kinds.Steps.");
+"See kvstore.native.slow.");
 
 static PyObject *read_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
@@ -118,7 +118,7 @@ static PyObject *read_objects(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(write_objects_doc,
 "write_objects(memory, generation, seed, namespace, rows, deadline, threads)\n"
-"See kvstore.native.kinds.Steps.");
+"See kvstore.native.slow.");
 
 static PyObject *write_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
@@ -140,7 +140,7 @@ static PyObject *write_objects(PyObject *self, PyObject *args) {
 
 /* --- keys -------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.kinds.Steps.");
+PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.slow.");
 
 static PyObject *pack_keys(PyObject *self, PyObject *keys) {
     (void)self;
@@ -177,7 +177,7 @@ irregular:
 #endif
 
 PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
-                           "See kvstore.native.kinds.Steps.");
+                           "See kvstore.native.slow.");
 
 static PyObject *get_many(PyObject *self, PyObject *args) {
     PyObject *shards;
@@ -247,7 +247,7 @@ static int ask(int fd, const Py_buffer *request, char *into, size_t *received, i
 }
 
 PyDoc_STRVAR(exchange_doc, "exchange(sock, request, call_id, spin, deadline, length_max)\n"
-                           "See kvstore.native.kinds.Steps.");
+                           "See kvstore.native.slow.");
 
 static PyObject *exchange(PyObject *self, PyObject *args) {
     int fd;
@@ -317,7 +317,7 @@ static int by_start(const void *left, const void *right) {
     return (one->start > other->start) - (one->start < other->start);
 }
 
-PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.kinds.Steps.");
+PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.slow.");
 
 static PyObject *overlap(PyObject *self, PyObject *buffers) {
     (void)self;
@@ -355,7 +355,7 @@ static PyObject *overlap(PyObject *self, PyObject *buffers) {
 
 /* --- the module -------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.kinds.Steps.");
+PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.slow.");
 
 static PyObject *xxh3_64(PyObject *self, PyObject *args) {
     Py_buffer data;

@@ -1,4 +1,4 @@
-"""The steps of the hot path in Python, for where ``fast`` was not built: see ``kinds.Steps``.
+"""The steps of the hot path in Python, for where ``fast`` was not built. Any thread may call them.
 
 They are written to be short: no polling, no threads, one system call per piece. Their results, and
 what they leave in memory or on a socket, are those of the compiled steps.
@@ -32,7 +32,7 @@ from kvstore.memory.header import (
 from kvstore.memory.raw import address_of
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import kinds
-from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, Wire, WriteRow
+from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.rows import header_of, write_header
 from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # it is a step
 from kvstore.network import tcp_protocol as protocol
@@ -58,7 +58,7 @@ _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""As ``Steps.seal`` takes them: key, generation, expiry."""
+"""As ``seal`` takes them: key, generation, expiry."""
 
 _STAMPED: Final = struct.Struct("<8s5Q")
 _STAMP_TAG: Final = b"KVhead\0\1"
@@ -87,6 +87,20 @@ def read_objects(
     memory: memoryview, generation: int, seed: int, namespace: str, rows: list[ReadRow],
     verify: bool, deadline: float, threads: int, /,
 ) -> list[bytes | int] | BatchEnd:  # fmt: skip
+    """Check the header of each row where it stands, and copy its payload.
+
+    Args:
+        memory: the whole segment, mapped.
+        generation: the one that the segment must have; checked before each 256 KiB.
+        seed: of the segment's header checksums.
+        verify: hash the payload as it is copied, or where it stays, and compare.
+        deadline: a ``uptime()`` value, checked as often.
+        threads: at most so many threads copy, each its own rows.
+
+    Returns:
+        Per row its descriptor, or ``STALE`` or ``CORRUPT``. Or how the whole batch ended; the
+        contents of the buffers are undefined then.
+    """
     del threads
     outcomes: list[bytes | int] = []
     try:
@@ -116,6 +130,8 @@ def write_objects(
     memory: memoryview, generation: int, seed: int, namespace: str, rows: list[WriteRow],
     deadline: float, threads: int, /,
 ) -> BatchEnd:  # fmt: skip
+    """Wipe each row's header position, copy its payload, then write its header. 0: all of it
+    is done; otherwise some rows may be."""
     del threads
     try:
         _check(rows, len(memory))
@@ -173,6 +189,8 @@ def _pieces(buffers: Sequence[memoryview] | None) -> Iterator[memoryview]:
 
 
 def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
+    """All keys in one piece, and their length; None unless they are ``bytes`` of one length
+    from 1 to 256, and at least one."""
     packable = [key for key in keys if type(key) is bytes]
     sizes = set(map(len, packable))
     if len(packable) != len(keys) or len(sizes) != 1 or not 0 < max(sizes) <= KEY_BYTES_MAX:
@@ -183,6 +201,7 @@ def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
 def get_many(
     shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
 ) -> list[AnyRecord | None]:
+    """The record of each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
     if stride < 1 or not 0 <= mask < len(shards):
         raise ValueError("no stride, or a mask for more shards")
     keys = [Key(data[at : at + stride]) for at in range(0, len(data), stride)]
@@ -190,6 +209,7 @@ def get_many(
 
 
 def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
+    """The indices of two buffers that share a byte; None: no two do."""
     spans = sorted(
         (address_of(each), len(each), index) for index, each in enumerate(buffers) if len(each)
     )
@@ -200,6 +220,7 @@ def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
 
 
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
+    """As ``xxhash.xxh3_64_intdigest``."""
     return xxhash.xxh3_64_intdigest(data, seed)
 
 
@@ -207,11 +228,23 @@ def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
 
 
 def exchange(
-    sock: Wire, request: bytes, call_id: int, spin_s: float, deadline: float,
+    sock: socket.socket, request: bytes, call_id: int, spin_s: float, deadline: float,
     length_max: int, /,
 ) -> tuple[int, int, int, bytes | None]:  # fmt: skip
+    """Send one frame on a lane's socket (non-blocking) and receive the answer to it.
+
+    Args:
+        spin_s: how long to poll for the answer before sleeping; ``kvstore.wire.spinning``
+            has the outcomes.
+        deadline: a ``uptime()`` value.
+        length_max: of the answer's frame.
+
+    Returns:
+        ``ANSWERED``, the outcome of polling, the frame's kind and its payload. Or what
+        went wrong, an errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; of ``GARBLED`` with
+        an answer to another call its kind and payload.
+    """
     del spin_s
-    assert isinstance(sock, socket.socket)
     if uptime() >= deadline:
         return kinds.TIMED_OUT, 0, 0, None
     if not _is_quiet(sock):
@@ -284,11 +317,23 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
 
 
 def tcp_read(
-    stream: Wire, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
+    stream: Stream, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
     deadline: float, stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
+    """``read_objects`` over a greeted connection to a data server; one request.
+
+    Args:
+        stream: its time-outs are changed.
+        size: of the segment, bytes.
+        rows: at most ``RANGES_MAX``; none without buffers.
+        stall_s: also ``TIMED_OUT`` when no byte moved in either direction for so long.
+        sealed: whether the connection is one with capabilities, so that the rows' are shown.
+
+    Returns:
+        ``ANSWERED``, the outcome of polling, 1, and the outcomes. Or what went wrong, the
+        errno or ``Status``, whether no byte can land in the segment any more, and None.
+    """
     del stall_s, spin_s
-    assert isinstance(stream, Stream)
     outcomes: list[bytes | int] = []
     scratch = memoryview(bytearray(PIECE_BYTES))
 
@@ -319,11 +364,11 @@ def tcp_read(
 
 
 def tcp_write(
-    stream: Wire, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
+    stream: Stream, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
     stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
+    """``write_objects`` over such a connection; at most a third of ``RANGES_MAX`` rows."""
     del stall_s, spin_s
-    assert isinstance(stream, Stream)
 
     def send(stream: Stream) -> None:
         for row in rows:
@@ -357,7 +402,7 @@ def request(
     move: Callable[[Stream], None], deadline: float,
 ) -> tuple[int, int, int]:  # fmt: skip
     """One request on a greeted connection; with ``extents`` on one with capabilities. ``move``
-    sends, or receives, the bytes of all ranges. Returns as ``Steps.tcp_read``, without outcomes."""
+    sends, or receives, the bytes of all ranges. Returns as ``tcp_read``, without outcomes."""
     is_read = op is Op.READ
     if not stream.is_quiet():
         return kinds.UNASKED, 0, 1
@@ -409,6 +454,19 @@ def seal(
     mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
     holder: int, order: int, rights: int, /,
 ) -> bytes:  # fmt: skip
+    """Makes the capabilities of a batch, ``CAPABILITY_BYTES`` for each extent.
+
+    Args:
+        mounts: by segment its key (16 bytes), generation and the expiry in ms of its node's
+            clock (8 bytes each, little-endian). The capabilities of other segments are zeros,
+            which no node accepts.
+        segments, offsets, sizes: of each extent; its payload bytes.
+        order: the number of the last order to wipe.
+        rights: one bit for each ``Op``.
+
+    Raises:
+        ValueError: columns of different length, or a mount that has not 32 bytes.
+    """
     made: list[bytes] = []
     for segment, offset, size in zip(segments, offsets, sizes, strict=True):
         mount = mounts.get(segment)
@@ -429,6 +487,17 @@ def stamp(
     epochs: Sequence[int], counters: Sequence[int], namespaces: Sequence[str], keys: Sequence[Key],
     /,
 ) -> bytes:  # fmt: skip
+    """Makes the stamps of headers (``kvstore.memory.header``), ``STAMP_BYTES`` for each.
+
+    Args:
+        mounts: by segment its stamp key, 16 bytes. The stamps of other segments are zeros.
+        segments, offsets, sizes: of each extent; its payload bytes.
+        epochs, counters, namespaces, keys: of the object that may be there.
+
+    Raises:
+        ValueError: columns of different length, a key of another length, or a name that is too
+            long.
+    """
     made: list[bytes] = []
     rows = zip(offsets, sizes, epochs, counters, namespaces, keys, strict=True)
     for segment, (*numbers, namespace, key) in zip(segments, rows, strict=True):
@@ -454,7 +523,7 @@ class Sealed(NamedTuple):
     """``siphash``, in Python or compiled."""
     orders: memoryview
     asked: memoryview
-    """As ``Steps.serve`` takes them."""
+    """As ``serve`` takes them."""
 
     def check(self, record: protocol.Record, op: Op) -> None:
         """Raises RefusedTransferError: it is no capability of this holder for ``op`` on the range
@@ -491,6 +560,16 @@ class Sealed(NamedTuple):
 
 
 def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None:
+    """Ends the right to write of all capabilities for these extents that are older than the
+    order. Requests that have begun go on: ``asked`` of ``serve`` names them.
+
+    Args:
+        orders: ``ORDERS_BYTES``, zeros at first: the last order of each extent, by a hash of
+            its offset.
+
+    Raises:
+        ValueError: ``orders`` has another size.
+    """
     if orders.nbytes != kinds.ORDERS_BYTES:
         raise ValueError("no table of orders")
     words = orders.cast("Q")
@@ -510,12 +589,28 @@ def _slot(offset: int) -> int:
 
 
 def serve(
-    stream: Wire, file: int, memory: memoryview, generation: int, cut: bytearray,
+    stream: Stream, file: int, memory: memoryview, generation: int, cut: bytearray,
     counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int,
     orders: memoryview, asked: memoryview, /,
 ) -> tuple[int, int]:  # fmt: skip
+    """Serve the requests of a greeted connection until it ends.
+
+    Args:
+        file: descriptor of the segment.
+        cut: once its first byte is not 0, the connection ends when nothing is being received.
+        counts: four numbers of 8 bytes, added to: reads, their bytes, writes, their bytes.
+        stall_s: how long the peer may take over one piece.
+        idle_s: how long a connection may wait for its next request.
+        key: of the segment, with which capabilities are checked; empty: the connection is one
+            without them.
+        holder: of the capabilities.
+        orders: as of ``call_back``; ``key`` empty: not used.
+        asked: ``ASKED_BYTES``, in which others read what is being written; not used as above.
+
+    Returns:
+        How it ended, and the errno or, of ``REFUSED``, the ``Status`` to be told.
+    """
     del file
-    assert isinstance(stream, Stream)
     sealed = Sealed(key, generation, holder, siphash, orders, asked) if key else None
     bounds = counts, stall_s, idle_s
     return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, sealed)

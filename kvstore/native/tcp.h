@@ -364,7 +364,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
     return send_parts(wire, parts, count, 0);
 }
 
-/* Makes the result of kinds.Steps.tcp_read and tcp_write. */
+/* Makes the result of slow.tcp_read and tcp_write. */
 static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *rows, double deadline,
                                double stall, double spin) {
     PyObject *results = NULL;
@@ -434,7 +434,7 @@ done:
 }
 
 PyDoc_STRVAR(tcp_read_doc, "tcp_read(stream, size, seed, namespace, rows, verify, deadline, stall, spin, sealed)\n"
-                           "See kvstore.native.kinds.Steps.");
+                           "See kvstore.native.slow.");
 
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
@@ -451,7 +451,7 @@ static PyObject *tcp_read(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(tcp_write_doc, "tcp_write(stream, size, seed, namespace, rows, deadline, stall, spin, sealed)\n"
-                            "See kvstore.native.kinds.Steps.");
+                            "See kvstore.native.slow.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
@@ -479,7 +479,7 @@ typedef struct {
     uint64_t *counts; /* reads, bytes of those, writes, bytes of those */
     const uint8_t *key; /* of the segment: every range needs a capability; NULL: none does */
     uint64_t holder;    /* of the capabilities */
-    uint64_t *orders;   /* the last order to wipe of each extent: kinds.Steps.call_back */
+    uint64_t *orders;   /* the last order to wipe of each extent: slow.call_back */
     uint64_t *asked;    /* the number of extents that are being written, and their offsets */
     int64_t expires_ns; /* when the first capability of the present request ends */
 } Served;
@@ -686,7 +686,7 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
 }
 
 PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle, key, holder, orders, asked)\n"
-                        "See kvstore.native.kinds.Steps.");
+                        "See kvstore.native.slow.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};

@@ -42,7 +42,7 @@ bits, of what ``sealed`` packs, under the segment's token. So each capability is
 mount and extent.
 
 The order is the number of the last order to wipe that the master had made when it made the
-capability. A later order for the extent ends the right to write there: ``Steps.call_back``.
+capability. A later order for the extent ends the right to write there: ``slow.call_back``.
 """
 
 from __future__ import annotations

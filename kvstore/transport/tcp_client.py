@@ -33,7 +33,6 @@ from kvstore.native.kinds import (
     TIMED_OUT,
     UNASKED,
     ReadRow,
-    Steps,
     WriteRow,
 )
 from kvstore.network import names
@@ -89,7 +88,7 @@ SPIN_S: Final = 200e-6
 
 _STATUSES: Final = frozenset(TransferStatus)
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
-"""As ``Steps.tcp_read`` and ``Steps.tcp_write`` return."""
+"""As ``slow.tcp_read`` and ``tcp_write`` return."""
 
 
 class ClientConnection:
@@ -192,7 +191,8 @@ class ClientConnection:
         segment = self._segment
 
         def read(stream: Stream, spin_s: float) -> _Exchanged:
-            return _steps(stream).tcp_read(
+            tcp_read = steps.tcp_read if stream.is_plain else slow.tcp_read
+            return tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
                 self._stall_s, spin_s, self._sealed,
             )  # fmt: skip
@@ -206,7 +206,8 @@ class ClientConnection:
         segment = self._segment
 
         def write(stream: Stream, spin_s: float) -> _Exchanged:
-            return _steps(stream).tcp_write(
+            tcp_write = steps.tcp_write if stream.is_plain else slow.tcp_write
+            return tcp_write(
                 stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
                 spin_s, self._sealed,
             )  # fmt: skip
@@ -447,10 +448,6 @@ class ClientConnection:
         if error.errno == errno.EBADMSG:
             return "sent bytes that do not decrypt: they were changed on their way"
         return f"broke the tcp connection ({error.strerror or error})"
-
-
-def _steps(stream: Stream) -> Steps:
-    return steps if stream.is_plain else slow
 
 
 def _hash(window: list[tuple[int, memoryview]], moves: Sequence[Move]) -> None:

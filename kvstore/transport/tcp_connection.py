@@ -78,11 +78,11 @@ class ServerContext:
     tls: NodeEnd | None = None
     """None: connections are not encrypted."""
     orders: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, as of ``Steps.call_back``; empty without capabilities. Other ones after a fence."""
+    """By uuid, as of ``slow.call_back``; empty without capabilities. Other ones after a fence."""
     refused_holders: frozenset[int] = frozenset()
     """Whose proofs are refused."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
-    """As ``counts`` of ``Steps.serve``."""
+    """As ``counts`` of ``slow.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 

@@ -40,7 +40,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.raw import address_of
 from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, CORRUPT, STALE, Steps
+from kvstore.native.kinds import CAPABILITY_BYTES, CORRUPT, STALE
 from kvstore.network.tcp_protocol import Op
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
@@ -62,7 +62,7 @@ LARGE = [8 * MIB] * 7
 class Way:
     """A transport, and its steps; skips the test if those were not built."""
 
-    def __init__(self, transport: Transport, steps: Steps = native.steps) -> None:
+    def __init__(self, transport: Transport, steps: Any = native.steps) -> None:
         self.transport = transport
         self.steps = steps
 

@@ -12,7 +12,7 @@ from kvstore import native
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES, Steps
+from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES
 from kvstore.network import tcp_protocol as protocol
 
 VECTORS = """
@@ -56,7 +56,7 @@ KEY = bytes(range(16))
 
 
 @pytest.fixture(params=["compiled", "slow"])
-def steps(request: pytest.FixtureRequest) -> Steps:
+def steps(request: pytest.FixtureRequest) -> Any:
     if request.param == "slow":
         return slow
     if not native.is_compiled:
@@ -64,7 +64,7 @@ def steps(request: pytest.FixtureRequest) -> Steps:
     return native.steps
 
 
-def test_siphash_is_siphash(steps: Steps) -> None:
+def test_siphash_is_siphash(steps: Any) -> None:
     assert [steps.siphash(KEY, bytes(range(size))).hex() for size in range(64)] == VECTORS.split()
 
 
@@ -72,7 +72,7 @@ def mount(key: bytes, generation: int, expires_ms: int) -> bytes:
     return struct.pack("<16sQQ", key, generation, expires_ms)
 
 
-def test_a_capability_is_of_all_that_it_says(steps: Steps) -> None:
+def test_a_capability_is_of_all_that_it_says(steps: Any) -> None:
     mounts = {7: mount(KEY, 3, 5_000), 8: mount(KEY[::-1], 4, 2**64 - 1)}
     made = steps.seal(mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 6, 2)
     assert len(made) == 4 * CAPABILITY_BYTES
@@ -89,7 +89,7 @@ def test_a_capability_is_of_all_that_it_says(steps: Steps) -> None:
     assert made[112:] == last
 
 
-def test_the_last_order_of_an_extent_counts(steps: Steps) -> None:
+def test_the_last_order_of_an_extent_counts(steps: Any) -> None:
     """Compiled and in Python they share the table: both write where the other one looks."""
     chance = random.Random(5)
     ours, theirs = (memoryview(bytearray(ORDERS_BYTES)) for _ in range(2))
@@ -104,7 +104,7 @@ def test_the_last_order_of_an_extent_counts(steps: Steps) -> None:
 # --- stamps --------------------------------------------------------------------------------------
 
 
-def test_a_stamp_is_of_all_that_a_grant_says(steps: Steps) -> None:
+def test_a_stamp_is_of_all_that_a_grant_says(steps: Any) -> None:
     names = ["n", "\u00fc" * 64, "n", "n"]
     keys = [Key(b"k"), Key(b"k" * 256), Key(b"k"), Key(b"nk")]
     versions = [1, 2, 3, 4], [5, 6, 7, 2**64 - 1]
@@ -123,7 +123,7 @@ def test_a_stamp_is_of_all_that_a_grant_says(steps: Steps) -> None:
     assert made[48:] == slow.siphash(KEY, said(3))
 
 
-def test_each_field_of_a_header_changes_its_stamp(steps: Steps) -> None:
+def test_each_field_of_a_header_changes_its_stamp(steps: Any) -> None:
     row: list[Any] = [4096, 100, 1, 2, "ab", Key(b"c")]
     others = [5120, 101, 2, 3, "a", Key(b"bc")]
     rows = [row, *([*row[:at], other, *row[at + 1 :]] for at, other in enumerate(others))]

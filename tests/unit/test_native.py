@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import xxhash
@@ -39,7 +39,7 @@ from kvstore.memory.header import (
     unpack,
 )
 from kvstore.native import kinds, slow
-from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, Steps, WriteRow
+from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, WriteRow
 from kvstore.network.stream import Stream
 from tests.support.encryption import shared_ends
 from tests.support.identities import ENGINE, MASTER
@@ -48,11 +48,11 @@ SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
 
 
-SLOW: Final[Steps] = slow
+SLOW: Final[Any] = slow
 
 
 @pytest.fixture(params=["compiled", "slow"])
-def steps(request: pytest.FixtureRequest) -> Steps:
+def steps(request: pytest.FixtureRequest) -> Any:
     if request.param == "slow":
         return SLOW
     if not native.is_compiled:
@@ -91,19 +91,22 @@ def rows(
     return writes, reads, targets
 
 
-def write(steps: Steps, memory: memoryview, some: list[WriteRow], **changed: object) -> int:
+def write(steps: Any, memory: memoryview, some: list[WriteRow], **changed: object) -> int:
     generation, deadline = changed.get("generation", GENERATION), changed.get("deadline", math.inf)
-    return steps.write_objects(memory, generation, SEED, SPACE, some, deadline, 3)  # type: ignore[arg-type]
+    ended: int = steps.write_objects(memory, generation, SEED, SPACE, some, deadline, 3)
+    return ended
 
 
 def read(
-    steps: Steps, memory: memoryview, some: list[ReadRow], *, verify: bool = True
+    steps: Any, memory: memoryview, some: list[ReadRow], *, verify: bool = True
 ) -> list[bytes | int] | int:
-    return steps.read_objects(memory, GENERATION, SEED, SPACE, some, verify, math.inf, 3)
+    done: list[bytes | int] | int
+    done = steps.read_objects(memory, GENERATION, SEED, SPACE, some, verify, math.inf, 3)
+    return done
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0xDEAD_BEEF_CAFE_BABE])
-def test_xxh3_is_xxh3(steps: Steps, seed: int) -> None:
+def test_xxh3_is_xxh3(steps: Any, seed: int) -> None:
     chance = random.Random(seed)
     for size in [*range(1_300), 4_096, 5_000, 65_536, 1_000_001]:
         data = chance.randbytes(size)
@@ -113,7 +116,7 @@ def test_xxh3_is_xxh3(steps: Steps, seed: int) -> None:
 @pytest.mark.parametrize("more", [[], [8 << 20]], ids=["", "streamed"])
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_what_is_written_can_be_read_by_both(
-    steps: Steps, memory: memoryview, parts: int, more: list[int]
+    steps: Any, memory: memoryview, parts: int, more: list[int]
 ) -> None:
     sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20, *more]
     writes, reads, targets = rows(sizes, parts)
@@ -132,7 +135,7 @@ def test_what_is_written_can_be_read_by_both(
         assert b"".join(into) == b"".join(written[5] or ())
 
 
-def test_a_stamp_is_written_behind_its_header(steps: Steps, memory: memoryview) -> None:
+def test_a_stamp_is_written_behind_its_header(steps: Any, memory: memoryview) -> None:
     stamp, capability = bytes(range(16)), bytes(CAPABILITY_BYTES)
     (plain, stamped), reads, _ = rows([10, 10])
     size = len(SPACE.encode()) + len(stamped[4]) + len(stamped[6]) + len(stamped[7])
@@ -146,7 +149,7 @@ def test_a_stamp_is_written_behind_its_header(steps: Steps, memory: memoryview) 
     assert read(steps, memory, reads) == [stamped[7]] * 2
 
 
-def test_any_flipped_bit_is_noticed(steps: Steps, memory: memoryview) -> None:
+def test_any_flipped_bit_is_noticed(steps: Any, memory: memoryview) -> None:
     writes, reads, _ = rows([5_000])
     write(steps, memory, writes)
     header_end = HEADER_BYTES - 1
@@ -165,7 +168,7 @@ def test_any_flipped_bit_is_noticed(steps: Steps, memory: memoryview) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 16, 63, 64, 65, 128, 129, 200, 239, 240, 241, 400, 5_000])
-def test_what_is_verified_is_what_was_copied(steps: Steps, memory: memoryview, size: int) -> None:
+def test_what_is_verified_is_what_was_copied(steps: Any, memory: memoryview, size: int) -> None:
     """The target lies over the payload itself: copying changes what is read again."""
     (row,), _, _ = rows([size])
     assert row[5] is not None
@@ -181,7 +184,7 @@ def test_what_is_verified_is_what_was_copied(steps: Steps, memory: memoryview, s
 
 
 @pytest.mark.parametrize("change", range(5))
-def test_a_row_of_another_object_is_stale(steps: Steps, memory: memoryview, change: int) -> None:
+def test_a_row_of_another_object_is_stale(steps: Any, memory: memoryview, change: int) -> None:
     writes, reads, targets = rows([100])
     write(steps, memory, writes)
     offset, size, epoch, counter, key, into, none = reads[0]
@@ -198,7 +201,7 @@ def test_a_row_of_another_object_is_stale(steps: Steps, memory: memoryview, chan
 
 @pytest.mark.parametrize("sizes", [[0], [1, 240, 241, 5_000], [300_000, 3, 262_144]])
 def test_payloads_that_are_in_their_places(
-    steps: Steps, memory: memoryview, sizes: list[int]
+    steps: Any, memory: memoryview, sizes: list[int]
 ) -> None:
     """As a device leaves them there: only hashed."""
     writes, reads, targets = rows(sizes)
@@ -217,7 +220,7 @@ def test_payloads_that_are_in_their_places(
         assert read(steps, memory, looks)[0] == kinds.CORRUPT  # type: ignore[index]
 
 
-def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
+def test_fenced_late_and_outside(steps: Any, memory: memoryview) -> None:
     writes, reads, _ = rows([100])
     before = bytes(memory)
     assert write(steps, memory, writes, generation=4) == kinds.GONE
@@ -248,14 +251,14 @@ def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
     ],
 )
 @pytest.mark.parametrize("steps", ["compiled"], indirect=True)
-def test_nonsense_raises_and_releases(steps: Steps, memory: memoryview, row: object) -> None:
+def test_nonsense_raises_and_releases(steps: Any, memory: memoryview, row: object) -> None:
     """Compiled ones know addresses, and not objects."""
     with pytest.raises((TypeError, ValueError, OverflowError, BufferError)):
         read(steps, memory, [row])  # type: ignore[list-item]
     memory.release()  # raises BufferError where somebody holds it
 
 
-def test_keys_packed_as_python_packs_them(steps: Steps) -> None:
+def test_keys_packed_as_python_packs_them(steps: Any) -> None:
     keys = [b"%031d" % i for i in range(1_000)]
     assert steps.pack_keys(keys) == (b"".join(keys), 31)
     assert packed_keys(keys) == keys
@@ -269,13 +272,13 @@ def test_keys_packed_as_python_packs_them(steps: Steps) -> None:
     ):
         assert steps.pack_keys(irregular) is None
     with pytest.raises(TypeError):
-        steps.pack_keys(5)  # type: ignore[arg-type]
+        steps.pack_keys(5)
     assert packed_keys(["a", b"bc"]) == [b"a", b"bc"]
     with pytest.raises(Exception, match="are allowed"):
         packed_keys([b"k"] * (BATCH_KEYS_MAX + 1))
 
 
-def test_many_keys_as_python_finds_them(steps: Steps) -> None:
+def test_many_keys_as_python_finds_them(steps: Any) -> None:
     def segment(number: int) -> MountedSegment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
         return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, LRU(), 0)
@@ -322,15 +325,17 @@ def reply(call_id: int, kind: int, payload: bytes, name_size: int = 0) -> bytes:
 
 
 def exchange(
-    steps: Steps, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
+    steps: Any, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
 ) -> tuple[int, int, int, bytes | None]:
-    return steps.exchange(sock, b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
+    done: tuple[int, int, int, bytes | None]
+    done = steps.exchange(sock, b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
+    return done
 
 
 @pytest.mark.parametrize("size", [0, 100, 32_754, 32_755, 1 << 19])
 @pytest.mark.parametrize("spin_s", [0.0, 0.5])
 def test_an_exchange(
-    steps: Steps, ends: tuple[socket.socket, socket.socket], size: int, spin_s: float
+    steps: Any, ends: tuple[socket.socket, socket.socket], size: int, spin_s: float
 ) -> None:
     ours, theirs = ends
     payload = random.Random(size).randbytes(size)
@@ -349,7 +354,7 @@ def test_an_exchange(
     assert spun == 0 or spin_s > 0
 
 
-def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_how_an_exchange_fails(steps: Any, ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     assert exchange(steps, ours, 0.05)[0] == kinds.TIMED_OUT
     theirs.sendall(b"x")
@@ -447,7 +452,7 @@ def peer(act: Callable[[], object]) -> threading.Thread:
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_signal_is_heard_while_a_transfer_moves_bytes(
-    steps: Steps, wire: tuple[Stream, socket.socket], interrupted: Callable[[], None], verb: str
+    steps: Any, wire: tuple[Stream, socket.socket], interrupted: Callable[[], None], verb: str
 ) -> None:
     stream, theirs = wire
     size, deadline = 64 << 20, uptime() + 3
