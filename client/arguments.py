@@ -42,7 +42,6 @@ AnyKey = str | bytes
 Duration = float | timedelta | str
 """Seconds, a ``timedelta``, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
-"""Keys and their values."""
 Range = tuple[int, Buffer | Sequence[Buffer]]
 """Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
@@ -61,7 +60,6 @@ KINDS: Final = ("torch", "numpy", "bytes")
 
 
 def whole(name: str, value: object, least: int, most: int, unit: str = "") -> int:
-    """A whole number within bounds."""
     if type(value) is int and least <= value <= most:  # nearly always
         return value
     wanted = f"{name} is a whole number{unit and f' of {unit}'}"

@@ -89,7 +89,6 @@ class Movers:
         self.devices = ClientDevices()
         self.registered = RegisteredMemory()
         self.moved: dict[str, int] = {}
-        """Number of transfers, by transport."""
         self.read_bytes: dict[str, int] = {}
         """Bytes read, by transport."""
         self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)

@@ -100,7 +100,6 @@ class ClientState:
         client_number = _new_number()
         self.stub = self._new_stub(client_number)
         self.is_closed = False
-        """Whether calls are refused."""
         self._closing = Job(self._close)
         self.movers = Movers(
             config.transports,

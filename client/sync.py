@@ -153,7 +153,6 @@ class Client:
         self._state.begin_anew()
 
     def _give_up(self) -> None:
-        """Refuse all calls, without closing anything."""
         self._state.give_up()
 
     def __del__(self) -> None:

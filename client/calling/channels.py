@@ -48,8 +48,6 @@ CHANNEL_OPTIONS: Final = (
 
 
 class BusyChannel:
-    """A channel, and the calls that use it at the moment."""
-
     def __init__(self, channel: grpc.Channel, now: float) -> None:
         self.channel = channel
         self.used = now

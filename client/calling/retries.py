@@ -190,11 +190,8 @@ class MasterLink:
         """The masters that may lead; empty if etcd names the leader."""
         self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
         self.alone = len(self.addresses) == 1
-        """Whether there is only one master."""
         self.shown = shown_place(address)
-        """The address as shown in messages."""
         self.joined: Joined | None = None
-        """The master's answer to the last join."""
         self.current = False
         """Whether ``joined`` is believed to be valid."""
         self.generation = 0
@@ -262,7 +259,6 @@ class MasterLink:
         return SILENCE_S
 
     def lane_open(self, now: float) -> bool:
-        """Whether to try the lane."""
         joined = self.joined
         return (
             self._lane
@@ -301,7 +297,6 @@ class MasterLink:
         return longest * (0.5 + 0.5 * self._random.random())
 
     def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
-        """What a gRPC call carries besides its request."""
         if self.joined is None or not call.lane:
             return ()
         return ((JOIN_METADATA, self.joined.lane_token),)

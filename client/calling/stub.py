@@ -138,7 +138,6 @@ class MasterStub:
         self._joining = threading.Lock()
         self._idle: deque[LaneConnection] = deque()
         self._connections: set[LaneConnection] = set()
-        """All open connections."""
 
     @property
     def joined(self) -> Joined | None:

@@ -157,7 +157,6 @@ def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bo
 
 
 def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
-    """Ends pins; per key, whether it was pinned."""
     unpinned: list[bool] = []
     for start in range(0, len(keys), PIN_KEYS_MAX):
         request = calls.Unpin(namespace, keys[start : start + PIN_KEYS_MAX])
@@ -213,8 +212,6 @@ def reach() -> Flow[None]:
 
 
 class ObjectStat(NamedTuple):
-    """One object in detail."""
-
     detail: calls.ObjectDetail
     header: Header | None
     """The header of the first replica; None: it is being written, or cannot be read now."""

@@ -64,15 +64,11 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class _Copy:
-    """One object that is being copied."""
-
     namespace: Namespace
     key: Key
     size: int
     version: tuple[int, int]
-    """The object's present version."""
     new_version: tuple[int, int]
-    """The version of the copy."""
     token: int
     source: tuple[int, int, bytes]
     """Segment, offset, and the capability for the extent."""

@@ -71,8 +71,6 @@ class ObjectReads(Transfer):
 
 
 class ObjectWrites(Transfer):
-    """Objects to write to one segment."""
-
     __slots__ = ("namespace", "rows")
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, deadline: float) -> None:

@@ -136,8 +136,6 @@ def is_silent(error: KVStoreError) -> bool:
 
 
 class Failed(NamedTuple):
-    """A segment that could not be read or written."""
-
     segment: SegmentInfo
     error: KVStoreError
     at: float

@@ -35,8 +35,6 @@ class ObjectParts(Target):
 
 
 class PartReads(ObjectReads):
-    """``ObjectReads`` of ``ObjectParts``."""
-
     __slots__ = ("heads",)
 
     is_partial = True

@@ -84,7 +84,6 @@ class Target:
         self.descriptor: bytes | None = None
         """The descriptor of the object that was read; None: a miss."""
         self.placed: Placed | None = None
-        """Where the object was read."""
         self.data: Bytes1D | None = None
         """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
@@ -342,7 +341,6 @@ def read(
 
 
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Copies of values, one per key."""
     reads, targets = ObjectReads, [Target(key) for key in keys]
     if options.device:
         device = context.pool.devices.of(options.device)
@@ -405,8 +403,6 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
 
 
 class _SegmentReads(NamedTuple):
-    """The reads from one segment."""
-
     reads: ObjectReads
     targets: list[tuple[Target, Placed, Replica]]
     """The target of each row, and where it is read."""
@@ -450,7 +446,6 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
 
 
 def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
-    """The first ``size`` bytes of the caller's memory."""
     _check_room(sum(len(view) for view in whole), size, key)
     views = []
     for view in whole:

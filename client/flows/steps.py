@@ -65,7 +65,6 @@ class Transfer:
         self.moves = moves
 
     def size(self) -> int:
-        """Bytes that it moves."""
         return sum(len(move.buffer) for move in self.moves)
 
     def run(self, transport: Transport, deadline: float) -> None:
@@ -122,7 +121,6 @@ class Context:
     """State that the flows of one client share. Threads: any."""
 
     clock: Callable[[], float]
-    """``kvstore.clocks.uptime``."""
     host: str
     client_number: int = 0
     """Identifies this client's connections to data servers and to the master."""

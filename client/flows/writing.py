@@ -52,7 +52,6 @@ class Items(NamedTuple):
     sizes: Sequence[int]
     """Payload bytes."""
     parts: Sequence[Payload]
-    """The parts of each payload, in order."""
     descriptors: Sequence[bytes]
     device: Device | None = None
     """Where the payloads are; None: in the host's memory."""
@@ -70,15 +69,11 @@ class Items(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """A transfer of a put that failed."""
-
     segment: SegmentInfo
     error: KVStoreError
 
 
 class PutOptions(NamedTuple):
-    """How objects are put."""
-
     namespace: Namespace
     parent: Key | None = None
     chain: bool = False
@@ -208,7 +203,6 @@ class _Started(NamedTuple):
     """Their indexes."""
     items: Items
     parent: Key | None
-    """The parent of the first item."""
     grants: calls.Grants | None
     """None: there is no room for them."""
     at: float

@@ -59,9 +59,7 @@ class LeasedPlace(NamedTuple):
     """The position of leased memory. It stays the same when another master mounts the segment."""
 
     uuid: bytes
-    """The uuid of the segment."""
     offset: int
-    """The offset of the extent."""
     ends_with_owner: bool = False
     """Whether the memory is a device's: what it holds is undefined once its node has ended."""
 

@@ -203,7 +203,6 @@ class Watches:
         return next((lease for lease in granted if not lease.held), None)
 
     def end(self) -> None:
-        """Ends every lease; see ``Lease.end``."""
         for watch in list(self._arrays.values()):
             watch.lease.end()
 
@@ -280,7 +279,6 @@ class Views:
         return leases
 
     def _start(self) -> None:
-        """Starts the thread, unless it runs."""
         if self._thread is None and not self._closing.is_set():
             self._started.append(start_thread("kvstore-renew", self._renew_forever))
 

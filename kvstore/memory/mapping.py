@@ -44,7 +44,6 @@ class Mapping:
         self.memory: Final = memoryview(mapped)
         """All of the segment. It stays mapped as long as there is a reference to it."""
         self.writable: Final = not self.memory.readonly
-        """Whether this process may write to the segment."""
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
         self._shown: memoryview | None = None if self.writable else _readable(mapped)
         self._is_shown = not self.writable

@@ -65,7 +65,6 @@ def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: in
 
 
 def zero(memory: mmap.mmap | memoryview, start: int, length: int) -> None:
-    """Overwrites ``length`` bytes from ``start`` with zeros."""
     ctypes.memset(_at(memory, start), 0, length)
 
 

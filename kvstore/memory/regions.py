@@ -10,10 +10,7 @@ from kvstore.memory.raw import address_of
 
 
 class Region(NamedTuple):
-    """Registered memory."""
-
     start: int
-    """The address of the first byte."""
     stop: int
     memory: memoryview
     """Flat; keeps a buffer alive that was registered as one."""
@@ -47,7 +44,6 @@ class Regions:
         return found[0] if found else None
 
     def overlap(self, region: Region) -> bool:
-        """Whether a region of the set overlaps ``region``."""
         after = bisect_right(self._regions, region.start, key=_start)
         beside = self._regions[max(0, after - 1) : after + 1]
         return any(each.overlaps(region.start, region.stop) for each in beside)

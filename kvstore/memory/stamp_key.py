@@ -27,8 +27,6 @@ _FILE: Final = struct.Struct("<16s16sQQQ")
 
 
 class Private(NamedTuple):
-    """What the file says."""
-
     uuid: bytes
     """Of the segment; 16 bytes."""
     key: bytes
@@ -51,7 +49,6 @@ class PrivateFile:
         self._path: Final = key_path(shm_name)
         self._changing: Final = threading.Lock()
         self.now = _left(self._path)
-        """What it says now."""
         if self.now.uuid == uuid:
             return
         self.now = Private(uuid, secrets.token_bytes(16))

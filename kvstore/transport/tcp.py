@@ -46,9 +46,7 @@ class _Connections:
         """The last one was used most recently, and is used next; nodes end those that grow old."""
         self.lent: set[ClientConnection] = set()
         self.waiting = 0
-        """Calls that wait for a connection."""
         self.returned: SimpleQueue[None] = SimpleQueue()
-        """Wakes one of them."""
 
 
 class TcpTransport(Transport):

@@ -66,8 +66,6 @@ class DataServerCounters:
 
 @dataclass(slots=True)
 class ServerContext:
-    """What the connections of one server share."""
-
     segments: Mapping[bytes, NodeSegment]
     """By uuid; does not change."""
     stall_s: float
@@ -92,13 +90,11 @@ class ServerContext:
             self.orders = {uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments}
 
     def count(self, **amounts: int) -> None:
-        """Add to counters by name."""
         with self._counting:
             for name, amount in amounts.items():
                 setattr(self._counters, name, getattr(self._counters, name) + amount)
 
     def snapshot(self) -> DataServerCounters:
-        """A copy of the counters."""
         reads, read_bytes, writes, written_bytes = struct.unpack("=4Q", self.moved)
         with self._counting:
             return replace(
@@ -114,7 +110,6 @@ class Connection:
     """Serves one connected stream in its own thread. Any other may ``cut`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
-        """Takes over ``stream``."""
         self.client = self.number = 0
         """The peer's number as a client, and its number for this connection, once it is greeted."""
         self.holder = 0

@@ -129,11 +129,9 @@ class DataServer:
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
         return len(self._connections)
 
     def counters(self) -> DataServerCounters:
-        """A copy of what has been counted since the server was made."""
         return self._context.snapshot()
 
     def shares_refused(self) -> dict[str, int]:

@@ -208,7 +208,6 @@ class EngineCall:
         self.is_settled = False
 
     def _finish(self) -> None:
-        """Wait for the oldest batch, and take out what it has read."""
         batch = self._under_way[0]
         moving = batch.moving
         assert moving is not None

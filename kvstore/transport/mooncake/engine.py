@@ -321,7 +321,6 @@ def _silence() -> None:
 
 
 def cards() -> list[str]:
-    """The names of this host's RDMA cards."""
     try:
         return sorted(each.name for each in CARDS.iterdir())
     except OSError:

@@ -28,8 +28,6 @@ _METADATA: Final = {
 
 
 class ProbeFinding(NamedTuple):
-    """What was found of one part."""
-
     what: Literal["package", "libraries", "protocols", "metadata", "devices"]
     ok: bool
     found: str
