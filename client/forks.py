@@ -12,29 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import Final, Protocol
+from typing import Any, Final
 
 log = logging.getLogger("kvstore.client")
 
 
-class Forked(Protocol):
-    """A client, as this module sees it."""
-
-    def _begin_anew(self) -> None:
-        """Called in the child. Takes no lock that existed before the fork."""
-        ...
-
-    def _give_up(self) -> None:
-        """Called when ``_begin_anew`` has failed: refuses all calls."""
-        ...
-
-
-_clients: Final[weakref.WeakSet[Forked]] = weakref.WeakSet()
+_clients: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _kept: Final[list[object]] = []
 
 
-def watch(client: Forked) -> None:
-    """Makes the client begin anew in every child, as long as the client exists."""
+def watch(client: object) -> None:
+    """Calls the client's ``_begin_anew`` in every child, as long as the client exists; it takes no
+    lock that existed before the fork. If it fails, ``_give_up`` refuses all calls."""
     _clients.add(client)
 
 

@@ -199,7 +199,7 @@ class Movers:
             self._engine.unregister(whole)
 
     def begin_anew(self, client_number: int) -> None:
-        """As ``Forked._begin_anew``. The child's transfer engine starts when it is needed."""
+        """As ``forks.watch`` has it. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
             transport.abandon()
         forks.keep((self._engine, self._workers, self.devices))

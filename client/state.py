@@ -131,7 +131,7 @@ class ClientState:
         self.children: list[Child] = []
 
     def begin_anew(self) -> None:
-        """As ``Forked._begin_anew``. The child processes stay the parent's."""
+        """As ``forks.watch`` has it. The child processes stay the parent's."""
         for child in self.children:
             child.abandon()
         forks.keep(self.children)

@@ -308,7 +308,7 @@ class Views:
         self._watches.settle_alone()
 
     def begin_anew(self, reads: ReadLeases) -> None:
-        """As ``Forked._begin_anew``: the leases are the parent's, which renews and ends them."""
+        """As ``forks.watch`` has it: the leases are the parent's, which renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
         self._begin(reads)

@@ -410,10 +410,9 @@ def left_superblock(
     """The superblock of left-over memory that can be the segment of that node and size; None: its
     process was killed before it wrote one. The file may be longer: a client that may write can do
     that (``kvstore.memory.lending``)."""
-    raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
-    superblock = layout.unpack_superblock(raw)
-    if superblock is None:
-        why = layout.why_no_superblock(raw)
+    superblock = layout.read_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
+    if isinstance(superblock, str):
+        why = superblock
         if not why:
             return None
     elif superblock.size > os.fstat(fd).st_size:

@@ -384,39 +384,26 @@ def why_not_of(left: Owner, wanted: Owner) -> str:
     return f"it belongs to {of} at {where}; this node was told {','.join(wanted.places)}"
 
 
-def why_no_superblock(buffer: memoryview | bytearray | bytes) -> str:
-    """Why ``unpack_superblock`` finds no superblock; empty: none has been written."""
+def read_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | str:
+    """The superblock at the start of ``buffer``; or why there is no valid one, which is empty if
+    none has been written."""
     raw = bytes(buffer[: _SUPERBLOCK.size])
     if not any(raw):
         return ""
     if len(raw) < _SUPERBLOCK.size or raw[:8] != _SUPERBLOCK_MAGIC:
         return "it does not begin with a superblock"
-    magic, checksum, generation, version, *_ = _SUPERBLOCK.unpack(raw)
-    del magic, generation
+    _, checksum, generation, version, name_size, size, seed, uuid, name = _SUPERBLOCK.unpack(raw)
     if version != FORMAT_VERSION:
         return f"its format is version {version}, this release reads {FORMAT_VERSION}"
     if checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:]):
         return "the checksum of its superblock is wrong"
-    return "its superblock has invalid fields"
+    try:
+        return Superblock(uuid, name[:name_size].decode(), size, seed, generation)
+    except UnicodeDecodeError:
+        return "its superblock has invalid fields"
 
 
 def unpack_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | None:
-    """The superblock at the start of ``buffer``, or None if there is no valid one."""
-    raw = bytes(buffer[: _SUPERBLOCK.size])
-    if len(raw) < _SUPERBLOCK.size:
-        return None
-    magic, checksum, generation, version, name_size, size, seed, uuid, name = _SUPERBLOCK.unpack(
-        raw
-    )
-    if (
-        magic != _SUPERBLOCK_MAGIC
-        or checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:])
-        or version != FORMAT_VERSION
-        or name_size > NODE_NAME_BYTES_MAX
-    ):
-        return None
-    try:
-        node = name[:name_size].decode()
-    except UnicodeDecodeError:
-        return None
-    return Superblock(uuid, node, size, seed, generation)
+    """As ``read_superblock``; None: there is no valid one."""
+    found = read_superblock(buffer)
+    return None if isinstance(found, str) else found

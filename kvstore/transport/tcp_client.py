@@ -87,6 +87,20 @@ SPIN_S: Final = 200e-6
 """How long an answer is polled for before sleeping, where that has paid lately."""
 
 _STATUSES: Final = frozenset(TransferStatus)
+_REFUSALS: Final[dict[TransferStatus | None, tuple[type[KVStoreError], str, str]]] = {
+    TransferStatus.BUSY: (BusyError, "has reached its limit of connections", ""),
+    TransferStatus.DENIED: (
+        PermissionDeniedError,
+        "does not accept this client's token",
+        "The node may require capabilities: docs/transports.md.",
+    ),
+    TransferStatus.NOT_ALLOWED: (
+        CapabilityRefusedError,
+        "refused a capability of this client: it has expired, or is for another extent or client",
+        "",
+    ),
+    TransferStatus.INVALID_RANGE: (InvalidRangeError, "refused a range outside its segment", ""),
+}
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
 """As ``slow.tcp_read`` and ``tcp_write`` return."""
 
@@ -390,33 +404,12 @@ class ClientConnection:
                 node=segment.node, address=segment.address, transport="tcp", settled=settled,
                 silent_ms=round(self._stall_s * 1000) if silent else 0,
             )  # fmt: skip
-        match error.status:
-            case TransferStatus.BUSY:
-                return BusyError(
-                    f"{where} has reached its limit of connections", node=segment.node, settled=1
-                )
-            case TransferStatus.DENIED:
-                return PermissionDeniedError(
-                    f"{where} does not accept this client's token",
-                    advice="The node may require capabilities: docs/transports.md.",
-                    node=segment.node,
-                    settled=settled,
-                )
-            case TransferStatus.GONE:
-                return segment_gone(segment, settled=settled)
-            case TransferStatus.NOT_ALLOWED:
-                return CapabilityRefusedError(
-                    f"{where} refused a capability of this client: it has expired, or is for "
-                    "another extent or client",
-                    node=segment.node,
-                    settled=settled,
-                )
-            case TransferStatus.INVALID_RANGE:
-                return InvalidRangeError(
-                    f"{where} refused a range outside its segment", settled=settled
-                )
-            case _:
-                return self._protocol_error("does not speak this data protocol")
+        if error.status is TransferStatus.GONE:
+            return segment_gone(segment, settled=settled)
+        if error.status not in _REFUSALS:
+            return self._protocol_error("does not speak this data protocol")
+        kind, what, advice = _REFUSALS[error.status]
+        return kind(f"{where} {what}", advice=advice, node=segment.node, settled=settled)
 
     def _protocol_error(self, what: str) -> NodeUnreachableError:
         return NodeUnreachableError(
