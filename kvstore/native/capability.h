@@ -30,8 +30,6 @@ static int same_mac(const uint8_t *one, const uint8_t *other) {
     return !((left[0] ^ right[0]) | (left[1] ^ right[1]));
 }
 
-PyDoc_STRVAR(siphash_doc, "siphash(key, data)\nSee kvstore.native.slow.");
-
 static PyObject *siphash_of(PyObject *self, PyObject *args) {
     Py_buffer key, data;
     uint8_t mac[SIPHASH_BYTES];
@@ -52,8 +50,6 @@ static PyObject *siphash_of(PyObject *self, PyObject *args) {
 static uint64_t *order_of(uint64_t *orders, uint64_t offset) {
     return orders + (offset / EXTENT_ALIGN * UINT64_C(0x9E3779B97F4A7C15) >> (64 - ORDER_BITS));
 }
-
-PyDoc_STRVAR(call_back_doc, "call_back(orders, offsets, order)\nSee kvstore.native.slow.");
 
 static PyObject *call_back(PyObject *self, PyObject *args) {
     Py_buffer orders;
@@ -79,9 +75,6 @@ static PyObject *call_back(PyObject *self, PyObject *args) {
     PyBuffer_Release(&orders);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
-
-PyDoc_STRVAR(seal_doc, "seal(mounts, segments, offsets, sizes, holder, order, rights)\n"
-                       "See kvstore.native.slow.");
 
 static PyObject *seal(PyObject *self, PyObject *args) {
     PyObject *mounts, *columns[3], *items[3] = {NULL, NULL, NULL}, *result = NULL;
@@ -157,9 +150,6 @@ static size_t stamped(uint8_t *said, PyObject *const items[STAMP_COLUMNS], Py_ss
     memcpy(said + STAMPED_BYTES + name_size, key, (size_t)key_size);
     return (size_t)(STAMPED_BYTES + name_size + key_size);
 }
-
-PyDoc_STRVAR(stamp_doc, "stamp(mounts, segments, offsets, sizes, epochs, counters, namespaces, keys)\n"
-                        "See kvstore.native.slow.");
 
 static PyObject *stamp(PyObject *self, PyObject *args) {
     PyObject *mounts, *columns[STAMP_COLUMNS], *items[STAMP_COLUMNS] = {NULL}, *result = NULL;

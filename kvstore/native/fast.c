@@ -90,10 +90,6 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
     return atomic_load(&batch->ended);
 }
 
-PyDoc_STRVAR(read_objects_doc,
-"read_objects(memory, generation, seed, namespace, rows, verify, deadline, threads)\n"
-"See kvstore.native.slow.");
-
 static PyObject *read_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
     unsigned long long generation, seed;
@@ -116,10 +112,6 @@ static PyObject *read_objects(PyObject *self, PyObject *args) {
     return results;
 }
 
-PyDoc_STRVAR(write_objects_doc,
-"write_objects(memory, generation, seed, namespace, rows, deadline, threads)\n"
-"See kvstore.native.slow.");
-
 static PyObject *write_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
     unsigned long long generation, seed;
@@ -139,8 +131,6 @@ static PyObject *write_objects(PyObject *self, PyObject *args) {
 }
 
 /* --- keys -------------------------------------------------------------------------------------- */
-
-PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.slow.");
 
 static PyObject *pack_keys(PyObject *self, PyObject *keys) {
     (void)self;
@@ -175,9 +165,6 @@ irregular:
 #if PY_VERSION_HEX < 0x030E0000
 #define Py_HashBuffer(data, size) _Py_HashBytes(data, size) /* its older name */
 #endif
-
-PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
-                           "See kvstore.native.slow.");
 
 static PyObject *get_many(PyObject *self, PyObject *args) {
     PyObject *shards;
@@ -245,9 +232,6 @@ static int ask(int fd, const Py_buffer *request, char *into, size_t *received, i
     } while (status == SIGNALLED && !PyErr_CheckSignals());
     return status;
 }
-
-PyDoc_STRVAR(exchange_doc, "exchange(sock, request, call_id, spin, deadline, length_max)\n"
-                           "See kvstore.native.slow.");
 
 static PyObject *exchange(PyObject *self, PyObject *args) {
     int fd;
@@ -317,8 +301,6 @@ static int by_start(const void *left, const void *right) {
     return (one->start > other->start) - (one->start < other->start);
 }
 
-PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.slow.");
-
 static PyObject *overlap(PyObject *self, PyObject *buffers) {
     (void)self;
     if (!PyList_CheckExact(buffers)) {
@@ -355,8 +337,6 @@ static PyObject *overlap(PyObject *self, PyObject *buffers) {
 
 /* --- the module -------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.slow.");
-
 static PyObject *xxh3_64(PyObject *self, PyObject *args) {
     Py_buffer data;
     unsigned long long seed = 0;
@@ -376,20 +356,20 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"call_back", call_back, METH_VARARGS, call_back_doc},
-    {"exchange", exchange, METH_VARARGS, exchange_doc},
-    {"get_many", get_many, METH_VARARGS, get_many_doc},
-    {"overlap", overlap, METH_O, overlap_doc},
-    {"pack_keys", pack_keys, METH_O, pack_keys_doc},
-    {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
-    {"write_objects", write_objects, METH_VARARGS, write_objects_doc},
-    {"seal", seal, METH_VARARGS, seal_doc},
-    {"serve", serve, METH_VARARGS, serve_doc},
-    {"siphash", siphash_of, METH_VARARGS, siphash_doc},
-    {"stamp", stamp, METH_VARARGS, stamp_doc},
-    {"tcp_read", tcp_read, METH_VARARGS, tcp_read_doc},
-    {"tcp_write", tcp_write, METH_VARARGS, tcp_write_doc},
-    {"xxh3_64", xxh3_64, METH_VARARGS, xxh3_64_doc},
+    {"call_back", call_back, METH_VARARGS, NULL},
+    {"exchange", exchange, METH_VARARGS, NULL},
+    {"get_many", get_many, METH_VARARGS, NULL},
+    {"overlap", overlap, METH_O, NULL},
+    {"pack_keys", pack_keys, METH_O, NULL},
+    {"read_objects", read_objects, METH_VARARGS, NULL},
+    {"write_objects", write_objects, METH_VARARGS, NULL},
+    {"seal", seal, METH_VARARGS, NULL},
+    {"serve", serve, METH_VARARGS, NULL},
+    {"siphash", siphash_of, METH_VARARGS, NULL},
+    {"stamp", stamp, METH_VARARGS, NULL},
+    {"tcp_read", tcp_read, METH_VARARGS, NULL},
+    {"tcp_write", tcp_write, METH_VARARGS, NULL},
+    {"xxh3_64", xxh3_64, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

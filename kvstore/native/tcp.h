@@ -433,9 +433,6 @@ done:
     return results;
 }
 
-PyDoc_STRVAR(tcp_read_doc, "tcp_read(stream, size, seed, namespace, rows, verify, deadline, stall, spin, sealed)\n"
-                           "See kvstore.native.slow.");
-
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
     unsigned long long size, seed;
@@ -449,9 +446,6 @@ static PyObject *tcp_read(PyObject *self, PyObject *args) {
     int fd;
     return descriptor_of(stream, &fd) ? exchange_rows(&batch, fd, size, rows, deadline, stall, spin) : NULL;
 }
-
-PyDoc_STRVAR(tcp_write_doc, "tcp_write(stream, size, seed, namespace, rows, deadline, stall, spin, sealed)\n"
-                            "See kvstore.native.slow.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
@@ -684,9 +678,6 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     }
     return ended;
 }
-
-PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle, key, holder, orders, asked)\n"
-                        "See kvstore.native.slow.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};
