@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-import random
 import threading
 import time
 from collections import deque
@@ -97,31 +96,23 @@ class MasterStub:
         name: str,
         lane: bool = True,
         cluster: str = "",
-        on_join: Callable[[Joined], None] | None = None,
-        rng: random.Random | None = None,
         auth: str = "",
         client_number: int = 0,
     ) -> None:
         """
         Args:
             address: ``host:port`` of the master, or of several, separated by commas.
-            host: this host (``kvstore.network.host.host_id()``).
-            name: name of the caller, for the master's log.
-            lane: whether to use the lane at all.
+            host: ``kvstore.network.host.host_id()``.
+            name: of the caller, for the master's log.
             cluster: name of the cluster to join; empty: any.
-            on_join: called after every join, before any call uses it, in the thread that joined.
-                It must not call the stub.
-            rng: source of the backoff's jitter.
             auth: the file that proves our identity; empty: no authentication.
-            client_number: as in ``Join``.
 
         Raises:
             InvalidArgumentError: ``address`` is not an address.
             ConfigError: the file cannot be used.
         """
-        self._link = MasterLink(address, lane=lane, rng=rng)
+        self._link = MasterLink(address, lane=lane)
         self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
-        self._on_join = on_join
         self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
@@ -336,8 +327,6 @@ class MasterStub:
             joining.release()
 
     def _accept(self, joined: Joined, address: str) -> None:
-        if self._on_join is not None:
-            self._on_join(joined)
         self._link.accept(joined, address)
         self._told_waiting = False
 

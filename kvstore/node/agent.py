@@ -110,16 +110,12 @@ class NodeAgent:
             host: ``kvstore.network.host.host_id()``.
             master: ``host:port``; or several addresses, separated by commas, which are tried in
                 turn; or ``etcd://...``, which names the leader.
-            segment: owned by the caller, who closes it after ``run``.
-            server: serves ``segment``; owned by the caller.
+            segment, server, engine, handover: the caller's, who closes them after ``run``.
             address: where clients find ``server``.
-            engine: serves ``segment`` as well; owned by the caller.
-            handover: hands out the memory of ``segment``; owned by the caller.
             owner: the cluster of this node, as far as its settings say.
             joined: called at each join that is not a resumption.
             waiting: called when the master is not reachable, once per outage.
             repair: called when the master wants more replicas of objects in this node's memory.
-            credentials: the node's identity; None: no authentication.
         """
         self._name = name
         self._host = host

@@ -116,13 +116,7 @@ class ClientConnection:
         stall_s: float = STALL_S,
         tls: ClientEnd | None = None,
     ) -> None:
-        """Does not connect yet.
-
-        Args:
-            client_number: as ``Hello.client``.
-            stall_s: the longest that no byte may move while a call waits.
-            tls: our identity, for nodes that encrypt; None: we have none.
-        """
+        """Does not connect yet. Arguments as of ``TcpTransport``."""
         self._tls = tls
         self._segment = segment
         self._client_number = client_number
