@@ -25,7 +25,6 @@ finalizers, the thread and the lock.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -257,15 +256,14 @@ class LeaseTable:
 
     An address identifies memory only until its lease ends. After that, the client may get a new
     lease on the same bytes while the program still holds the old array. The table then has both
-    leases: the newest under its address, and the *older* ones beside it. So a lease is found by the
-    array with which it was handed out (``Watches``), and by its address only if that array is not
-    known.
+    leases. So a lease is found by the array with which it was handed out (``Watches``), and by its
+    address only if that array is not known.
     """
 
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self.clock = clock
-        self._leases: dict[int, Lease] = {}  # the newest, by address of the first payload byte
-        self._older: dict[int, list[Lease]] = {}  # replaced ones, by the same address
+        self._leases: dict[int, list[Lease]] = {}
+        """By address of the first payload byte, the newest last; no list is empty."""
 
     def lease_for(
         self,
@@ -278,19 +276,20 @@ class LeaseTable:
     ) -> Lease:
         """The lease of the memory at ``address``, for one more holder. A new lease is in the table
         only after ``enter``."""
-        lease = self._leases.get(address)
-        if lease is not None and lease.what == held and lease.held:
-            lease.extend(until)
-            return lease
+        there = self._leases.get(address)
+        if there is not None and there[-1].what == held and there[-1].held:
+            there[-1].extend(until)
+            return there[-1]
         return Lease(held, until, size, mounted, self.clock, place)
 
     def enter(self, address: int, lease: Lease, holder: object) -> None:
         """Called once it is certain that ``let_go`` will be called for ``holder``."""
         lease.holders.add(holder)
-        newest = self._leases.get(address)
-        if newest is not None and newest is not lease:
-            self._older.setdefault(address, []).append(newest)
-        self._leases[address] = lease
+        there = self._leases.get(address)
+        if there is None:
+            self._leases[address] = [lease]
+        elif there[-1] is not lease:
+            there.append(lease)
 
     def let_go(self, address: int, lease: Lease, holder: object) -> Granted | None:
         """Removes one holder; returns the allocation if it can no longer be put. Idempotent."""
@@ -299,38 +298,31 @@ class LeaseTable:
             return None
         is_ours = lease.held
         lease.end()
-        if self._leases.get(address) is lease:
+        there = [each for each in self._leases.get(address, ()) if each is not lease]
+        if there:
+            self._leases[address] = there
+        else:
             self._leases.pop(address, None)
-        older = self._older.get(address)
-        if older is not None:
-            with contextlib.suppress(ValueError):
-                older.remove(lease)
-            if not older:
-                self._older.pop(address, None)
         return lease.what if is_ours and isinstance(lease.what, Granted) else None
 
     def starts_at(self, address: int) -> bool:
         """Whether leased memory starts at this address."""
-        return address in self._leases or address in self._older
+        return address in self._leases
 
     def around(self, address: int) -> list[tuple[int, Lease]]:
         """Every lease whose memory contains this byte, with the address of that memory."""
-        newest = list(self._leases.items())
-        older = [(at, each) for at, all_there in list(self._older.items()) for each in all_there]
         return [
             (start, lease)
-            for start, lease in (*newest, *older)
+            for start, there in list(self._leases.items())
+            for lease in reversed(there)
             if start <= address < start + lease.size
         ]
 
     def __iter__(self) -> Iterator[Lease]:
-        leases = list(self._leases.values())
-        if self._older:
-            leases += [lease for all_there in list(self._older.values()) for lease in all_there]
-        return iter(leases)
+        return iter([lease for there in list(self._leases.values()) for lease in there])
 
     def __len__(self) -> int:
-        return len(self._leases) + sum(map(len, list(self._older.values())))
+        return sum(map(len, list(self._leases.values())))
 
     def wake_at(self) -> float:
         """When the next renewal is due; infinity: none is."""

@@ -108,7 +108,7 @@ def open_entry(
     raise OSError(errno.EINVAL, "no regular file") if accepts(file) else _anothers(path)
 
 
-def open_shared(path: str, flags: int = os.O_RDWR) -> int:
+def open_shared(path: str) -> int:
     """As ``open_entry``, for a client: memory of a node of its own user, of root, or of a group in
     which this process is (``--shm-group``). Root opens the memory of every user's node."""
     groups = (os.getegid(), *os.getgroups())
@@ -116,7 +116,7 @@ def open_shared(path: str, flags: int = os.O_RDWR) -> int:
     def is_shared(file: os.stat_result) -> bool:
         return is_removable(file) or file.st_uid == 0 or file.st_gid in groups
 
-    return open_entry(path, flags, is_shared)
+    return open_entry(path, accepts=is_shared)
 
 
 def _anothers(path: str | os.PathLike[str]) -> PermissionError:
