@@ -11,7 +11,7 @@ that sees the memory's directory sees the socket, also from another container:
              with the descriptor (SCM_RIGHTS)
 
 Any status but OK is the last message. The kernel lets the node's own user, root and the members of
-``--shm-group`` connect; the node asks it again who the client is (``SO_PEERCRED``).
+``--shm-group`` connect.
 
 The master knows the client's identity. It tells the client what that identity may (``MapRight``),
 and the key for exactly these rights (``map_key``), which follows from the segment's token. The node

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -38,13 +37,6 @@ BACKLOG: Final = 128
 ACCEPT_AGAIN_S: Final = 0.1
 """Pause after a failure to accept: no descriptor is left."""
 
-GROUPS_MAX: Final = 256
-"""Groups of a peer that can be asked for: Python takes 1,024 bytes of a socket option. Of a process
-in more groups only the primary one counts."""
-
-_CREDENTIALS: Final = struct.Struct("iII")
-_SO_PEERGROUPS: Final = 59
-
 
 class HandoverServer:
     """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
@@ -54,7 +46,8 @@ class HandoverServer:
 
         Args:
             segment: stays the caller's, who owns its name until after ``close``.
-            group: id of the group whose members it serves, besides its own user and root; -1: none.
+            group: id of the group whose members may connect, besides its own user and root; -1:
+                none.
             needs_all: as ``handover.access``.
 
         Raises:
@@ -65,7 +58,6 @@ class HandoverServer:
         self.refused = 0
         """Peers that got none."""
         self._segment = segment
-        self._group = group
         self._needs_all = needs_all
         self._peers = Limiter[asyncio.Task[None]]("handover", PEERS_MAX)
         self._again: asyncio.TimerHandle | None = None
@@ -138,13 +130,6 @@ class HandoverServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # also TimeoutError; or the peer has gone
-            _, uid, gid = _CREDENTIALS.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            if not (uid in (0, os.geteuid()) or self._group in {gid, *_groups(sock)}):
-                self._refuse(HandoverStatus.OTHER_USER, uid)
-                sock.send(protocol.pack_greeting(HandoverStatus.OTHER_USER, bytes(16)))
-                return
             nonce = secrets.token_bytes(protocol.NONCE_BYTES)
             sock.send(protocol.pack_greeting(HandoverStatus.OK, nonce))
             async with asyncio.timeout(PEER_S):
@@ -155,7 +140,8 @@ class HandoverServer:
                 socket.send_fds(sock, [protocol.pack_answer(status, key, raw)], [fd])
                 self.handed += 1
             else:
-                self._refuse(status, uid)
+                self.refused += 1
+                log.warning("handover_refused status=%s count=%d", status.name, self.refused)
                 sock.send(protocol.pack_answer(status))
 
     def _decide(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
@@ -172,10 +158,6 @@ class HandoverServer:
             return HandoverStatus.DENIED, b"", False
         status, writes = protocol.access(rights, needs_all=self._needs_all)
         return status, key, writes
-
-    def _refuse(self, status: HandoverStatus, uid: int) -> None:
-        self.refused += 1
-        log.warning("handover_refused status=%s uid=%d count=%d", status.name, uid, self.refused)
 
 
 def _listening(path: str, group: int) -> socket.socket:
@@ -199,12 +181,3 @@ def _listening(path: str, group: int) -> socket.socket:
     except BaseException:
         listener.close()
         raise
-
-
-def _groups(sock: socket.socket) -> list[int]:
-    """The groups in which the peer was when it connected."""
-    try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * GROUPS_MAX)
-    except OSError:  # too many
-        return []
-    return [each for (each,) in struct.iter_unpack("I", raw)]
