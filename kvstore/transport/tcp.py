@@ -148,13 +148,6 @@ class TcpTransport(Transport):
             for connection in (*pool.idle, *pool.lent):
                 connection.abandon()
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError: a bug of ours."""
-        with self._lock:
-            for pool in self._pools.values():
-                assert len(pool.idle) + len(pool.lent) <= self._connections_max
-                assert set(pool.lent).isdisjoint(pool.idle)
-
     @contextmanager
     def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
         # With the holder and its key: a client may get another number from the next master.

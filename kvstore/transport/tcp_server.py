@@ -238,10 +238,6 @@ class DataServer:
             self._listener.close()
         self.fence()
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError: a bug of ours."""
-        self._connections.check_invariants()
-
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopping.is_set():
             try:

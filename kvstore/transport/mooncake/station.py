@@ -82,11 +82,6 @@ class Station:
             self.engine.close()
             raise
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether only its owner uses it."""
-        return self._users == 1
-
     def enter(self) -> None:
         with self._changing:
             assert self._users > 0, "it has ended"

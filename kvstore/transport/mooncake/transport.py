@@ -230,16 +230,6 @@ class MooncakeTransport(ByMoves):
         for witness in self._witnesses.values():
             witness.abandon()
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError: a bug of ours."""
-        with self._changing:
-            starts = [each.start for each in self._registered]
-            assert starts == sorted(set(starts))
-            assert len(self._retired) <= RETIRED_MAX
-            if self._station is not None and self._station.is_idle:
-                buffer = self._station.buffer
-                assert buffer.free.qsize() == buffer.size // buffer.chunk_bytes
-
     def _run(
         self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
     ) -> None:

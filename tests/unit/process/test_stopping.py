@@ -99,4 +99,3 @@ def test_reads_over_tcp_end_when_they_are_stopped(connections_max: int) -> None:
         assert len(errors) == 3
         assert all(isinstance(error, ClosedError | NodeUnreachableError) for error in errors)
         assert uptime() - started < 5
-        transport.check_invariants()
