@@ -83,14 +83,14 @@ class TcpTransport(Transport):
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
         check_moves(segment, moves)
-        with self._lend(segment, deadline) as connection:
+        with self.lend(segment, deadline) as connection:
             for batch in _move_batches(segment, moves):
                 connection.read(batch, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         check_moves(segment, moves)
-        with self._lend(segment, deadline) as connection:
+        with self.lend(segment, deadline) as connection:
             for batch in _move_batches(segment, moves):
                 connection.write(batch, deadline)
 
@@ -104,7 +104,7 @@ class TcpTransport(Transport):
     ) -> list[bytes | int]:
         """As ``Transport.read_objects``; errors as ``read``."""
         done: list[bytes | int] = []
-        with self._lend(segment, deadline) as connection:
+        with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX):
                 done += connection.read_objects(namespace, batch, verify, deadline)
         return done
@@ -113,7 +113,7 @@ class TcpTransport(Transport):
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
         """As ``Transport.write_objects``; errors as ``write``."""
-        with self._lend(segment, deadline) as connection:
+        with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX // 3):
                 connection.write_objects(namespace, batch, deadline)
 
@@ -149,7 +149,12 @@ class TcpTransport(Transport):
                 connection.abandon()
 
     @contextmanager
-    def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
+    def lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
+        """A connection for one call, which ``close`` interrupts, as the call's stop does.
+
+        Raises:
+            ClosedError, DeadlineExceededError: none was free by then.
+        """
         # With the holder and its key: a client may get another number from the next master.
         key = segment.address, segment.uuid, segment.generation, segment.holder, segment.token
         stop = current()

@@ -1,7 +1,7 @@
 """The client side of the transfer engine, behind the interface of all transports.
 
-The engine moves the bytes. The node's data server authorizes that, over one tcp connection per
-segment that carries no payload (``ClientConnection.greet``):
+The engine moves the bytes. The node's data server authorizes that, over a tcp connection for each
+call, which carries no payload (``ClientConnection.greet``):
 
 * before a call, the server has confirmed segment, generation and token, because a one-sided access
   checks none of them;
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
@@ -41,6 +41,7 @@ from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
 from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
@@ -65,12 +66,6 @@ closed."""
 SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
 again; a batch that failed has returned, and only calls of other threads are waited for."""
-
-GREETED_S: Final = 10.0
-"""How long the connection of a witness is waited for where no deadline is given; a greeting lasts
-two seconds at most."""
-
-ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -106,7 +101,8 @@ class MooncakeTransport(ByMoves):
         """The caller's memory that transfers may use as it is."""
         self._in_doubt: list[tuple[Region, Station]] = []
         """Caller's memory that may be written to until that station has ended."""
-        self._witnesses: dict[tuple[str, bytes, int], _Witness] = {}
+        self._tcp = TcpTransport()
+        """Connections to data servers, which carry no payload: see the module."""
         self._broken_until = 0.0
         self._has_started = False
         self._unreached: dict[str, float] = {}
@@ -191,44 +187,29 @@ class MooncakeTransport(ByMoves):
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``; calls under way go on."""
-        with self._changing:
-            keys = [key for key in self._witnesses if key[1] == segment.uuid]
-            dropped = [self._witnesses.pop(key) for key in keys]
-        for witness in dropped:
-            witness.close()
+        self._tcp.forget(segment)
 
     def close(self) -> None:
         """As ``Transport.close``: calls under way fail within ``LOOK_S``."""
         with self._changing:
             self._is_closed = True
             station, self._station = self._station, None
-            witnesses, self._witnesses = self._witnesses, {}
-        for witness in witnesses.values():
-            witness.close()
+        self._tcp.close()
         self._threads.shutdown(wait=False)
         if station is not None:
             station.is_retired = True
             station.leave()
 
     def sweep(self) -> None:
-        with self._changing:
-            witnesses = dict(self._witnesses)
-        for key, witness in witnesses.items():
-            if witness.has_ended:
-                with self._changing:
-                    if self._witnesses.get(key) is witness:
-                        del self._witnesses[key]
-                witness.close()
+        self._tcp.sweep()
 
     def drop_connections(self) -> None:
-        with self._changing:
-            self._witnesses = {}
+        self._tcp.drop_connections()
 
     def abandon(self) -> None:
         """As ``Transport.abandon``. Keep the transport: ending its engine would touch what the
         parent shares."""
-        for witness in self._witnesses.values():
-            witness.abandon()
+        self._tcp.abandon()
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
@@ -242,8 +223,21 @@ class MooncakeTransport(ByMoves):
             raise deadline_exceeded(segment)
         if not is_write:
             self._check_quarantine(moves)
-        witness = self._witness(segment)
-        witness.greet(deadline)
+        with self._tcp.lend(segment, deadline) as witness:
+            witness.greet(deadline)
+            self._move(segment, moves, deadline, witness, is_write=is_write)
+            if not witness.is_open:  # the node fenced, left, or only ended a connection
+                witness.greet(deadline)
+
+    def _move(
+        self,
+        segment: SegmentInfo,
+        moves: Sequence[Move],
+        deadline: float,
+        witness: ClientConnection,
+        *,
+        is_write: bool,
+    ) -> None:
         stop = current()
         with self._entered(segment) as station:
             call = EngineCall(
@@ -266,7 +260,6 @@ class MooncakeTransport(ByMoves):
             except (DeadlineExceededError, ClosedError) as refused:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
-                witness.distrust()
             except BaseException:  # such as a signal's; the caller does not wait any longer
                 if not is_write:
                     self._quarantine(call.in_doubt, station)
@@ -275,8 +268,6 @@ class MooncakeTransport(ByMoves):
                 if not call.is_settled:
                     self._retire(station)
         if error is None:
-            if not witness.is_open:  # the node fenced, left, or only ended a connection
-                self._witness(segment).greet(deadline)
             return
         if call.in_doubt and not is_write and not station.ended.wait(SETTLE_S):
             self._quarantine(call.in_doubt, station)
@@ -364,10 +355,13 @@ class MooncakeTransport(ByMoves):
         log.info("transfer_engine_retired name=%s", station.engine.name)
         station.leave()
 
-    def _why(self, segment: SegmentInfo, witness: _Witness, deadline: float) -> KVStoreError:
+    def _why(
+        self, segment: SegmentInfo, witness: ClientConnection, deadline: float
+    ) -> KVStoreError:
         """The error for a transfer that failed, as the node's data server explains it."""
         try:
-            witness.greet(deadline, anew=True)
+            witness.close()
+            witness.greet(deadline)
         except KVStoreError as error:
             return error
         assert segment.engine is not None
@@ -379,14 +373,6 @@ class MooncakeTransport(ByMoves):
             "docs/transports.md.",
             node=segment.node,
         )
-
-    def _witness(self, segment: SegmentInfo) -> _Witness:
-        key = (segment.address, segment.uuid, segment.generation)
-        with self._changing:
-            witness = self._witnesses.get(key)
-            if witness is None:
-                witness = self._witnesses[key] = _Witness(segment)
-            return witness
 
     def _is_unreached(self, name: str) -> bool:
         until = self._unreached.get(name)
@@ -416,50 +402,3 @@ class MooncakeTransport(ByMoves):
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",
                     )
-
-
-class _Witness:
-    """The connection to a node's data server that vouches for its segment. Any thread."""
-
-    def __init__(self, segment: SegmentInfo) -> None:
-        self._segment = segment
-        self._connection = ClientConnection(segment)
-        self._using = threading.Lock()
-
-    @property
-    def is_open(self) -> bool:
-        return self._alone(lambda: self._connection.is_open)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its node has ended it; not told while it is in use."""
-        return not self._using.locked() and self._connection.has_ended
-
-    def greet(self, deadline: float, *, anew: bool = False) -> None:
-        """Raises as ``TcpTransport.read``, settled: the node does not vouch for the segment."""
-
-        def greet() -> None:
-            if anew:
-                self._connection.close()
-            self._connection.greet(deadline)
-
-        self._alone(greet, deadline - uptime())
-
-    def distrust(self) -> None:
-        """Makes the next call ask again, even if the connection seems to be open."""
-        self._alone(self._connection.close)
-
-    def abandon(self) -> None:
-        self._connection.abandon()
-
-    def close(self) -> None:
-        self._connection.interrupt()
-        self._alone(self._connection.close)
-
-    def _alone(self, use: Callable[[], ResultT], seconds: float = GREETED_S) -> ResultT:
-        if not self._using.acquire(timeout=max(0.0, seconds)):
-            raise deadline_exceeded(self._segment)
-        try:
-            return use()
-        finally:
-            self._using.release()
