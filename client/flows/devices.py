@@ -33,7 +33,6 @@ from kvstore.client.flows.objects import (
     Outcome,
     headers,
 )
-from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Ready
 from kvstore.client.values import Payload
 from kvstore.device.device import GROUP_BYTES, Device
@@ -41,7 +40,7 @@ from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.device.streams import handle_of
-from kvstore.limits import Key, Namespace
+from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
@@ -148,10 +147,6 @@ class DeviceLooks(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[Lent | None] = []
         """Per row the memory of the object; None: it was not found."""
-
-    def look(self, placed: Placed, offset: int, key: Key) -> None:
-        size, epoch, counter = placed.size, placed.epoch, placed.counter
-        self.rows.append((offset, size, epoch, counter, key, None, b""))
 
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""

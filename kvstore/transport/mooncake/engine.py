@@ -51,13 +51,7 @@ log = logging.getLogger("kvstore.mooncake")
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 """Or ``mooncake-transfer-engine``, which needs CUDA's libraries."""
 
-DEBIAN_PACKAGES: Final = {
-    "libibverbs.so.1": "libibverbs1",
-    "librdmacm.so.1": "librdmacm1",
-    "libnuma.so.1": "libnuma1",
-    "liburing.so.2": "liburing2",
-    "libcurl.so.4": "libcurl4",
-}
+DEBIAN_PACKAGES: Final = "libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
 
 CARDS: Final = Path("/sys/class/infiniband")
 METADATA_TIMEOUT_S: Final = 2.0
@@ -261,11 +255,9 @@ def import_engine() -> Any:
                 missing=PACKAGE,
             ) from None
         library = missing[1]
-        debian = DEBIAN_PACKAGES.get(library)
-        advice = f"On Debian: apt-get install {debian}." if debian else f"Install {PACKAGE}."
         raise TransferEngineError(
             f"Mooncake's transfer engine needs {library}, which this system does not have",
-            advice=advice,
+            advice=f"On Debian: apt-get install {DEBIAN_PACKAGES}.",
             missing=library,
         ) from error
 

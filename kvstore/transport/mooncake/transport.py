@@ -286,21 +286,13 @@ class MooncakeTransport(ByMoves):
         assert segment.engine is not None
         with self._changing:
             station = self._station
-            if (
-                station is not None
-                and self._settings.protocol == "tcp"
-                and station.idle_s(segment.engine.name) > IDLE_S
-            ):
+            is_tcp = self._settings.protocol == "tcp"
+            if station is None or (is_tcp and station.idle_s(segment.engine.name) > IDLE_S):
+                if self._is_closed:
+                    raise ClosedError("the transport was closed", settled=1)
                 self._station = None
                 try:
                     self._station = self._new_station(station)
-                except TransferEngineError as error:
-                    raise self._not_made(segment, error) from error
-            elif station is None:
-                if self._is_closed:
-                    raise ClosedError("the transport was closed", settled=1)
-                try:
-                    self._station = self._new_station(None)
                 except TransferEngineError as error:
                     raise self._not_made(segment, error) from error
             station = self._station
