@@ -272,7 +272,7 @@ class MasterLink:
         self._lane_problem = reason
 
     def lane_warning(self) -> str | None:
-        """What to log after gRPC carried a call that the lane could not; once."""
+        """What to log after gRPC carried a call that the lane could not; once for a client."""
         if not self._lane_problem or self._warned:
             return None
         self._warned = True
@@ -282,13 +282,6 @@ class MasterLink:
             f"lane unreachable, calls go over gRPC address={join_address(host, port)} "
             f"reason={self._lane_problem!r}; open TCP port {port} of the master for faster calls"
         )
-
-    def lane_works(self) -> bool:
-        """Called when the lane works; returns whether a warning said that it did not."""
-        news = self._warned
-        self._lane_problem = ""
-        self._warned = False
-        return news
 
     def backoff_s(self, attempt: int) -> float:
         """How long to wait after ``attempt`` failures, 1 or more: doubling, half of it random."""

@@ -480,8 +480,6 @@ class MasterStub:
         except BaseException:
             self._drop(connection)
             raise
-        if self._link.lane_works():
-            logger.info("lane reachable again address=%s", self._link.address)
         return connection
 
     def _drop(self, connection: LaneConnection) -> None:
