@@ -130,41 +130,33 @@ def _owner_of(path: str | os.PathLike[str]) -> str:
     return f"the user {user}"
 
 
-def free_node_name(
-    base: str, owner: layout.Owner | None = None, avoid: Collection[str] = ()
-) -> str:
+def free_node_name(base: str, owner: layout.Owner, avoid: Collection[str] = ()) -> str:
     """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
     otherwise the first that no live process, other user or other cluster has.
 
     A suggestion: two processes that ask at once get the same name; ``NodeSegment.create`` decides.
 
     Args:
-        owner: the cluster that the name is for; None: any, and left-over memory is not considered.
+        owner: the cluster that the name is for.
         avoid: names that cannot be used.
     """
-
-    def cannot_be(name: str) -> bool:
-        return name in avoid or any(map(_is_anothers, _beside(name)))
-
     places = tuple(directories())
+    known = _numbers(base, places)
+    names = (_numbered(base, n) for n in itertools.count(1) if n not in known)
+    fresh = next(name for name in names if name not in avoid)
     free = ""
-    while not free:
-        known = _numbers(base, places)
-        unused = (n for n in itertools.count(1) if n not in known)
-        fresh = next(n for n in unused if not cannot_be(_numbered(base, n)))
-        for number in sorted({*known, fresh}):
-            name = _numbered(base, number)
-            paths = [f"{each}/{SHM_PREFIX}{name}" for each in places]
-            if cannot_be(name) or any(_is_taken(path) for path in paths):
-                continue
-            found = [left for path in paths if (left := read_left(path)) is not None]
-            lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
-            if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
-                continue
-            if lefts and owner is not None:
-                return name
-            free = free or name
-    return free
+    for name in (_numbered(base, number) for number in sorted(known)):
+        paths = [f"{each}/{SHM_PREFIX}{name}" for each in places]
+        if name in avoid or any(_is_taken(path) for path in paths):
+            continue
+        found = [left for path in paths if (left := read_left(path)) is not None]
+        lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
+        if any(layout.why_not_of(left.owner, owner) for left in lefts):
+            continue
+        if lefts:
+            return name
+        free = free or name
+    return free or fresh
 
 
 def _numbered(base: str, number: int) -> str:
@@ -198,14 +190,6 @@ def _beside(name: str) -> tuple[str, str]:
     """What a node of this name makes in ``/dev/shm`` besides its segment."""
     shm_name = SHM_PREFIX + name
     return f"{SHM_DIRECTORY}/{socket_name(shm_name)}", key_path(shm_name)
-
-
-def _is_anothers(path: str) -> bool:
-    """Whether another user has made this entry: only that user, and root, can remove it."""
-    try:
-        return not is_removable(os.lstat(path))
-    except OSError:
-        return False
 
 
 class LeftOver(NamedTuple):
