@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 
@@ -78,6 +78,16 @@ def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
         time.sleep(min(left_s, CLOSED_PAUSE_S))
     if is_closed():
         raise ClosedError("the client was closed during the call")
+
+
+class _Sending(NamedTuple):
+    """A call, as each attempt sends it."""
+
+    call: Call[Any, Any]
+    payload: bytes
+    deadline: float
+    silence_s: float
+    """As ``MasterLink.silence_s``."""
 
 
 class MasterStub:
@@ -159,7 +169,8 @@ class MasterStub:
         if self._closed:
             raise ClosedError("the client is closed")
         if not self._link.current:
-            self._run(attempts(self._link, None, deadline, uptime), None, b"", deadline, math.inf)
+            under_way = attempts(self._link, None, deadline, uptime)
+            self._run(under_way, _Sending(JOIN, b"", deadline, math.inf))
         joined = self._link.joined
         assert joined is not None
         return joined
@@ -193,19 +204,17 @@ class MasterStub:
             return self._in_pieces(cut, request, deadline, trace)
         if trace:
             payload = with_trace(payload, trace)
-        silence_s = self._link.silence_s(request)
+        sending = _Sending(call, payload, deadline, self._link.silence_s(request))
         broken: CarrierBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
-                return decode_reply(
-                    call, self._on_lane(connection, call, payload, deadline, silence_s)
-                )
+                return decode_reply(call, self._on_lane(connection, sending))
             except EndedBeforeError:
                 pass
             except (CarrierBrokenError, NotLeaderError) as error:
                 broken = without_frames(error)
         under_way = attempts(self._link, call, deadline, uptime, broken)
-        reply = decode_reply(call, self._run(under_way, call, payload, deadline, silence_s))
+        reply = decode_reply(call, self._run(under_way, sending))
         self._answered = True
         if isinstance(reply, Joined):
             self._accept(reply, self._link.address)
@@ -250,20 +259,13 @@ class MasterStub:
 
     # --- attempts ------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        under_way: Attempts,
-        call: Call[Any, Any] | None,
-        payload: bytes,
-        deadline: float,
-        silence_s: float,
-    ) -> bytes:
+    def _run(self, under_way: Attempts, sending: _Sending) -> bytes:
         action = next(under_way)
         while True:
             outcome: bytes | str | None = None
             failure: Exception | None = None
             try:
-                outcome = self._do(action, call, payload, deadline, silence_s)
+                outcome = self._do(action, sending)
             except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
                 failure = error
             if failure is not None and self._closed:
@@ -276,14 +278,8 @@ class MasterStub:
             finally:
                 failure = None  # its traceback refers to this frame
 
-    def _do(
-        self,
-        action: Action,
-        call: Call[Any, Any] | None,
-        payload: bytes,
-        deadline: float,
-        silence_s: float,
-    ) -> bytes | str | None:
+    def _do(self, action: Action, sending: _Sending) -> bytes | str | None:
+        call, payload, deadline, silence_s = sending
         if isinstance(action, JoinAt):
             self._join_at(action, deadline)
             return None
@@ -298,11 +294,10 @@ class MasterStub:
             return in_one_piece(
                 functools.partial(find_leader, action.place, uptime() + action.timeout_s)
             )
-        assert call is not None
         if isinstance(action, OnLane):
             connection = self._take() or self._connect(deadline)
             if connection is not None:
-                return self._on_lane(connection, call, payload, deadline, silence_s)
+                return self._on_lane(connection, sending)
         until = min(deadline, uptime() + silence_s)
         address = action.address if isinstance(action, OnGrpc) else self._link.address
         reply = self._on_grpc(address, call, payload, until, last=until == deadline)
@@ -417,15 +412,9 @@ class MasterStub:
                 return connection
             self._drop(connection)
 
-    def _on_lane(
-        self,
-        connection: LaneConnection,
-        call: Call[Any, Any],
-        payload: bytes,
-        deadline: float,
-        silence_s: float,
-    ) -> bytes:
+    def _on_lane(self, connection: LaneConnection, sending: _Sending) -> bytes:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
+        call, payload, deadline, silence_s = sending
         # Polling threads compete for the interpreter's lock: it pays for one, not for several.
         alone = len(self._connections) - len(self._idle) <= 1
         until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
