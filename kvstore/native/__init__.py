@@ -8,6 +8,7 @@ those in Python do the same, slower. Callers see no difference: one suite tests 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
@@ -16,14 +17,12 @@ from kvstore.native.kinds import CLOCK
 
 
 def _load() -> ModuleType:
-    try:
+    with contextlib.suppress(ImportError):
         found = importlib.import_module("kvstore.native.fast")
-    except ImportError:
-        found = None
-    # An older build compares deadlines with another clock than ``kvstore.clocks``.
-    if getattr(found, "CLOCK", None) != CLOCK:
-        found = importlib.import_module("kvstore.native.slow")
-    return found
+        # An older build compares deadlines with another clock than ``kvstore.clocks``.
+        if getattr(found, "CLOCK", None) == CLOCK:
+            return found
+    return importlib.import_module("kvstore.native.slow")
 
 
 if TYPE_CHECKING:
