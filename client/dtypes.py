@@ -89,13 +89,14 @@ def numpy_dtype_given(dtype: object) -> np.dtype[np.generic]:
 
 def _numpy_dtype(dtype: Any) -> np.dtype[np.generic]:
     try:
-        return np.dtype(dtype)
+        found: np.dtype[np.generic] = np.dtype(dtype)
     except TypeError:
         if not isinstance(dtype, str):
             raise
         import ml_dtypes  # adds some to numpy's
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        found = np.dtype(getattr(ml_dtypes, dtype))
+    return found
 
 
 def _no_numpy_dtype(dtype: object) -> UnsupportedValueError:
