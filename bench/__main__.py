@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import click
 
 from bench.tables import TABLES
 from kvstore.bench import harness, page
+from kvstore.bench.processes import failures_told
 from kvstore.bench.rows import choose
 
 QUICK_SECONDS = 0.1
@@ -68,7 +70,10 @@ def main(
         pool_bytes=table.pool_bytes,
     )
     before = os.getloadavg()[0]
-    with page.running(plan.rounds * len(rows)) as progress:
+    with (
+        failures_told("bench", partial(click.echo, err=True)),
+        page.progress_bar(plan.rounds * len(rows)) as progress,
+    ):
         results = harness.measure(table, rows, plan, progress)
     found = {
         "machine": page.machine(table.packages), "load": [before, os.getloadavg()[0]],

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import signal
 import statistics
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.bench.processes import ChildError, Children, environment, start_store
+from kvstore.bench.processes import (
+    ChildError,
+    Children,
+    environment,
+    failures_told,
+    start_store,
+)
 
 BLOCK_TOKENS = 64
 """Tokens in one object of the store. Smaller blocks match more of a prompt, larger ones cost
@@ -96,39 +101,27 @@ def main(stay: bool | None, as_json: bool, **scenario: Any) -> None:
     every shared block came from the store. The master serves a dashboard, which shows these blocks.
     """
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # to end like Ctrl-C: cleaning up
     if stay is None:
         stay = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     report: dict[str, Any] = {"scenario": scenario, "ok": False}
-    is_told = False
 
     def tell(summary: str) -> None:
-        nonlocal is_told
-        is_told = True
-        report["summary"] = summary
-        click.echo(json.dumps(report) if as_json else summary)
+        if "summary" not in report:
+            report["summary"] = summary
+            click.echo(json.dumps(report) if as_json else summary)
 
-    try:
-        with running(scenario, console) as (dashboard, report["produced"], report["consumed"]):
-            show(report["consumed"], console)
-            report["ok"], summary = judge(scenario, report["produced"], report["consumed"])
-            tell(summary)
-            if stay:
-                click.echo(f"\nThe store still runs. Look at {dashboard}; Enter ends it.", err=True)
-                with contextlib.suppress(KeyboardInterrupt):
-                    sys.stdin.readline()
-        status = 0 if report["ok"] else 1
-    except ChildError as error:
-        what, _, output = str(error).partition("\n")
-        if output:
-            click.echo(output, err=True)
-        status, summary = 1, f"demo: FAILED: {what}"
-    except KeyboardInterrupt:
-        status, summary = 128 + signal.SIGINT, "demo: interrupted"
-    if not is_told:
+    with (
+        failures_told("demo", tell),
+        running(scenario, console) as (dashboard, report["produced"], report["consumed"]),
+    ):
+        show(report["consumed"], console)
+        report["ok"], summary = judge(scenario, report["produced"], report["consumed"])
         tell(summary)
-    sys.exit(status)
+        if stay:
+            click.echo(f"\nThe store still runs. Look at {dashboard}; Enter ends it.", err=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.stdin.readline()
+    sys.exit(0 if report["ok"] else 1)
 
 
 Report = dict[str, Any]

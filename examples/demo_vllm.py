@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from rich.table import Table
 
 from examples import fleet
 from examples.fleet import (
-    RequestError,
     complete,
     counters,
     forget,
@@ -28,7 +26,7 @@ from examples.fleet import (
     start_engine,
 )
 from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
-from kvstore.bench.processes import ChildError, Children, start_store
+from kvstore.bench.processes import Children, failures_told, start_store
 
 NEW_TOKENS = 16
 TIMED_RUNS = 3
@@ -154,27 +152,20 @@ def main(kind: str, prompts: int, prompt_tokens: int, seed: int, as_json: bool) 
     every full block came from the store.
     """
     console = Console(quiet=as_json, highlight=False)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # cleans up, as Ctrl-C does
     outcomes: list[PromptOutcome] = []
     asked = [prompt(seed, number, prompt_tokens) for number in range(prompts + 1)]
-    try:
+
+    def tell(summary: str, *, ok: bool = False) -> None:
+        prompts = list(map(dataclasses.asdict, outcomes))
+        report = {"ok": ok, "summary": summary, "prompts": prompts}
+        click.echo(json.dumps(report) if as_json else summary)
+
+    with failures_told("demo", tell):
         for model in MODELS.values() if kind == "both" else [MODELS[kind]]:
             act(model, console, asked, seed, outcomes)
-        problems = [problem for outcome in outcomes for problem in outcome.problems()]
-        summary, status = summarize(outcomes, problems), 1 if problems else 0
-    except (ChildError, RequestError) as error:
-        what, _, output = str(error).partition("\n")
-        if output:
-            click.echo(output, err=True)
-        summary, status = f"demo: FAILED: {what}", 1
-    except KeyboardInterrupt:
-        summary, status = "demo: interrupted", 128 + signal.SIGINT
-    report = {
-        "ok": status == 0, "summary": summary, "prompts": list(map(dataclasses.asdict, outcomes)),
-    }  # fmt: skip
-    click.echo(json.dumps(report) if as_json else summary)
-    sys.exit(status)
+    problems = [problem for outcome in outcomes for problem in outcome.problems()]
+    tell(summarize(outcomes, problems), ok=not problems)
+    sys.exit(1 if problems else 0)
 
 
 def act(

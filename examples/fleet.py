@@ -12,8 +12,8 @@ import importlib.util
 import json
 import random
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
     return (tokens - 1) // block_tokens
 
 
-class RequestError(Exception):
+class RequestError(ChildError):
     """A server did not answer, or its answer is wrong."""
 
 
@@ -194,7 +194,6 @@ class Completion:
     """Tokens of the prompt that the answering engine did not compute."""
     first_token_ms: float
     """Milliseconds from sending the request to the first token."""
-    total_ms: float
 
 
 def complete(
@@ -223,18 +222,16 @@ def complete(
     start = time.perf_counter()
     with closing(_stream(address, body)) as events:
         for event in events:
-            if ids := _tokens(event):
-                found += ids
-                first = first or (time.perf_counter() - start) * 1e3
+            for choice in event.get("choices") or ():
+                found += choice.get("token_ids") or ()
+            if found and not first:
+                first = (time.perf_counter() - start) * 1e3
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens") or 0
     if not found:
         raise RequestError(f"{address} answered without a token")
-    total_ms = (time.perf_counter() - start) * 1e3
-    return Completion(
-        tokens=found, cached_tokens=cached, first_token_ms=first, total_ms=total_ms
-    )  # fmt: skip
+    return Completion(tokens=found, cached_tokens=cached, first_token_ms=first)
 
 
 def forget(address: str) -> None:
@@ -267,40 +264,34 @@ def ask(address: str, method: str, path: str) -> str:
     Raises:
         RequestError: no answer, or a status that is not 200.
     """
-    connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        text = answer.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        raise RequestError(f"{address}{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RequestError(f"{address}{path} answered {answer.status}: {text[:500]}")
-    return text
-
-
-def _tokens(event: dict[str, Any]) -> list[int]:
-    return [each for choice in event.get("choices") or () for each in choice.get("token_ids") or ()]
+    with _answer(address, method, path) as answer:
+        return answer.read().decode(errors="replace")
 
 
 def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
     """Yields the JSON of each server-sent event. Closing the generator ends the request."""
-    connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RequestError(f"{address} answered {answer.status}: {answer.read(500)!r}")
+    with _answer(address, "POST", "/v1/completions", json.dumps(body)) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RequestError(f"{address}: {event['error']}")
                 yield event
+
+
+@contextmanager
+def _answer(
+    address: str, method: str, path: str, body: str | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a request over a new connection. Raises RequestError, also for the block."""
+    connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RequestError(f"{address}{path} answered {answer.status}: {answer.read(500)!r}")
+        yield answer
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestError(f"{address}: {type(error).__name__}: {error}") from error
+        raise RequestError(f"{address}{path}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()

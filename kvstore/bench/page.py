@@ -12,9 +12,7 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstore._version import __version__
-from kvstore.bench.processes import SIGNALS, ChildError
-from kvstore.errors import KVStoreError
 
 Found = dict[str, Any]
 Advance = Callable[[str, int], None]
@@ -33,14 +29,6 @@ Advance = Callable[[str, int], None]
 """
 
 GIT_SECONDS: Final = 5.0
-
-
-@contextlib.contextmanager
-def running(steps: int) -> Iterator[Advance]:
-    """The block of a benchmark: with a progress bar, and ended by every ending signal. An error or
-    an interruption ends the process with one line."""
-    with _ended_by_signals(), _exit_with_a_line(), _bar(steps) as progress:
-        yield progress
 
 
 def publish(name: str, text: str, found: Found, out: Path | None) -> None:
@@ -128,11 +116,8 @@ def _git(*arguments: str) -> str:
     return said.stdout.strip() if said.returncode == 0 else ""
 
 
-# --- the run -----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def _bar(total: int) -> Iterator[Advance]:
+def progress_bar(total: int) -> Iterator[Advance]:
     """A progress bar on standard error; lines, if that is not a terminal."""
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
@@ -146,30 +131,3 @@ def _bar(total: int) -> Iterator[Advance]:
                 console.print(what)
 
         yield advance
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Makes every ending signal act like Ctrl-C, so that nothing is left behind."""
-    handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _exit_with_a_line() -> Iterator[None]:
-    """Prints an error in one line, after the output of the failed process."""
-    try:
-        yield
-    except (ChildError, KVStoreError) as error:
-        what, _, output = str(error).partition("\n")
-        if output:
-            click.echo(output, err=True)
-        click.echo(f"bench: FAILED: {what}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        click.echo("bench: interrupted", err=True)
-        sys.exit(128 + signal.SIGINT)

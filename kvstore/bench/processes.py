@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from random import SystemRandom
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self, TypeVar
 
+import click
+
+from kvstore.errors import KVStoreError
 from kvstore.process import interpreter
 
 POLL_SECONDS = 0.02
@@ -177,6 +181,25 @@ class Children:
             for path in self._shared_memory:  # still exists only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
+
+
+@contextlib.contextmanager
+def failures_told(name: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """The run of the command ``name``. Every ending signal acts like Ctrl-C, so that nothing is
+    left behind. An error or an interruption ends the process, with a line for ``tell``."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    except (ChildError, KVStoreError) as error:
+        what, _, output = str(error).partition("\n")
+        if output:
+            click.echo(output, err=True)
+        tell(f"{name}: FAILED: {what}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        tell(f"{name}: interrupted")
+        sys.exit(128 + signal.SIGINT)
 
 
 class Servers(NamedTuple):

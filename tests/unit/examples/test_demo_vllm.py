@@ -49,11 +49,9 @@ class Fleet:
     ) -> Completion:
         computed = list(range(tokens))
         if params == {"no_load": True}:
-            return Completion(tokens=computed, cached_tokens=0, first_token_ms=80.0, total_ms=90.0)
+            return Completion(tokens=computed, cached_tokens=0, first_token_ms=80.0)
         found = self.other_tokens or computed
-        return Completion(
-            tokens=found, cached_tokens=self.cached_tokens, first_token_ms=20.0, total_ms=30.0
-        )
+        return Completion(tokens=found, cached_tokens=self.cached_tokens, first_token_ms=20.0)
 
 
 class FakeChildren:
@@ -150,5 +148,5 @@ def test_every_signal_that_ends_it_interrupts_it(
 
     monkeypatch.setattr(demo, "start", interrupted)
     assert output() == (130, ["demo: interrupted"])
-    ends = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
+    ends = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
     assert fleet.handlers == ends
