@@ -12,17 +12,17 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+
+import kvstore.mooncake
 from bench import mooncake
 from bench.tables import DROP_IN, NATIVE_SHM
 from kvstore.bench.ours import OurDriver
 from kvstore.bench.rows import KIB
 from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
-from kvstore.bench.timing import require
-
-if TYPE_CHECKING:
-    from kvstore.bench.timing import Bytes
+from kvstore.bench.timing import Bytes, fill_randomly, require
 
 TOKEN_BYTES: Final = 4 * KIB
 """Bytes per token of the pool: 16 layers of 128 bfloat16 values."""
@@ -40,24 +40,20 @@ class Driver(StoreDriver):
             mode: ``DROP_IN``, ``NATIVE`` or ``NATIVE_SHM``.
             memory_bytes: size of the pages to put from, and of those to get into.
         """
-        import numpy as np
-
         self._address = address
         self._is_native = not on_mooncake and mode != DROP_IN
         self._ours: OurDriver | None = None
         if not on_mooncake:
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
             self._ours = OurDriver(address, "shm", 1)
-        if not on_mooncake and mode == DROP_IN:
-            import kvstore.mooncake
-
-            kvstore.mooncake.install()
+            if mode == DROP_IN:
+                kvstore.mooncake.install()
         self._tokens = memory_bytes // TOKEN_BYTES
         self._pool = _host_pool(2 * self._tokens)
-        whole = self._pool.kv_buffer.view(-1).view(_torch().uint8).numpy()
+        whole = self._pool.kv_buffer.view(-1).view(torch.uint8).numpy()
         self.source: Bytes = whole[:memory_bytes]
         self.target: Bytes = whole[memory_bytes : 2 * memory_bytes]
-        self.source[:] = np.random.default_rng(0).integers(0, 255, memory_bytes, dtype=np.uint8)
+        fill_randomly(self.source)
         self.target[:] = 1
         self._backends: dict[int, Any] = {}
 
@@ -67,13 +63,12 @@ class Driver(StoreDriver):
         pages = len(keys[0])
         if op == EXIST:
             return Work(lambda i: backend.batch_exists(keys[i % count]), _found(pages))
-        arange = _torch().arange
         used = pages * size // TOKEN_BYTES
         if op == PUT:
-            sources = arange(used)
+            sources = torch.arange(used)
             return Work(lambda i: backend.batch_set_v1(keys[i % count], sources), _all_well)
         assert op == GET, op
-        targets = arange(self._tokens, self._tokens + used)
+        targets = torch.arange(self._tokens, self._tokens + used)
         return Work(lambda i: backend.batch_get_v1(keys[i % count], targets), _all_well)
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -135,7 +130,7 @@ def _host_pool(tokens: int) -> Any:
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     device = MLATokenToKVPool(
-        size=1, page_size=1, dtype=_torch().bfloat16, kv_lora_rank=LATENT, qk_rope_head_dim=LATENT,
+        size=1, page_size=1, dtype=torch.bfloat16, kv_lora_rank=LATENT, qk_rope_head_dim=LATENT,
         layer_num=LAYERS, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
     with host_memory_budget_scope(2 * tokens * TOKEN_BYTES):
@@ -146,12 +141,6 @@ def _host_pool(tokens: int) -> Any:
         )  # fmt: skip
     assert pool.kv_buffer.nbytes >= tokens * TOKEN_BYTES, pool.kv_buffer.shape
     return pool
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _page_hash(key: str) -> str:

@@ -13,7 +13,9 @@ import hashlib
 import os
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
 
 import kvstore.mooncake
 from bench import mooncake
@@ -27,11 +29,8 @@ from kvstore.bench.session import (
     StoreDriver,
     Work,
 )
-from kvstore.bench.timing import memory, require
+from kvstore.bench.timing import Bytes, memory, require
 from kvstore.errors import StartupError
-
-if TYPE_CHECKING:
-    from kvstore.bench.timing import Bytes
 
 PLUGIN: Final = "mooncakestore"
 MODEL: Final = "kvstore/bench"
@@ -137,7 +136,6 @@ class _Backend:
         source: Bytes,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        import torch
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend

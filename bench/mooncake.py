@@ -16,16 +16,15 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kvstore.bench.processes import Children, Program, Servers, connects, free_port
 from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
-from kvstore.bench.timing import fill_randomly, memory, require
+from kvstore.bench.timing import Bytes, fill_randomly, memory, require
 from kvstore.errors import NoSpaceError, StartupError
 from kvstore.process import interpreter
-
-if TYPE_CHECKING:
-    from kvstore.bench.timing import Bytes
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 DEBIAN = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
@@ -55,26 +54,23 @@ def missing() -> str | None:
     return f"Mooncake cannot be imported ({reason}). On Debian: {DEBIAN}"
 
 
-def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
-    """Starts a master, and unless ``memory_bytes`` is 0 a process with so much memory; waits until
-    they listen.
+def start(children: Children, memory_bytes: int) -> Servers:
+    """Starts a master and a process with so much memory; waits until they listen.
 
     Raises:
         ChildError: a process did not start.
     """
     port, metrics_port = free_port(), free_port()
     master = children.start_command(
-        f"{name}-master", str(_program("mooncake_master")),
+        "mooncake-master", str(_program("mooncake_master")),
         f"--rpc_address={HOST}", f"--rpc_port={port}",
         f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
     )  # fmt: skip
     _listens(children, master, port)
     address = f"{HOST}:{port}"
-    if not memory_bytes:
-        return Servers({"tcp": address}, {"master": master.process.pid})
     data_port = free_port()
     storage = children.start_command(
-        f"{name}-memory", str(_program("mooncake_client")),
+        "mooncake-memory", str(_program("mooncake_client")),
         f"--master_server_address={address}", f"--metadata_server={METADATA}",
         f"--host={HOST}", f"--port={data_port}", "--protocol=tcp",
         f"--global_segment_size={memory_bytes}", f"--threads={THREADS}", "--logtostderr",
@@ -138,8 +134,6 @@ class MooncakeDriver(StoreDriver):
 
     def _lent(self, size: int) -> Bytes:
         """Memory that the client shares with its storage process."""
-        import numpy as np
-
         address = self._store.alloc_from_mem_pool(size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 

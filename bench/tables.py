@@ -206,32 +206,31 @@ STORE: Final = System(own_store, "kvstore.bench.ours:OurDriver")
 BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
 
 
-def _behind(engine: str) -> dict[str, System]:
+def _beside_mooncake(name: str, title: str, rows: tuple[Row, ...]) -> Table:
+    return Table(
+        name=name, title=title, rows=rows, systems=BESIDE_MOONCAKE,
+        packages=(mooncake.PACKAGE, *PACKAGES), missing=mooncake.missing,
+    )  # fmt: skip
+
+
+def _behind(engine: str, package: str, title: str, rows: tuple[Row, ...]) -> Table:
     driver = f"bench.{engine}:Driver"
-    return {
-        OURS: System(own_store, driver, {"on_mooncake": False}),
-        MOONCAKE: System(_mooncake_by_tcp, driver, {"on_mooncake": True}),
-    }
+    return Table(
+        name=engine, title=title, rows=rows, missing=lambda: _missing(package),
+        packages=(mooncake.PACKAGE, package, "torch", *PACKAGES),
+        systems={
+            OURS: System(own_store, driver, {"on_mooncake": False}),
+            MOONCAKE: System(_mooncake_by_tcp, driver, {"on_mooncake": True}),
+        },
+    )  # fmt: skip
 
 
 TABLES: Final = {
     table.name: table
     for table in (
-        Table(
-            name="mooncake", title="Side by side with Mooncake Store", rows=ROWS,
-            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
-            missing=mooncake.missing,
-        ),
-        Table(
-            name="clients", title="Several clients at once, beside Mooncake Store",
-            rows=CLIENTS_ROWS, systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
-            missing=mooncake.missing,
-        ),
-        Table(
-            name="busy", title="Both stores next to busy loops", rows=BUSY_ROWS,
-            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
-            missing=mooncake.missing,
-        ),
+        _beside_mooncake("mooncake", "Side by side with Mooncake Store", ROWS),
+        _beside_mooncake("clients", "Several clients at once, beside Mooncake Store", CLIENTS_ROWS),
+        _beside_mooncake("busy", "Both stores next to busy loops", BUSY_ROWS),
         Table(
             name="full", title="A full pool, beside Mooncake Store and Redis", rows=FULL_ROWS,
             systems={
@@ -247,16 +246,9 @@ TABLES: Final = {
             systems={OURS: STORE, "Redis": System(_redis, "bench.redis:RedisDriver")},
             packages=(*redis.PACKAGES, *PACKAGES), missing=redis.missing,
         ),
-        Table(
-            name="lmcache", title="Behind LMCache, beside Mooncake Store", rows=LMCACHE_ROWS,
-            systems=_behind("lmcache"), packages=(mooncake.PACKAGE, "lmcache", "torch", *PACKAGES),
-            missing=lambda: _missing("lmcache"),
-        ),
-        Table(
-            name="hicache", title="Behind SGLang's HiCache, beside Mooncake Store",
-            rows=HICACHE_ROWS, systems=_behind("hicache"),
-            packages=(mooncake.PACKAGE, "sglang", "torch", *PACKAGES),
-            missing=lambda: _missing("sglang"),
+        _behind("lmcache", "lmcache", "Behind LMCache, beside Mooncake Store", LMCACHE_ROWS),
+        _behind(
+            "hicache", "sglang", "Behind SGLang's HiCache, beside Mooncake Store", HICACHE_ROWS
         ),
         Table(
             name="vllm", title="vLLM with this store, with Mooncake Store, and without a store",

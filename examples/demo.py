@@ -4,7 +4,6 @@ happened. The engine of the producer and the consumer is in ``engine``."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -16,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.bench.processes import (
-    ChildError,
     Children,
     environment,
     failures_told,
+    require_modules,
     start_store,
 )
 
@@ -132,9 +131,7 @@ Report = dict[str, Any]
 def running(scenario: dict[str, Any], console: Console) -> Iterator[tuple[str, Report, Report]]:
     """Run the producer and the consumer; yields the address of the dashboard, and both reports.
     Master and node run inside the block; all processes have ended after it."""
-    for module in ("torch", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            raise ChildError(f"{module} is not installed; pip install torch transformers")
+    require_modules("pip install torch transformers", "torch", "transformers")
     # Waiting threads of torch sleep. Busy polling is slightly faster on an idle machine, but makes
     # a busy one ten times slower, which would make the comparison look better than it is.
     environ = environment(HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1", OMP_WAIT_POLICY="passive")

@@ -26,7 +26,7 @@ from examples.fleet import (
     start_engine,
 )
 from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
-from kvstore.bench.processes import Children, failures_told, start_store
+from kvstore.bench.processes import Children, failures_told, require_modules, start_store
 
 NEW_TOKENS = 16
 TIMED_RUNS = 3
@@ -197,7 +197,7 @@ def start(
     Raises:
         ChildError: a package is not installed, or a process did not start.
     """
-    fleet.require("vllm", "aiohttp", "transformers")
+    require_modules("`make demo-vllm` installs it", "vllm", "aiohttp", "transformers")
     with _step(console, "making a model"):
         directory = make_model(children, seed=seed, hidden=HIDDEN, layers=LAYERS, kind=model.kind)
     console.print(f"model      {model.name}, random weights, {model.layers}")

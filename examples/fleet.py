@@ -8,7 +8,6 @@ directory of the ``Children``, which is removed at the end. The store is started
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import random
 import time
@@ -47,17 +46,6 @@ ENGINE_SECONDS = 600.0
 class Server:
     child: Program
     address: str
-
-
-def require(*modules: str) -> None:
-    """Checks early that these modules are installed.
-
-    Raises:
-        ChildError: one of the modules cannot be imported.
-    """
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise ChildError(f"{module} is not installed; `make demo-vllm` installs all of it")
 
 
 def environment() -> dict[str, str]:
@@ -148,12 +136,7 @@ def engine_ready(children: Children, engine: Server) -> None:
 
 
 def start_proxy(
-    children: Children,
-    master: str,
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    *,
-    name: str = "proxy",
+    children: Children, master: str, prefill: Sequence[str], decode: Sequence[str]
 ) -> Server:
     """Starts a proxy, and waits until it serves.
 
@@ -164,7 +147,7 @@ def start_proxy(
     """
     port = free_port()
     arguments = [*proxy_arguments(master, prefill, decode), "--port", str(port)]
-    child = children.start(name, "kvstore.cli.proxy", *arguments)
+    child = children.start("proxy", "kvstore.cli.proxy", *arguments)
     children.ready(child, r"^kvstore-proxy .*listening on", READY_SECONDS)
     return Server(child, f"{HOST}:{port}")
 

@@ -9,6 +9,7 @@ begins from row to row and from round to round. While one system is measured, th
 from __future__ import annotations
 
 import contextlib
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from kvstore.bench.page import Advance, Found, in_words, microseconds, table_of,
 from kvstore.bench.processes import Children
 from kvstore.bench.rows import Row, Table, memory_needed
 from kvstore.bench.session import GET_VIEW, PUT_FULL
-from kvstore.bench.timing import Spread, median_us, percentile
+from kvstore.bench.timing import Spread, percentile
 from kvstore.process import interpreter
 
 FOUND_MIN: Final = 0.001
@@ -199,7 +200,7 @@ def _sample(
     times: Sequence[float], clients: int, processor: Mapping[str, float], found: float
 ) -> Sample:
     return Sample(
-        len(times), clients * len(times) / sum(times), median_us(times),
+        len(times), clients * len(times) / sum(times), 1e6 * statistics.median(times),
         percentile(times, 0.99) * 1e6,
         {name: 1e6 * seconds / len(times) for name, seconds in processor.items()}, found,
     )  # fmt: skip
@@ -236,6 +237,9 @@ def page_of(table: Table, results: Sequence[Result], plan: Plan, found: Found) -
     notes = list(dict.fromkeys(note for each in results for note in each.row.notes))
     ratios = [text for peer in results[0].peers for text in (f"{peer} / {names[0]}", "rounds")]
     before, after = found["load"]
+    processes = dict.fromkeys(
+        name for each in results for some in each.samples.values() for name in some[0].processor_us
+    )
     parts = [
         f"# {table.title}",
         f"Written by `make bench ARGS='--table {table.name}'`; do not edit."
@@ -250,7 +254,7 @@ def page_of(table: Table, results: Sequence[Result], plan: Plan, found: Found) -
         _summary(results),
         "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1)),
         "## Processor time",
-        PROCESSOR.format(processes=", ".join(_processes(results))),
+        PROCESSOR.format(processes=", ".join(processes)),
         table_of(
             ["work", "path", *names, *ratios, "goal", ""], list(map(_processor_cells, results))
         ),
@@ -274,8 +278,10 @@ def _processor_cells(result: Result) -> tuple[str, ...]:
     met = result.ratio(result.peers[0], _processor).median >= goal
     shares = []
     for some in result.samples.values():
-        parts = [Spread.of([each.processor_us[x] for each in some]).median
-                 for x in some[0].processor_us]  # fmt: skip
+        parts = [
+            statistics.median(each.processor_us[name] for each in some)
+            for name in some[0].processor_us
+        ]
         sums = " + ".join(f"{part:,.0f}" for part in parts)
         shares.append(f"{_median(some, _processor)} = {sums}")
     ratios = _ratios(result, _processor)
@@ -288,19 +294,12 @@ def _ratios(result: Result, of: Callable[[Sample], float]) -> list[str]:
 
 
 def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
-    return microseconds(Spread.of([of(each) for each in samples]).median)
+    return microseconds(statistics.median(map(of, samples)))
 
 
 def _found(row: Row, samples: Sequence[Sample]) -> str:
-    found = Spread.of([each.found for each in samples]).median
+    found = statistics.median(each.found for each in samples)
     return f", {found:.0%} found" if row.op == PUT_FULL else ""
-
-
-def _processes(results: Sequence[Result]) -> list[str]:
-    """The names of the processes, in the order of the sums in the table."""
-    found = [name for each in results for some in each.samples.values() for name in
-             some[0].processor_us]  # fmt: skip
-    return list(dict.fromkeys(found))
 
 
 def _summary(results: Sequence[Result]) -> str:

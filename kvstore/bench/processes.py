@@ -9,6 +9,7 @@ fails.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -78,11 +79,8 @@ class Program:
 class Children:
     """Context manager around all processes of one run."""
 
-    def __init__(
-        self, environ: Mapping[str, str] | None = None, *, stop_seconds: float = STOP_SECONDS
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environment = environment() if environ is None else environ
-        self._stop_seconds = stop_seconds
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-children-")
         self._running: list[Program] = []
         self._shared_memory: set[Path] = set()
@@ -177,7 +175,7 @@ class Children:
     ) -> None:
         with _signals_deferred():  # a second Ctrl-C must not leave half of them running
             for child in reversed(self._running):
-                _stop(child.process, self._stop_seconds)
+                _stop(child.process, STOP_SECONDS)
             for path in self._shared_memory:  # still exists only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
@@ -202,6 +200,13 @@ def failures_told(name: str, tell: Callable[[str], None]) -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
+def require_modules(advice: str, *modules: str) -> None:
+    """Raises ChildError, with this advice, unless these modules are installed."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ChildError(f"{module} is not installed; {advice}")
+
+
 class Servers(NamedTuple):
     addresses: dict[str, str]
     """For clients, by mode; ``tcp`` is for every mode that is absent."""
@@ -217,7 +222,6 @@ def start_store(
     children: Children,
     memory_bytes: int,
     *,
-    name: str = "",
     http: bool = False,
     flags: Sequence[str] = (),
     node_flags: Sequence[str] = (),
@@ -225,18 +229,17 @@ def start_store(
     """Start a master and a node on this host, and wait until the node has touched its memory.
 
     Args:
-        name: prefix of the processes' names.
         flags: more flags of the master.
 
     Raises:
         ChildError: a process did not start.
     """
     ports = ("--port=0", f"--http-port={free_port() if http else 0}")
-    master = children.start(f"{name}master", "kvstore.cli.master", *ports, *flags)
+    master = children.start("master", "kvstore.cli.master", *ports, *flags)
     line = r"listening on (\S+:\d+)" + (r"[^\0]*dashboard on (http://\S+)" if http else "()")
     address, dashboard = children.ready(master, line, READY_SECONDS).groups()
     joined = (f"--master={address}", f"--memory={memory_bytes}", *node_flags)
-    node = children.start(f"{name}node", "kvstore.cli.node", *joined)
+    node = children.start("node", "kvstore.cli.node", *joined)
     seconds = READY_SECONDS + memory_bytes / TOUCH_BYTES_PER_SECOND
     children.ready(node, r"^kvstore-node .+", seconds)
     pids = {"master": master.process.pid, "storage": node.process.pid}

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from kvstore.bench.timing import CALLS_MAX, processor_seconds, require, time_memcpy, timed
+from kvstore.bench.timing import CALLS_MAX, Bytes, processor_seconds, require, time_memcpy, timed
 from kvstore.errors import InvalidArgumentError, NoSpaceError
-
-if TYPE_CHECKING:
-    from kvstore.bench.timing import Bytes
 
 PUT: Final = "put"
 GET: Final = "get"

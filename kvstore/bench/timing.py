@@ -6,15 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import InternalError
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
+Bytes = NDArray[np.uint8]
 
 CALLS_MIN: Final = 3
 CALLS_MAX: Final = 200_000
@@ -31,13 +30,10 @@ class Spread(NamedTuple):
     largest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        return cls(statistics.median(values), min(values), max(values))
-
-    @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Self:
         """``above / below`` within each round."""
-        return cls.of([one / other for one, other in zip(above, below, strict=True)])
+        values = [one / other for one, other in zip(above, below, strict=True)]
+        return cls(statistics.median(values), min(values), max(values))
 
     @property
     def range(self) -> str:
@@ -88,10 +84,6 @@ def percentile(samples: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
 
 
-def median_us(samples: Sequence[float]) -> float:
-    return statistics.median(samples) * 1e6
-
-
 def require(well: bool, what: str) -> None:
     """Raises InternalError unless ``well``: the call did not do the intended work."""
     if not well:
@@ -102,22 +94,16 @@ def require(well: bool, what: str) -> None:
 
 def memory(size: int) -> tuple[Bytes, Bytes]:
     """Random bytes to put, and memory of the same size to get into; all of it touched."""
-    import numpy as np
-
     source = np.empty(size, dtype=np.uint8)
     fill_randomly(source)
     return source, np.full_like(source, 1)
 
 
 def fill_randomly(source: Bytes) -> None:
-    import numpy as np
-
     source[:] = np.random.default_rng(0).integers(0, 255, len(source), dtype=np.uint8)
 
 
 def time_memcpy(source: Bytes, target: Bytes, size: int, seconds: float) -> list[float]:
     """One numpy copy of ``size`` bytes between warm memory, in one thread."""
-    import numpy as np
-
     one, other = source[:size], target[:size]
     return timed(lambda _: np.copyto(other, one), seconds)
