@@ -7,6 +7,7 @@ With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -55,6 +56,9 @@ class Common(click.Option):
 class Command(click.Command):
     """A command whose help has its own options before the common ones."""
 
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **{"context_settings": CONTEXT, **settings})
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
         common: list[tuple[str, str]] = []
@@ -67,6 +71,9 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+command: Final = functools.partial(click.command, cls=Command)
 
 
 class Group(click.Group, Command):
@@ -113,8 +120,6 @@ def config_options(
             if setting.key in without or (only and setting.key not in only):
                 continue
             flag = setting.flag
-            if not flag:
-                continue
             note = f"  [{', '.join(setting.variables)}; default: {setting.default or 'empty'}]"
             command = click.option(
                 flag if setting.metavar else f"{flag}/--no-{flag[2:]}",

@@ -14,7 +14,7 @@ import click
 
 from kvstore.calls import ClientTraffic, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Command
+from kvstore.cli.options import FAILED, NOT_THERE, command
 from kvstore.cli.show import print_json
 from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
 from kvstore.diagnosis.why import Cause, Party, counted
@@ -38,12 +38,7 @@ CLIENTS_SHOWN: Final = 3
 TEXT_WIDTH: Final = 96
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
-    epilog=EXAMPLE,
-    help="Say who writes and who asks, and why nothing is found.",
-)
+@command(epilog=EXAMPLE, help="Say who writes and who asks, and why nothing is found.")
 @connects()
 @click.argument("namespace", required=False, default="")
 @click.option(
