@@ -266,25 +266,19 @@ def _tell(error: BaseException, name: str, *, as_json: bool, debug: bool) -> Non
         return
     if debug:
         traceback.print_exception(error)
+    advice, fields = "", None
     if isinstance(error, KVStoreError):
-        if as_json:
-            print_json_error(error.code, error.message, error.advice, error.fields)
-        elif not debug:
-            click.echo(f"{name}: {error}", err=True)
-        return
-    if isinstance(error, OSError):
+        code, what, advice, fields = error.code, error.message, error.advice, error.fields
+    elif isinstance(error, OSError):
+        code = "os"
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        if as_json:
-            print_json_error("os", what)
-        elif not debug:
-            click.echo(f"{name}: {what}", err=True)
-        return
-    what = f"unexpected {type(error).__name__}: {error}"
-    advice = "This is a bug: run it again with --debug and report what it shows."
-    if as_json:
-        print_json_error("internal", what, advice)
     else:
-        click.echo(f"{name}: {what}. {advice}", err=True)
+        code, what = "internal", f"unexpected {type(error).__name__}: {error}"
+        advice = "This is a bug: run it again with --debug and report what it shows."
+    if as_json:
+        print_json_error(code, what, advice, fields)
+    elif not debug or code == "internal":
+        click.echo(f"{name}: {what}" + (f". {advice}" if advice else ""), err=True)
 
 
 def print_json_error(
