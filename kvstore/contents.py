@@ -21,7 +21,6 @@ import random
 import re
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
@@ -32,6 +31,7 @@ from xxhash import xxh3_128
 
 from kvstore.clocks import uptime
 from kvstore.memory.entries import open_entry
+from kvstore.process.watched_files import write_file
 
 log = logging.getLogger("kvstore.weights")
 
@@ -123,14 +123,7 @@ class Remembered:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(folder.stat()):
             return
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=self._file.name)  # for us alone
-        try:
-            with open(descriptor, "w") as file:
-                json.dump(entries, file)
-            os.replace(name, self._file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_file(self._file, json.dumps(entries).encode())
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:

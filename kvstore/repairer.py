@@ -29,18 +29,9 @@ STOP_S: Final = 2.0
 class Repairer:
     """Asks the master what to copy when it is woken, until nothing is left. Threads: any."""
 
-    def __init__(self, config: ClientConfig, node: str) -> None:
-        self._config = config
-        self._node = node
-        self._woken = threading.Event()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-        self._client: Client | None = None
-
-    @classmethod
-    def of_node(cls, config: NodeConfig, node: str) -> Repairer:
-        """The repairer of the node of this name."""
-        client_config = ClientConfig(
+    def __init__(self, config: NodeConfig, node: str) -> None:
+        """``node``: the name of the node of ``config``."""
+        self._config = ClientConfig(
             master=config.master,
             cluster=config.cluster,
             auth=config.auth,
@@ -48,7 +39,11 @@ class Repairer:
             transports=("shm", "tcp"),
             name=f"{node}-repair",
         )
-        return cls(client_config, node)
+        self._node = node
+        self._woken = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._client: Client | None = None
 
     def wake(self) -> None:
         """Called when there is something to copy. Returns at once."""

@@ -314,7 +314,7 @@ class _Serving:
         service.noticed = self.notices.add
         service.reach = self._reach
         if self.feed is not None:
-            self.feed.begin(state)
+            self.feed.lead(state)
             service.has_events = self.feed.changed
         self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
         service.start()
@@ -336,7 +336,7 @@ class _Serving:
         if service is not None:
             service.cease()
             if self.feed is not None:
-                self.feed.end()
+                self.feed.lead(None)
             self.endpoints = self.carriers.serve(self._standby, self.endpoints)
             task = start_task("end of term", service.stop(), died=self._died)
             self._stopping.add(task)

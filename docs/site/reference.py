@@ -96,7 +96,7 @@ def of_settings() -> Iterator[str]:
         without = SETTINGS_WITHOUT if kind is ClientConfig else ()
         for each in settings(kind):
             other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
-            has_flag = each.flag and kind is not ConnectorConfig and each.key not in without
+            has_flag = kind is not ConnectorConfig and each.key not in without
             flag = each.flag + other if has_flag else ""
             names = "<br>".join(filter(None, map(code, (flag, *each.variables, each.key))))
             default = f" Default: {code(each.default)}." if each.default else ""

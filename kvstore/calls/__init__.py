@@ -15,14 +15,17 @@ Import the names from here; the modules are for readers.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 from kvstore.calls.clients import *  # noqa: F403  # all that it has, and so below
-from kvstore.calls.clients import ClientReply, ClientRequest
+from kvstore.calls.clients import ClientRequest
 from kvstore.calls.nodes import *  # noqa: F403
 from kvstore.calls.operators import *  # noqa: F403
-from kvstore.calls.operators import OperatorReply, OperatorRequest
+from kvstore.calls.operators import OperatorRequest
 from kvstore.calls.places import *  # noqa: F403
 from kvstore.calls.usage import *  # noqa: F403
-from kvstore.calls.usage import UsageReply, UsageRequest
+from kvstore.calls.usage import UsageRequest
 
 Request = ClientRequest | OperatorRequest | UsageRequest
-Reply = ClientReply | OperatorReply | UsageReply
+Reply: TypeAlias = tuple[Any, ...]
+"""A NamedTuple: ``kvstore.wire.messages.CALLS`` says which one replies to a request."""

@@ -437,22 +437,3 @@ ClientRequest = (
     | ReportFailure
     | ReportCorrupt
 )
-ClientReply = (
-    Joined
-    | Matched
-    | Found
-    | Existing
-    | Grants
-    | PutEnded
-    | Revoked
-    | Committed
-    | Renewed
-    | ReleaseReply
-    | Pinned
-    | Unpinned
-    | Removed
-    | Cleared
-    | Segments
-    | Reported
-    | Dropped
-)

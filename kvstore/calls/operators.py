@@ -330,4 +330,3 @@ class MovesStarted(NamedTuple):
 
 
 OperatorRequest = Status | ListObjects | StatObject | Drain | StartMoves
-OperatorReply = ClusterStatus | Listed | ObjectDetail | Drained | MovesStarted

@@ -207,4 +207,3 @@ class BlocksFound(NamedTuple):
 
 
 UsageRequest = Traffic | Chains | Blocks
-UsageReply = TrafficReport | ChainsFound | BlocksFound

@@ -15,7 +15,7 @@ from typing import Final
 import click
 
 from kvstore.cli import master
-from kvstore.cli.options import CONTEXT, Command, debug_option, run
+from kvstore.cli.options import CONTEXT, command, debug_option, run
 from kvstore.config import MasterConfig, settings
 from kvstore.errors import UsageError
 from kvstore.mooncake import path, python_path
@@ -39,9 +39,8 @@ Exit codes: those of the command; 2 if it cannot be started.
 """
 
 
-@click.command(
+@command(
     "as-mooncake",
-    cls=Command,
     context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=EXAMPLE,
     help="Run a command whose mooncake.store is this store.",
@@ -130,7 +129,7 @@ def in_own_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of ``kvstore-master``, and the flags without an effect. Flags of
     ``kvstore-master`` stay, with hyphens or underscores."""
     given = dict(_flags(arguments))
-    known = {each.key: each.flag for each in settings(MasterConfig) if each.flag}
+    known = {each.key: each.flag for each in settings(MasterConfig)}
     known |= _OF_EVERY_COMMAND
     own = {"--host": EVERY_INTERFACE, "--port": PORT}
     own |= {known[name]: value for name, value in given.items() if name in known}

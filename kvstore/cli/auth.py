@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from kvstore.auth.identity import ALL, ROLES
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Group, debug_option, json_option
+from kvstore.cli.options import FAILED, NOT_THERE, Group, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
 from kvstore.process import dumps
@@ -44,7 +44,6 @@ many_option: Final = functools.partial(click.option, multiple=True, metavar="PAT
 
 @click.group(
     cls=Group,
-    context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Write the files by which processes prove their identity, and revoke them.",
 )
@@ -57,7 +56,6 @@ def _now() -> datetime:
 
 
 @auth.command(
-    context_settings=CONTEXT,
     epilog="""\b
 Examples:
   kvstore auth init
@@ -81,7 +79,6 @@ def init(folder: Path) -> None:
 
 
 @auth.command(
-    context_settings=CONTEXT,
     epilog="""\b
 Examples:
   kvstore auth issue master-1 --role master --host 10.0.0.7
@@ -146,7 +143,6 @@ def issue(
 
 
 @auth.command(
-    context_settings=CONTEXT,
     epilog="""\b
 Examples:
   kvstore auth show decode-7.auth
@@ -178,7 +174,6 @@ def show(file: str, as_json: bool | None) -> int:
 
 
 @auth.command(
-    context_settings=CONTEXT,
     epilog="""\b
 Examples:
   kvstore auth revoke decode-7              every certificate of this name

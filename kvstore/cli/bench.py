@@ -11,9 +11,8 @@ import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import (
-    CONTEXT,
-    Command,
     agreed,
+    command,
     config_options,
     debug_option,
     given_anywhere,
@@ -48,12 +47,7 @@ Examples:
 """
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
-    epilog=EXAMPLE,
-    help="Measure this machine.",
-)
+@command(epilog=EXAMPLE, help="Measure this machine.")
 @click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
               show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
 @click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.options import (
-    CONTEXT,
     FAILED,
     NOT_THERE,
-    Command,
     agreed,
+    command,
     debug_option,
     given_anywhere,
     json_option,
@@ -40,12 +39,7 @@ memory.
 """
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
-    epilog=EXAMPLE,
-    help="Remove memory that dead nodes left on this host.",
-)
+@command(epilog=EXAMPLE, help="Remove memory that dead nodes left on this host.")
 @click.argument("names", nargs=-1, metavar="[NODE]...")
 @click.option(
     "--cluster", metavar="NAME", callback=given_anywhere, help="Only memory of this cluster."

@@ -11,7 +11,7 @@ import click
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, FAILED, Command, debug_option, json_option
+from kvstore.cli.options import FAILED, command, debug_option, json_option
 from kvstore.cli.progress import progress
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
@@ -19,9 +19,7 @@ from kvstore.network.addresses import shown_place
 from kvstore.texts import size_text
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
     help="Show the cluster at a glance: nodes, their memory, objects, and what is wrong.",
 )
@@ -38,9 +36,7 @@ def status(invocation: Invocation, counters: bool) -> None:
     print_status(found, shown_place(invocation.config.master), counters=counters)
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
     "  kvstore drain host-7 --undo",
     help="""Empty a node: it gets no new objects, its objects move to other nodes, then it leaves.
@@ -102,9 +98,7 @@ def drain(
     return FAILED
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore version --json",
     help="Show the versions of this program and of what it runs on.",
 )

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
-from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
+from kvstore.cli.options import FAILED, command, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
@@ -35,9 +35,7 @@ IMPORTS_TIMEOUT_S = 60.0
 """Enough for the first import of a large package from a cold disk."""
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, Command
+from kvstore.cli.options import command
 from kvstore.cli.show import print_json
 from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
 from kvstore.errors import KVStoreError
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 PAUSE_S = 1.0
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
     help="Follow what becomes visible in the store and what is gone.",

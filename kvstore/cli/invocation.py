@@ -29,9 +29,7 @@ setting's own words are long."""
 OF_SOME: Final = ("memory", "namespace", "replicas")
 """Settings that are options only of the commands that use them."""
 
-EVERYWHERE: Final = tuple(
-    each.key for each in settings(ClientConfig) if each.flag and each.key not in OF_SOME
-)
+EVERYWHERE: Final = tuple(each.key for each in settings(ClientConfig) if each.key not in OF_SOME)
 """Settings that are options of every command with a client, as well as of ``kvstore`` itself:
 people write them before the command or behind it."""
 

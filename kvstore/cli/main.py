@@ -12,7 +12,6 @@ import click
 from kvstore.cli.cluster import drain, status, version
 from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
-    CONTEXT,
     SOURCES,
     Group,
     config_options,
@@ -104,7 +103,6 @@ class Commands(Group):
 
 @click.group(
     cls=Commands,
-    context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="Inspect a kvstore cluster, and change its objects and nodes.",
 )

@@ -32,7 +32,7 @@ def command(config: NodeConfig, parent: ParentLink, *, keep_orphaned: bool) -> i
     from kvstore.node.app import run as serve
     from kvstore.repairer import Repairer
 
-    return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer.of_node)
+    return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer)
 
 
 def main() -> NoReturn:

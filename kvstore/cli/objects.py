@@ -13,7 +13,7 @@ import click
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, NOT_THERE, Command, agreed, print_json_error
+from kvstore.cli.options import NOT_THERE, agreed, command, print_json_error
 from kvstore.cli.progress import progress
 from kvstore.cli.show import plain, print_json
 from kvstore.errors import CorruptObjectError
@@ -24,9 +24,7 @@ LIST_ROWS_MAX = 1_000
 """Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore ls --namespace llama --prefix hex:9f86",
     help="List objects, of all namespaces unless --namespace is given.",
 )
@@ -60,9 +58,7 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
             click.echo(f"There are more: --limit {rows_max} reached.", err=True)
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore stat greeting",
     help="Show one object: size, place, lease, parent.",
 )
@@ -110,9 +106,7 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
     return {"kind": kind} if kind == "bytes" else {"kind": kind, "dtype": dtype, "shape": shape}
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore put greeting hello.txt\n  date | kvstore put now -",
     help="Store a file as one object. FILE may be - for standard input.",
 )
@@ -162,9 +156,7 @@ def put(
         click.echo(f"{key_text(wanted)}: {told}")
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 --npy -o block.npy",
     help="Fetch one object's bytes.",
 )
@@ -201,9 +193,7 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
     return 0
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore rm greeting farewell",
     help="Remove objects: they are hidden at once; their memory is freed when no client reads it.",
 )
@@ -220,9 +210,7 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
     return _told(invocation, "removed", wanted, removed)
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
     help="Keep objects, and those before them in their chains, from eviction.",
 )
@@ -243,9 +231,7 @@ def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: fl
     return _told(invocation, "pinned", wanted, pinned)
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore unpin system-prompt",
     help="End the pins of objects, which can be evicted then.",
 )
@@ -262,9 +248,7 @@ def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
         click.echo(f"unpinned {sum(unpinned)}")
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExample:\n  kvstore clear --namespace llama",
     help="Remove all objects of one namespace, or of all namespaces.",
 )

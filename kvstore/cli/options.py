@@ -7,6 +7,7 @@ With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -55,6 +56,9 @@ class Common(click.Option):
 class Command(click.Command):
     """A command whose help has its own options before the common ones."""
 
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **{"context_settings": CONTEXT, **settings})
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
         common: list[tuple[str, str]] = []
@@ -67,6 +71,9 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+command: Final = functools.partial(click.command, cls=Command)
 
 
 class Group(click.Group, Command):
@@ -113,8 +120,6 @@ def config_options(
             if setting.key in without or (only and setting.key not in only):
                 continue
             flag = setting.flag
-            if not flag:
-                continue
             note = f"  [{', '.join(setting.variables)}; default: {setting.default or 'empty'}]"
             command = click.option(
                 flag if setting.metavar else f"{flag}/--no-{flag[2:]}",
@@ -261,25 +266,19 @@ def _tell(error: BaseException, name: str, *, as_json: bool, debug: bool) -> Non
         return
     if debug:
         traceback.print_exception(error)
+    advice, fields = "", None
     if isinstance(error, KVStoreError):
-        if as_json:
-            print_json_error(error.code, error.message, error.advice, error.fields)
-        elif not debug:
-            click.echo(f"{name}: {error}", err=True)
-        return
-    if isinstance(error, OSError):
+        code, what, advice, fields = error.code, error.message, error.advice, error.fields
+    elif isinstance(error, OSError):
+        code = "os"
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        if as_json:
-            print_json_error("os", what)
-        elif not debug:
-            click.echo(f"{name}: {what}", err=True)
-        return
-    what = f"unexpected {type(error).__name__}: {error}"
-    advice = "This is a bug: run it again with --debug and report what it shows."
-    if as_json:
-        print_json_error("internal", what, advice)
     else:
-        click.echo(f"{name}: {what}. {advice}", err=True)
+        code, what = "internal", f"unexpected {type(error).__name__}: {error}"
+        advice = "This is a bug: run it again with --debug and report what it shows."
+    if as_json:
+        print_json_error(code, what, advice, fields)
+    elif not debug or code == "internal":
+        click.echo(f"{name}: {what}" + (f". {advice}" if advice else ""), err=True)
 
 
 def print_json_error(

@@ -9,7 +9,7 @@ import click
 
 from kvstore.calls import Branch
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, Command
+from kvstore.cli.options import command
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import CHAINS_MAX
 from kvstore.texts import duration_text, key_text, name_text, size_text
@@ -21,9 +21,7 @@ KEY_MAX = 24
 """Characters of a key that is shown."""
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
     help="""Show the chains that are matched most and used last, as a tree.
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from kvstore.cli.options import CONTEXT, SOURCES, Command, config_options, debug_option
+from kvstore.cli.options import SOURCES, command, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import SharedMemoryTooSmallError
 from kvstore.memory import cgroup
@@ -43,9 +43,7 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 """
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.
 

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from kvstore.cli.options import (
-    CONTEXT,
     FAILED,
     SOURCES,
     Command,
@@ -52,6 +51,6 @@ def serves(
         )
         made = config_options(kind)(parent_option(debug_option(version_option(command))))
         epilog = f"{examples}\n\n{SOURCES}"
-        return click.command(cls=cls, context_settings=CONTEXT, epilog=epilog, help=text)(made)
+        return click.command(cls=cls, epilog=epilog, help=text)(made)
 
     return wrap

@@ -12,7 +12,7 @@ import click
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, Command
+from kvstore.cli.options import command
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import (
     console_of_names,
@@ -43,9 +43,7 @@ class Snapshot(NamedTuple):
     error: str = ""
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
+@command(
     epilog="\b\nExamples:\n  kvstore top\n  kvstore top --interval-s 10 --count 6 --json",
     help="Watch the cluster: hits, traffic, memory by node, the largest namespaces. "
     "Ctrl-C ends it; the last look stays in the terminal.",

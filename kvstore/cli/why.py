@@ -12,12 +12,12 @@ from typing import Final
 
 import click
 
-from kvstore.calls import ClientTraffic, NamespaceTraffic
+from kvstore.calls import ClientTraffic
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Command
+from kvstore.cli.options import FAILED, NOT_THERE, command
 from kvstore.cli.show import print_json
 from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
-from kvstore.diagnosis.why import Cause, Party, counted
+from kvstore.diagnosis.why import Cause, counted
 from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, shown_text, size_text
 
@@ -34,16 +34,10 @@ Exit codes: 0 no problem, 1 a reason why nothing is found, 3 no such namespace o
 
 PARTIES_SHOWN: Final = 8
 CAUSES_SHOWN: Final = 6
-CLIENTS_SHOWN: Final = 3
 TEXT_WIDTH: Final = 96
 
 
-@click.command(
-    cls=Command,
-    context_settings=CONTEXT,
-    epilog=EXAMPLE,
-    help="Say who writes and who asks, and why nothing is found.",
-)
+@command(epilog=EXAMPLE, help="Say who writes and who asks, and why nothing is found.")
 @connects()
 @click.argument("namespace", required=False, default="")
 @click.option(
@@ -54,17 +48,17 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
         raise click.UsageError("give a namespace or --model, not both")
     with invocation.client() as client:
         found = explain(client, client.status(), namespace=namespace, model=model)
-    chosen, causes, notes = found.parties, found.causes, found.notes
-    if not chosen and (namespace or model):
+    report, causes = report_of(found), found.causes
+    if not found.parties and (namespace or model):
         _say_unknown(invocation, namespace or model, found)
         return NOT_THERE
     if invocation.as_json:
-        print_json(report_of(found))
+        print_json(report)
     else:
         place = shown_place(invocation.config.master)
         age = duration_text(found.uptime_ms)
         click.echo(f"{place}: what its master remembers of the {age} since its start\n")
-        for line in [*_people(chosen), *_reasons(causes), *(f"note: {note}" for note in notes)]:
+        for line in [*_people(report), *_reasons(causes), *(f"note: {n}" for n in report.notes)]:
             click.echo(line)
     return FAILED if any(cause.is_problem for cause in causes) else 0
 
@@ -72,28 +66,25 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
 # --- showing --------------------------------------------------------------------------------------
 
 
-def _people(parties: Sequence[Party]) -> Iterator[str]:
-    for party in parties[:PARTIES_SHOWN]:
-        model = f"{party.record.model}  " if party.record is not None else ""
-        size = party.size
-        head = f"{model}{party.name}"
+def _people(report: Report) -> Iterator[str]:
+    for party in report.parties[:PARTIES_SHOWN]:
+        size, states = party.size, party.state_size
+        head = f"{party.model}  {party.name}" if party.model else party.name
         yield f"{shown_text(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
-        if party.states:
-            count, bytes_ = _amount(party.states)
-            blocks = f"{counted(party.objects - count, 'block')} of attention"
+        if party.state_objects:
+            blocks = f"{counted(party.objects - party.state_objects, 'block')} of attention"
             yield (
-                f"  holds   {counted(count, 'state')} of recurrent layers, {size_text(bytes_)}; "
-                f"{blocks}, {size_text(size - bytes_)}"
+                f"  holds   {counted(party.state_objects, 'state')} of recurrent layers, "
+                f"{size_text(states)}; {blocks}, {size_text(size - states)}"
             )
-        for row in party.putters[:CLIENTS_SHOWN]:
+        for row in party.writes:
             there = f", {row.found} were there" if row.found else ""
             yield f"  writes  {_client(row)}: {row.stored} of {row.keys} keys stored{there}"
-        for row in party.askers[:CLIENTS_SHOWN]:
+        for row in party.asks:
             yield f"  asks    {_client(row)}: {row.found} of {row.keys} keys found"
-        if not party.putters and not party.askers:
+        if not party.writes and not party.asks:
             yield "  neither put nor asked"
-        if party.misses:
-            miss = party.misses[0]
+        if (miss := party.missed) is not None:
             there = " (it had been evicted)" if miss.evicted else ""
             there += " (it is there now)" if miss.present else ""
             yield (
@@ -102,13 +93,9 @@ def _people(parties: Sequence[Party]) -> Iterator[str]:
                 f"{duration_text(miss.idle_ms)} ago"
             )
         yield ""
-    if len(parties) > PARTIES_SHOWN:
-        yield f"and {len(parties) - PARTIES_SHOWN} more: name one, or use --json\n"
-
-
-def _amount(spaces: Sequence[NamespaceTraffic]) -> tuple[int, int]:
-    """Objects and bytes."""
-    return sum(space.objects for space in spaces), sum(space.size for space in spaces)
+    more = len(report.parties) + report.others - PARTIES_SHOWN
+    if more > 0:
+        yield f"and {more} more: name one, or use --json\n"
 
 
 def _client(row: ClientTraffic) -> str:

@@ -25,62 +25,8 @@ pydantic-settings can neither say where a value came from nor refuse an unknown 
 
 from __future__ import annotations
 
-from kvstore.config.base import (
-    CONFIG_VARIABLE,
-    HTTP_TOKEN_VARIABLE,
-    NATIVE_VARIABLE,
-    STRICT_VARIABLE,
-    Config,
-    Setting,
-    settings,
-)
-from kvstore.config.clients import ClientConfig, ConnectorConfig, ProxyConfig
-from kvstore.config.reading import (
-    KINDS,
-    http_token_given,
-    load,
-    read_token,
-    unknown_settings,
-)
-from kvstore.config.servers import HttpConfig, MasterConfig, NodeConfig
-from kvstore.config.values import (
-    DATA_PORTS,
-    DEFAULT_PORT,
-    HTTP_PORT,
-    P2P,
-    TRANSPORTS,
-    TRANSPORTS_KNOWN,
-    Verify,
-    format_size,
-    parse_size,
-)
-
-__all__ = [
-    "CONFIG_VARIABLE",
-    "DATA_PORTS",
-    "DEFAULT_PORT",
-    "HTTP_PORT",
-    "HTTP_TOKEN_VARIABLE",
-    "KINDS",
-    "NATIVE_VARIABLE",
-    "P2P",
-    "STRICT_VARIABLE",
-    "TRANSPORTS",
-    "TRANSPORTS_KNOWN",
-    "ClientConfig",
-    "Config",
-    "ConnectorConfig",
-    "HttpConfig",
-    "MasterConfig",
-    "NodeConfig",
-    "ProxyConfig",
-    "Setting",
-    "Verify",
-    "format_size",
-    "http_token_given",
-    "load",
-    "parse_size",
-    "read_token",
-    "settings",
-    "unknown_settings",
-]
+from kvstore.config.base import *  # noqa: F403  # all that they have
+from kvstore.config.clients import *  # noqa: F403
+from kvstore.config.reading import *  # noqa: F403
+from kvstore.config.servers import *  # noqa: F403
+from kvstore.config.values import *  # noqa: F403

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -123,30 +124,11 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     """The first of pydantic's errors, as a ``ConfigError``."""
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
-    context = first.get("ctx", {})
-    advice = ""
-    match first["type"]:
-        case "extra_forbidden":
-            return unknown_setting(key, "", [*kind.model_fields])
-        case "value_error" if isinstance(context["error"], RefusedValueError):
-            refused = context["error"]
-            key, what, advice = refused.key or key, str(refused), refused.advice
-        case "greater_than_equal":
-            what = f"must be at least {context['ge']}"
-        case "less_than_equal":
-            what = f"must be at most {context['le']}"
-        case "string_too_short":
-            what = "must not be empty"
-        case "literal_error":
-            what = f"must be {context['expected']}"
-        case "int_parsing" | "int_from_float" | "int_type":
-            what = "must be a whole number"
-        case "bool_parsing" | "bool_type":
-            what = "must be true or false"
-        case "string_type":
-            what = "must be text"
-        case _:
-            what = str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        return unknown_setting(key, "", [*kind.model_fields])
+    what, advice = re.sub(r"^(Input|String) should", "must", first["msg"]), ""
+    if isinstance(refused := first.get("ctx", {}).get("error"), RefusedValueError):
+        key, what, advice = refused.key or key, str(refused), refused.advice
     is_hidden = not first["loc"] or _shown(kind, key).is_secret
     given = "" if is_hidden else f" = {first['input']!r}"
     return ConfigError(

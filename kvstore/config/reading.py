@@ -104,10 +104,8 @@ def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[
         ConfigError: the file cannot be read.
     """
     unknown: list[ConfigError] = []
-    for _ in _from_file(ClientConfig, config_path, os.environ, unknown):
-        pass
-    for _ in _from_environment(ClientConfig, os.environ, unknown):
-        pass
+    list(_from_file(ClientConfig, config_path, os.environ, unknown))
+    list(_from_environment(ClientConfig, os.environ, unknown))
     return unknown
 
 

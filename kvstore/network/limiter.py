@@ -176,12 +176,3 @@ class Limiter(Generic[SlotT]):
             f"in use, {free} free",
             advice="An identity may hold as many as it leaves free. Issue separate certificates.",
         )
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError: a bug of ours."""
-        with self._changing:
-            assert len(self._kept) == sum(self._held.values()) <= self._size
-            assert all(held > 0 for held in self._held.values())
-            assert self._weight == sum(weight for weight, _ in self._waiting.values())
-            assert len(self._waiting) <= 1 or self._weight <= self._free
-            assert len(self._refused) <= NAMED_MAX + 1

@@ -187,35 +187,20 @@ def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_node(
-    *,
-    master: str,
-    memory: int,
-    host: str = "127.0.0.1",
-    port: int | None = 0,
-    advertise: str = "",
-    keep: bool = False,
-    name: str = "",
-    cluster: str = "",
-    keep_orphaned: bool = False,
-    auth: str = "",
-    engine_unauthenticated: bool = False,
-    **settings: str,
+    *, memory: int, keep_orphaned: bool = False, **settings: str | int | bool | None
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
 
-    ``port``: None: the usual one, or a free one. ``keep_orphaned``: it is the node of a master, and
-    leaves its memory when we are killed. ``settings``: other fields of ``NodeConfig``.
+    ``keep_orphaned``: it is the node of a master, and leaves its memory when we are killed.
+    ``settings``: other fields of ``NodeConfig``; ``port`` is free by default, None: the usual one.
     """
-    told = {"master": master} | {key: settings.pop(key) for key in _MAY_BE_SECRET & settings.keys()}
-    if engine_unauthenticated:
-        told["engine_unauthenticated"] = "true"
-    flags = [text for key, value in settings.items() for text in (_flag(key), value)]
+    given: dict[str, str | int | bool | None]
+    given = {"host": "127.0.0.1", "port": 0, "keep": False, "memory": memory, **settings}
+    told = {key: given.pop(key) for key in _MAY_BE_SECRET & given.keys()}
+    flags = [text for key, value in given.items() for text in _flag(key, value)]
     return Child.start(
-        "kvstore.cli.node", "--memory", str(memory), "--host", host,
-        "--name", name, "--cluster", cluster, "--auth", auth,
-        *([] if port is None else ["--port", str(port)]), "--advertise", advertise,
-        "--keep" if keep else "--no-keep", *(["--keep-orphaned"] if keep_orphaned else []), *flags,
-        environ={f"KVSTORE_NODE_{key.upper()}": value for key, value in told.items()},
+        "kvstore.cli.node", *(["--keep-orphaned"] if keep_orphaned else []), *flags,
+        environ={f"KVSTORE_NODE_{key.upper()}": str(value) for key, value in told.items()},
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
@@ -236,21 +221,15 @@ def _ended(status: int) -> str:
     return f"was ended by signal {-status} ({signal.strsignal(-status)})"
 
 
-def _flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
+def _flag(key: str, value: str | int | bool | None) -> list[str]:
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [] if value is None else [f"--{name}", str(value)]
 
 
 def _start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
-
-
-def _go_on_when_orphaned() -> None:
-    """Makes the kernel wake this process when its parent dies. A stopped process (SIGSTOP, a
-    debugger) would keep the port and the memory that the parent's successor needs."""
-    import ctypes  # here, because few processes are children
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT), 0, 0, 0)
 
 
 class ParentLink:
@@ -258,8 +237,6 @@ class ParentLink:
 
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
-        if fd is not None:
-            _go_on_when_orphaned()
         self.waits = fd is not None
         """Whether a parent waits for our report, and tells its user why we cannot start."""
 

@@ -35,7 +35,7 @@ from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.salts import salts_by
 from kvstore.proxy.serving import serve
-from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen_on
+from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max
 from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.proxy")
@@ -85,20 +85,19 @@ async def _serve(config: ProxyConfig) -> int:
         stack.push_async_callback(_cancel, checking)
         doors = Doors(clients_max)
         application = _application(parts, health, doors)
-        await stack.enter_async_context(
+        listener = await asyncio.to_thread(
+            bind, config.host, config.port, is_given=True, flag="--port"
+        )
+        server = await stack.enter_async_context(
             answering(
                 application,
                 doors,
+                listener,
                 idle_s=IDLE_CONNECTION_S,
                 line_bytes_max=LINE_BYTES_MAX,
                 log=logging.getLogger("kvstore.proxy.http"),
             )
         )
-        listener = await asyncio.to_thread(
-            bind, config.host, config.port, is_given=True, flag="--port"
-        )
-        server = await listen_on(doors, listener)
-        stack.callback(server.close)
         _greet(config, server)
         ends = [start_task("end", each.wait()) for each in (stopped, broken)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from aiohttp import ClientResponse, web
 from multidict import CIMultiDict
 
-from kvstore.proxy import bodies, engine, health
+from kvstore.proxy import bodies, engine
 from kvstore.proxy.asked import REQUEST_ID, Asked, ProxyParts, error_response
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import Turn
@@ -108,14 +108,14 @@ async def _attempt(
             if answer.status >= 500:
                 return await _refused(asked, turn, answer, first, suspects)
             turn.succeeded()
-            health.answered(turn.instance)
+            turn.instance.answered(clock_ms())
             for suspect in suspects:
                 suspect.failed(clock_ms())
             return await _relay(parts, asked, request, turn, answer, first)
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
-            health.unconnected(turn.instance, error)
+            turn.instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
             if turn.forced:
                 return _FailedAttempt(no_decoder(asked))
         log.warning("decode_failed id=%s reason=%s", asked.request_id, error)

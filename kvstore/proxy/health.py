@@ -1,15 +1,12 @@
-"""Keeps the health of engines up to date, by their ``GET /health`` and by how requests end."""
+"""Keeps the health of engines up to date by their ``GET /health``."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from kvstore.proxy.engine import EngineError, Engines
 from kvstore.proxy.instances import Instance, Instances
 from kvstore.proxy.metrics import clock_ms
-
-log = logging.getLogger("kvstore.proxy")
 
 INTERVAL_S = 1.0
 """How often the proxy asks each engine for its health."""
@@ -51,31 +48,4 @@ class HealthChecks:
             outcome, reason = error.failure, error
         else:
             outcome, reason = "well" if answer.is_ok else "ill", f"status {answer.status}"
-        before = instance.healthy
-        instance.checked(outcome)
-        _tell(instance, before, reason)
-
-
-def answered(instance: Instance) -> None:
-    """Called when the instance answers a request, or continues its answer."""
-    before = instance.healthy
-    instance.answered(clock_ms())
-    if not before:
-        _tell(instance, before, "it answers a request")
-
-
-def unconnected(instance: Instance, error: EngineError) -> None:
-    """Called when a request could not connect to the instance."""
-    before = instance.healthy
-    instance.unconnected(clock_ms(), refused=error.failure == "refused")
-    _tell(instance, before, error)
-
-
-def _tell(instance: Instance, before: bool, reason: object) -> None:
-    if instance.healthy and not before:
-        log.info("instance_healthy role=%s instance=%s", instance.role, instance.address)
-    elif before and not instance.healthy:
-        log.warning(
-            "instance_unhealthy role=%s instance=%s reason=%s",
-            instance.role, instance.address, reason,
-        )  # fmt: skip
+        instance.checked(outcome, reason)

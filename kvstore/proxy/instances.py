@@ -9,12 +9,15 @@ instance gets no new requests, and is removed when its last request ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.proxy.affinity import BLOCKS_MAX, PrefixAffinity, Prints
+from kvstore.proxy.affinity import PrefixAffinity, Prints
+
+log = logging.getLogger("kvstore.proxy")
 
 Role = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
@@ -83,10 +86,10 @@ class Instance:
         """Called when a health check begins."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
-    def checked(self, outcome: str) -> None:
+    def checked(self, outcome: str, reason: object = "") -> None:
         """Called when the check has ended. ``outcome``: ``well`` or ``ill``, as the instance itself
-        said, or the ``EngineFailure``. A time-out does not count if the instance has answered a
-        request since the previous check began: then it is only busy."""
+        said, or the ``EngineFailure``; ``reason``: for the log. A time-out does not count if the
+        instance has answered a request since the previous check began: then it is only busy."""
         if outcome == "well":
             self._says_ill = self.refuses = False
             self._recover()
@@ -99,7 +102,7 @@ class Instance:
             self._says_ill |= outcome == "ill"
         self._health_failures += 1
         if self._health_failures >= HEALTH_FAILURES_MAX:
-            self.healthy = False
+            self._fail(reason)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -112,18 +115,27 @@ class Instance:
         if not self._says_ill:
             self._recover()
 
-    def unconnected(self, now_ms: int, *, refused: bool) -> None:
+    def unconnected(self, now_ms: int, *, refused: bool, reason: object = "") -> None:
         """Called when a request could not connect (``refused``: no process listens there). Several
         such failures in a row make the instance unhealthy; a single one may be chance."""
         self.refuses = refused
         recent = [each for each in self._unconnected if now_ms - each < REFUSALS_MS]
         self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
         if len(self._unconnected) == REFUSALS_MAX:
-            self.healthy = False
+            self._fail(reason)
 
     def _recover(self) -> None:
+        if not self.healthy:
+            log.info("instance_healthy role=%s instance=%s", self.role, self.address)
         self.healthy = True
         self._health_failures = 0
+
+    def _fail(self, reason: object) -> None:
+        if self.healthy:
+            log.warning(
+                "instance_unhealthy role=%s instance=%s reason=%s", self.role, self.address, reason
+            )
+        self.healthy = False
 
     # --- use ----------------------------------------------------------------------------------
 
@@ -231,7 +243,8 @@ class Instances:
 
     def ended(self, instance: Instance) -> None:
         """Called when a request on the instance ended."""
-        if instance.draining and not instance.in_flight and self._knows(instance):
+        known = self._all.get((instance.role, instance.address))
+        if instance.draining and not instance.in_flight and known is instance:
             self.remove(instance)
 
     # --- choosing -----------------------------------------------------------------------------
@@ -283,18 +296,5 @@ class Instances:
         chosen.chosen = self._choices
         return Turn(self, chosen, now_ms, forced=forced)
 
-    # --- for operators and tests --------------------------------------------------------------
-
     def views(self, now_ms: int) -> list[InstanceView]:
         return [each.view(now_ms) for each in self._all.values()]
-
-    def check_invariants(self) -> None:
-        for (role, address), each in self._all.items():
-            assert (each.role, each.address) == (role, address)
-            assert each.in_flight >= 0
-            assert not each.draining or each.in_flight > 0, "a drained instance stays"
-        for affinity in self._affinity.values():
-            assert len(affinity) <= BLOCKS_MAX
-
-    def _knows(self, instance: Instance) -> bool:
-        return self._all.get((instance.role, instance.address)) is instance

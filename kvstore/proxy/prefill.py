@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kvstore.proxy import bodies, health
+from kvstore.proxy import bodies
 from kvstore.proxy.asked import Asked, ProxyParts
 from kvstore.proxy.engine import EngineAnswer, EngineError
 from kvstore.proxy.instances import Turn
@@ -114,7 +114,7 @@ async def _attempt(parts: ProxyParts, asked: Asked, turn: Turn, sent: bytes) -> 
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
-            health.unconnected(turn.instance, error)
+            turn.instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
         log.warning("prefill_failed id=%s reason=%s", asked.request_id, error)
         return None
     if answer.status >= 500:
@@ -124,5 +124,5 @@ async def _attempt(parts: ProxyParts, asked: Asked, turn: Turn, sent: bytes) -> 
         )
         return None
     turn.succeeded()
-    health.answered(turn.instance)
+    turn.instance.answered(clock_ms())
     return answer

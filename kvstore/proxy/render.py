@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kvstore.proxy import bodies, health
+from kvstore.proxy import bodies
 from kvstore.proxy.asked import Asked, ProxyParts
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import ROLES, Instance
@@ -54,12 +54,12 @@ async def render(parts: ProxyParts, asked: Asked) -> bool:
         )
     except EngineError as error:
         if error.is_unconnected:
-            health.unconnected(instance, error)
+            instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
         parts.metrics.renders.labels("failed").inc()
         log.warning("render_failed id=%s reason=%s", asked.request_id, error)
         return False
     if answer.is_ok:
-        health.answered(instance)
+        instance.answered(clock_ms())
         asked.token_ids = bodies.ids_of_rendered(asked.route, answer.json())
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False

@@ -25,10 +25,14 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import UnavailableError
 from kvstore.process.background import start_task
+
+if TYPE_CHECKING:
+    from kvstore.master.state.events import Survey
+    from kvstore.master.state.master_state import MasterState
 
 log = logging.getLogger("kvstore.master")
 
@@ -103,34 +107,13 @@ Event = tuple[str, bytes, bytes, int, int]
 GONE_SIZE: Final = -1
 
 
-class SurveySource(Protocol):
-    @property
-    def done(self) -> bool: ...
-
-    def take(self, steps: int) -> list[Event]: ...
-
-
-class Source(Protocol):
-    """A term of the master, from which events and surveys come."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def waiting_events(self) -> int: ...
-
-    def take_events(self, count: int) -> list[Event]: ...
-
-    def survey(self, namespace: str) -> SurveySource: ...
-
-
 class MasterEnd:
     """The master's end. Its methods belong to the loop's thread; none of them waits."""
 
     def __init__(self) -> None:
         self.dropped = 0
         """Events that were dropped, so that the child never got them."""
-        self._source: Source | None = None
+        self._source: MasterState | None = None
         self._number = 0
         """Number of events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
@@ -140,7 +123,7 @@ class MasterEnd:
         self._answers: Answers = {}
         self._missed = False
         """Whether events were dropped and the child has not been told yet."""
-        self._surveys: dict[int, SurveySource] = {}
+        self._surveys: dict[int, Survey] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
     def counters(self) -> dict[str, int]:
@@ -148,15 +131,9 @@ class MasterEnd:
 
     # --- the term -------------------------------------------------------------------------------
 
-    def begin(self, source: Source) -> None:
-        """Called when a term begins, with no object visible."""
-        self._change(source)
-
-    def end(self) -> None:
-        """Called when this master leads no longer."""
-        self._change(None)
-
-    def _change(self, source: Source | None) -> None:
+    def lead(self, source: MasterState | None) -> None:
+        """Called when a term begins, with no object visible; None: when this master leads no
+        longer."""
         self._source = source
         self._number = 0
         self._surveys.clear()
@@ -206,7 +183,7 @@ class MasterEnd:
 
     # --- surveys --------------------------------------------------------------------------------
 
-    def _send_page(self, source: Source) -> None:
+    def _send_page(self, source: MasterState) -> None:
         """Sends the next page that the child asked for. All events so far were sent before it."""
         number, namespace = self._requests.popleft()
         survey = self._surveys.get(number)
@@ -359,14 +336,12 @@ class ChildEnd:
         self._took = took
         self._epoch = 0
         self._numbers = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Frame]] = {}
-        """The replies that somebody waits for, by number of the survey or question."""
         self._page_turns = asyncio.Semaphore(ASKED_MAX)
         self._question_turns = asyncio.Semaphore(1)
         """One question at a time, so that none pile up for a master that hangs."""
-        self._asked: dict[int, asyncio.Semaphore] = {}
-        """The semaphore of each survey or question whose reply is on its way, by number, whether or
-        not somebody still waits for it. The reply releases the semaphore."""
+        self._asked: dict[int, tuple[asyncio.Semaphore, asyncio.Future[Frame]]] = {}
+        """The surveys and questions whose reply is on its way, by number, whether or not somebody
+        still waits for it. The reply releases the semaphore."""
         self._connected = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
@@ -442,22 +417,18 @@ class ChildEnd:
             turns.release()
             raise UnavailableError("the process that this belongs to is gone")
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
-        self._asked[number] = turns
+        self._asked[number] = turns, reply
         text = said.encode()
         self._writer.write(_REQUEST.pack(kind, number, len(text)) + text)
-        try:
-            return await reply
-        finally:
-            self._replies.pop(number, None)
+        return await reply
 
     def _got(self, frame: Frame) -> None:
         if frame.kind != EVENTS:
-            if (turns := self._asked.pop(frame.number, None)) is not None:
+            if (asked := self._asked.pop(frame.number, None)) is not None:
+                turns, reply = asked
                 turns.release()
-            reply = self._replies.get(frame.number)
-            if reply is not None and not reply.done():
-                reply.set_result(frame)
+                if not reply.done():
+                    reply.set_result(frame)
             return
         if frame.epoch != self._epoch:
             self._epoch = frame.epoch
@@ -466,9 +437,8 @@ class ChildEnd:
 
     def _forget(self, turns: asyncio.Semaphore, why: str) -> None:
         """Tells those who hold one of these turns that their reply does not come."""
-        for number in [each for each, its in self._asked.items() if its is turns]:
-            del self._asked[number]
+        for number in [each for each, (its, _) in self._asked.items() if its is turns]:
+            _, reply = self._asked.pop(number)
             turns.release()
-            reply = self._replies.get(number)
-            if reply is not None and not reply.done():
+            if not reply.done():
                 reply.set_exception(UnavailableError(why))

@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_what_was_remembered(
         raise OSError(28, "No space left on device")
 
     before = kept.read_bytes()
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "fsync", full)
     other = tmp_path / "other.bin"
     other.write_bytes(b"other")
     digest_of(other, remembered)

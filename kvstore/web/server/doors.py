@@ -80,13 +80,15 @@ def connections_max(inflight_max: int) -> int:
 async def answering(
     application: web.Application,
     doors: Doors,
+    listener: socket.socket,
     *,
+    tls: ssl.SSLContext | None = None,
     idle_s: float,
     line_bytes_max: int,
     log: logging.Logger,
-) -> AsyncIterator[None]:
-    """Inside the block, connections through ``doors`` are served; at its end, handlers are
-    cancelled.
+) -> AsyncIterator[asyncio.Server]:
+    """Inside the block, connections to ``listener``, which is bound, are served through ``doors``;
+    at its end, the listener is closed and handlers are cancelled.
 
     Args:
         idle_s: a connection without a request is closed after this time.
@@ -109,7 +111,22 @@ async def answering(
     try:
         assert runner.server is not None
         doors.open(runner.server)
-        yield
+        server = await asyncio.get_running_loop().create_server(
+            doors,
+            sock=listener,
+            backlog=AT_ONCE,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            ssl_shutdown_timeout=CUT_S if tls else None,
+        )
+        try:
+            for each in server.sockets:
+                # asyncio uses one number for the kernel's queue and for the accepts of one step.
+                with socket.socket(fileno=os.dup(each.fileno())) as same:
+                    same.listen(BACKLOG)
+            yield server
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
 
@@ -123,25 +140,6 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
         record.msg, record.args = "malformed_request peer=%s reason=%r", (peer, said)
         record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
     return True
-
-
-async def listen_on(
-    doors: Doors, listener: socket.socket, tls: ssl.SSLContext | None = None
-) -> asyncio.Server:
-    """Starts the server on a socket that is bound."""
-    server = await asyncio.get_running_loop().create_server(
-        doors,
-        sock=listener,
-        backlog=AT_ONCE,
-        ssl=tls,
-        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-        ssl_shutdown_timeout=CUT_S if tls else None,
-    )
-    for each in server.sockets:
-        # asyncio uses one number for the kernel's queue and for the accepts of one step.
-        with socket.socket(fileno=os.dup(each.fileno())) as same:
-            same.listen(BACKLOG)
-    return server
 
 
 class Doors:

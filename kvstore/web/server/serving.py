@@ -37,7 +37,6 @@ from kvstore.web.server.doors import (
     Handler,
     answering,
     connections_max,
-    listen_on,
 )
 
 log = logging.getLogger("kvstore.web")
@@ -157,19 +156,15 @@ async def serving(
         ConfigError: as ``Secured.tls``.
     """
     tls = secured.tls()
-    connections = connections_max(REQUESTS_MAX)
-    doors = Doors(connections)
+    doors = Doors(connections_max(REQUESTS_MAX))
     limiter = request_limiter() if requests is None else requests
     bounded = Requests(limiter, access).middleware
     application = _application(answers, [doors.middleware, bounded], routes, access)
     async with answering(
-        application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
-    ):
-        server = await listen_on(doors, listener, tls)
-        try:
-            yield
-        finally:
-            server.close()
+        application, doors, listener, tls=tls, idle_s=IDLE_CONNECTION_S,
+        line_bytes_max=LINE_BYTES_MAX, log=log,
+    ):  # fmt: skip
+        yield
 
 
 def request_limiter() -> Limiter[object]:

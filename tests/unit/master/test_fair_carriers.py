@@ -26,6 +26,7 @@ from kvstore.wire.frames import CALL, REPLY, frame, hello
 from kvstore.wire.messages import CALLS, encode_request
 from tests.support.invariants import check_invariants
 from tests.support.issuing import Identities
+from tests.support.limiters import check_limiter
 
 SECRET = b"t" * 16
 FLOOD = Identity("flood", frozenset((ENGINE,)))
@@ -150,7 +151,7 @@ def test_one_identity_has_half_of_the_lane_until_it_leaves(tmp_path: Path) -> No
                     sock.close()
                 while any(each._who != "other" for each in lane.server.connections):
                     await asyncio.sleep(0)
-                lane.server.connections.check_invariants()
+                check_limiter(lane.server.connections)
                 lane.server.cut()
                 while lane.server.connections:
                     await asyncio.sleep(0)
@@ -191,7 +192,7 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
         for task in flood:
             task.cancel()
         await asyncio.wait(flood)
-        server.limiter.check_invariants()
+        check_limiter(server.limiter)
         while not all(each.cancelled() for each in service.waiting):
             await asyncio.sleep(0)
         service.asked.clear()

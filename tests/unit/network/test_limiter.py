@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.errors import BusyError
 from kvstore.network.limiter import NAMED_MAX, OTHERS, Limiter, WaitPreemptedError
+from tests.support.limiters import check_limiter
 
 SIZE = 60
 
@@ -56,7 +57,7 @@ class Port:
 def port() -> Iterator[Port]:
     port = Port()
     yield port
-    port.limiter.check_invariants()
+    check_limiter(port.limiter)
 
 
 def greedy(port: Port, count: int) -> object:
@@ -126,7 +127,7 @@ def test_any_order_keeps_the_rule(port: Port, waits: bool) -> None:
             port.leave(identity, 1)
         else:
             assert (port.takes(identity, most=1, waits=waits) == 1) == (held < free)
-        port.limiter.check_invariants()
+        check_limiter(port.limiter)
 
 
 def test_a_refusal_names_identity_and_limit(port: Port, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import repairer
 from kvstore.client import sync
-from kvstore.config import ClientConfig
+from kvstore.config import ClientConfig, NodeConfig
 from kvstore.repairer import Repairer
 
 LONG_S = 20.0
@@ -47,7 +47,7 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Clients:
 
 
 def test_a_woken_repairer_asks_and_keeps_its_client(clients: Clients) -> None:
-    mender = Repairer(ClientConfig(), "n1")
+    mender = Repairer(NodeConfig(), "n1")
     for _ in range(3):
         mender.wake()
         assert clients.asked.acquire(timeout=LONG_S)
@@ -60,7 +60,7 @@ def test_an_idle_repairer_gives_its_client_back_and_makes_none_to_stop(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repairer, "IDLE_S", 0.01)
-    mender = Repairer(ClientConfig(), "n1")
+    mender = Repairer(NodeConfig(), "n1")
     mender.wake()
     assert clients.asked.acquire(timeout=LONG_S)
     assert clients.closed.acquire(timeout=LONG_S)

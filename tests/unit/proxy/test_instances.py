@@ -26,7 +26,14 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instances]:
     monkeypatch.setattr(module, "BREAKER_OPEN_MS", 100)
     instances = healthy("a", "b", "c")
     yield instances
-    instances.check_invariants()
+    check(instances)
+
+
+def check(instances: Instances) -> None:
+    for each in instances:
+        assert instances.at(each.address, each.role) == [each]
+        assert each.in_flight >= 0
+        assert not each.draining or each.in_flight > 0, "a drained instance stays"
 
 
 def choose(instances: Instances, now_ms: int = 0, **more: object) -> Turn:
@@ -169,4 +176,4 @@ def test_affinity_prefers_who_had_the_prefix_within_its_slack(
     # a has it; at two more than b it is too many, and then b has had it last.
     assert [turn.instance.address for turn in turns] == ["a", "a", "b", "b"]
     assert choose(instances).instance.address == "a"  # another prompt: nobody's
-    instances.check_invariants()
+    check(instances)

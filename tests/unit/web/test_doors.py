@@ -18,6 +18,7 @@ from kvstore.web.server.access import Secured
 from kvstore.web.server.doors import BUFFER_BYTES
 from kvstore.web.server.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
+from tests.support.limiters import check_limiter
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
 
@@ -146,7 +147,7 @@ def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
             (503, b"http: identity e has reached its limit: 4 of 8 slots in use, 4 free\n")
         ] * 2
         assert (await port.ask("/bytes?size=1", tls=theirs))[0] == 200
-        requests.check_invariants()
+        check_limiter(requests)
         for task in held:
             task.cancel()
         await asyncio.wait(held)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 
@@ -122,7 +123,7 @@ class Pair:
 def run(test: Callable[[Pair, Term], AsyncIterator[None]]) -> None:
     async def with_pair() -> None:
         pair, term = Pair(), Term(7)
-        pair.feed.begin(term)
+        pair.feed.lead(cast(Any, term))
         async for _ in test(pair, term):
             pass
 
@@ -181,14 +182,14 @@ def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             page = asyncio.create_task(pair.page())
             await asyncio.sleep(0)
             later = Term(9)
-            pair.feed.begin(later)
+            pair.feed.lead(cast(Any, later))
             with pytest.raises(UnavailableError):
                 await page
             later.store(2)
             pair.feed.changed()
             assert await subscriber == ["begin 7-1", "cleared 9-0", "stored 1 9-1", "stored 2 9-2"]
             assert await pair.told(1, "7-1") == ["cleared 9-0"]
-            pair.feed.end()
+            pair.feed.lead(None)
             await until_async(lambda: pair.journal.epoch == 0)
             assert await pair.told(1) == []  # the stream ends
             with pytest.raises(UnavailableError):

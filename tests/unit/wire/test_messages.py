@@ -32,9 +32,8 @@ few = settings(max_examples=max(settings().max_examples // 4, 10))
 by_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 
 
-def test_the_table_holds_every_request_and_every_reply() -> None:
+def test_the_table_holds_every_request() -> None:
     assert set(CALLS) == set(typing.get_args(calls.Request))
-    assert {row.reply for row in ROWS} == set(typing.get_args(calls.Reply))
     assert {row.wire_name.decode() for row in BY_WIRE_NAME.values()} == set(NAMES)
 
 
