@@ -45,8 +45,7 @@ from kvstore.memory.header import (
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import check_current
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import ByMoves
+from kvstore.transport.base import Move, Transport
 from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
@@ -212,7 +211,7 @@ class Attachment:
         os.close(self._fd)
 
 
-class DeviceTransport(ByMoves):
+class DeviceTransport(Transport):
     """Reaches segments in the memory of this host's devices. Every failure is settled: no byte
     lands after a call, unless the device has failed. Threads: any."""
 

@@ -137,7 +137,7 @@ class ClientConnection:
         def receive(stream: Stream) -> None:
             for window in _windows(moves, RECEIVE_BYTES):
                 stream.receive([piece for _, piece in window], deadline)
-                _hash(window, moves)
+                _hash(window)
 
         self._request(Op.READ, moves, receive, deadline)
 
@@ -146,7 +146,7 @@ class ClientConnection:
 
         def send(stream: Stream) -> None:
             for window in _windows(moves, SEND_BYTES):
-                _hash(window, moves)
+                _hash(window)
                 stream.send([piece for _, piece in window], deadline)
 
         self._request(Op.WRITE, moves, send, deadline)
@@ -437,14 +437,14 @@ class ClientConnection:
         return f"broke the tcp connection ({error.strerror or error})"
 
 
-def _hash(window: list[tuple[int, memoryview]], moves: Sequence[Move]) -> None:
-    for index, piece in window:
-        hasher = moves[index].hasher
-        if hasher is not None:
-            feed(hasher, piece)
+def _hash(window: list[tuple[Move, memoryview]]) -> None:
+    for move, piece in window:
+        if move.hasher is not None:
+            feed(move.hasher, piece)
 
 
-def _windows(moves: Sequence[Move], window_bytes: int) -> Iterator[list[tuple[int, memoryview]]]:
-    return windows(
-        [move.buffer for move in moves], window_bytes=window_bytes, window_buffers=WINDOW_BUFFERS
-    )
+def _windows(moves: Sequence[Move], bytes_max: int) -> Iterator[list[tuple[Move, memoryview]]]:
+    """The pieces that one system call sends or receives, each with its move."""
+    lengths = [len(move.buffer) for move in moves]
+    for window in windows(lengths, bytes_max, WINDOW_BUFFERS):
+        yield [(moves[row], moves[row].buffer[at : at + size]) for row, at, size in window]

@@ -11,8 +11,7 @@ from kvstore.client.flows.ranges import PartReads
 from kvstore.client.flows.steps import Transfer
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.rows import write_header
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import outcome_of, payload_moves
+from kvstore.transport.base import Move, outcome_of, payload_moves
 
 
 def moves_of(transfer: Transfer) -> Iterator[Move]:
