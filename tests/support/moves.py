@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from xxhash import xxh3_64
 
+from kvstore.client.flows.getting import PartReads
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
-from kvstore.client.flows.ranges import PartReads
 from kvstore.client.flows.steps import Transfer
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.rows import write_header
