@@ -269,7 +269,9 @@ class DeviceTransport(Transport):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
-        self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
+        self._drop(
+            lambda uuid, attached: uuid == segment.uuid and not (attached and attached.is_current)
+        )
 
     def sweep(self) -> None:
         """As ``Transport.sweep``; what could not be opened is tried again later."""
@@ -398,10 +400,6 @@ class DeviceTransport(Transport):
 
 def _ranges_of(moves: Sequence[Move]) -> list[tuple[int, int]]:
     return [(move.offset, len(move.buffer)) for move in moves]
-
-
-def _is_current(attachment: Attachment | None) -> bool:
-    return attachment is not None and attachment.is_current
 
 
 def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:

@@ -393,11 +393,9 @@ class ClientConnection:
         if not isinstance(error, RefusedTransferError):
             silent = isinstance(error, TimeoutError)
             advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
-            return NodeUnreachableError(
-                f"{where} {self._failed(error)}", advice=advice if silent else "",
-                node=segment.node, address=segment.address, transport="tcp", settled=settled,
-                silent_ms=round(self._stall_s * 1000) if silent else 0,
-            )  # fmt: skip
+            unreachable = self._unreachable(self._failed(error), advice if silent else "")
+            unreachable.fields["silent_ms"] = round(self._stall_s * 1000) if silent else 0
+            return unreachable
         if error.status is TransferStatus.GONE:
             return segment_gone(segment, settled=settled)
         if error.status not in _REFUSALS:
@@ -405,20 +403,22 @@ class ClientConnection:
         kind, what, advice = _REFUSALS[error.status]
         return kind(f"{where} {what}", advice=advice, node=segment.node, settled=settled)
 
-    def _protocol_error(self, what: str) -> NodeUnreachableError:
+    def _unreachable(self, what: str, advice: str) -> NodeUnreachableError:
+        segment, settled = self._segment, int(self._is_settled)
         return NodeUnreachableError(
             f"{self._where} {what}",
-            advice="Run the same release on all hosts, and check the address.",
-            node=self._segment.node, address=self._segment.address, transport="tcp",
-            settled=int(self._is_settled),
+            advice=advice,
+            node=segment.node, address=segment.address, transport="tcp", settled=settled,
         )  # fmt: skip
 
-    def _description_error(self, what: str, advice: str) -> KVStoreError:
-        return NodeUnreachableError(
-            f"{self._where} {what}, and its master has described it otherwise",
-            advice=f"Another process has its address, or it was started {advice}.",
-            node=self._segment.node, address=self._segment.address, transport="tcp", settled=1,
-        )  # fmt: skip
+    def _protocol_error(self, what: str) -> NodeUnreachableError:
+        return self._unreachable(what, "Run the same release on all hosts, and check the address.")
+
+    def _description_error(self, what: str, advice: str) -> NodeUnreachableError:
+        return self._unreachable(
+            f"{what}, and its master has described it otherwise",
+            f"Another process has its address, or it was started {advice}.",
+        )
 
     def _failed(self, error: OSError) -> str:
         """What the node did, as the end of a sentence."""

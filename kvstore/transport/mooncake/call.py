@@ -222,7 +222,7 @@ class EngineCall:
             self._take_out(batch)
         self._under_way.popleft()
         self._give_back(batch)
-        self._station.was_used(self._peer)
+        self._station.used_at[self._peer] = uptime()
         self.is_settled = not self._under_way
 
     def _take_out(self, batch: _ChunkTransfer) -> None:
