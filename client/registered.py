@@ -91,16 +91,10 @@ class RegisteredMemory:
         return DeviceMemory(device, *np.ascontiguousarray(np.array(parts, np.int64).T))
 
     def _holding(self, address: int, size: int) -> Region:
-        try:
-            region = self._regions.holding(address, size) if size >= 0 else None
-            at = f"{address:#x}"
-        except (TypeError, ValueError):
-            raise InvalidArgumentError(
-                f"an address and a size are whole numbers, not {address!r} and {size!r}"
-            ) from None
+        region = self._regions.holding(address, size) if size >= 0 else None
         if region is None:
             raise InvalidArgumentError(
-                f"{size} bytes at {at} are not within memory that was registered",
+                f"{size} bytes at {address:#x} are not within memory that was registered",
                 advice="register(address, size) first, once for each of the engine's buffers.",
             )
         return region

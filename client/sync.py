@@ -17,7 +17,6 @@ from kvstore.client.calling.stub import MasterStub, wait_in_call
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import GetOptions
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready, ask
 from kvstore.client.flows.writing import PutOptions
@@ -37,11 +36,10 @@ from kvstore.client.values import (
 )
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
-from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
 from kvstore.keys import packed_keys
 from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, check_namespace
-from kvstore.memory.raw import is_of_cuda_device, memory_at
+from kvstore.memory.raw import cuda_device_at, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.process.children import start_master
 from kvstore.process.stopping import CallStoppedError, Stop, current
@@ -470,12 +468,12 @@ class Client:
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
         wanted = [
-            ObjectParts(key, arguments.parts(each))
+            getting.ObjectParts(key, arguments.parts(each))
             for key, each in arguments.per_key(keys, ranges, "lists of ranges")
         ]
         arguments.check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])
         space = self._namespace(namespace)
-        return self._run(get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
+        return self._run(getting.get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
         """Lend this memory to the client until ``unregister`` or ``close``. ``memory_at`` gives
@@ -498,11 +496,9 @@ class Client:
             TransferEngineError: the engine refuses it.
         """
         if isinstance(memory, int | np.integer):
-            memory = arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
-            size = _size(size)
-            if is_of_cuda_device(memory):
-                device = self.device(cuda.device_of(memory))
-                self._state.movers.registered.add_of(device, memory, size)
+            memory, size = _address(memory), _size(size)
+            if name := cuda_device_at(memory):
+                self._state.movers.registered.add_of(self.device(name), memory, size)
             else:
                 self._state.movers.register(memory_at(memory, size))
         elif size is None:
@@ -514,12 +510,8 @@ class Client:
         """Take memory back, named by the registered buffer or its address. Returns when nothing can
         be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
-        if isinstance(memory, int | np.integer):
-            self._state.movers.unregister(
-                arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
-            )
-        else:
-            self._state.movers.unregister(_one(memory))
+        is_address = isinstance(memory, int | np.integer)
+        self._state.movers.unregister(_address(memory) if is_address else _one(memory))
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory of the host: a value to put, or a
@@ -530,8 +522,7 @@ class Client:
             InvalidArgumentError: they are not within one registered memory, or are on a device.
         """
         return self._state.movers.registered.at(
-            arguments.whole("address", address, 0, arguments.ADDRESS_MAX),
-            arguments.whole("size", size, 0, arguments.SIZE_MAX, "bytes"),
+            _address(address), arguments.whole("size", size, 0, arguments.SIZE_MAX, "bytes")
         )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
@@ -590,12 +581,7 @@ class Client:
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[Match]:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
-        several = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
-        if not 0 < len(several) <= limits.NAMESPACES_MAX:
-            raise InvalidArgumentError(
-                f"match_prefix takes 1 to {limits.NAMESPACES_MAX} namespaces"
-            )
-        spaces = [self._namespace(each) for each in several]
+        spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(asking.match_prefix(self._context, spaces, _packed(keys)), timeout_ms)
 
     def match_all(
@@ -614,12 +600,7 @@ class Client:
             states: those whose objects are no chains, as the states of recurrent layers: the engine
                 needs the last one only.
         """
-        several = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
-        others = cast("Sequence[str | None]", arguments.sequence("states", states))
-        spaces = [self._namespace(each) for each in several]
-        single = [self._namespace(each) for each in others]
-        if not 0 < len(spaces) + len(single) <= limits.NAMESPACES_MAX:
-            raise InvalidArgumentError(f"match_all takes 1 to {limits.NAMESPACES_MAX} namespaces")
+        spaces, single = self._namespaces("match_all", namespaces, states)
         flow = asking.match_all(self._context, spaces, single, _packed(keys))
         return self._run(flow, timeout_ms)
 
@@ -888,11 +869,8 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node; or ``leave``, and it is not being drained.
         """
-        node, undo, leave = (
-            arguments.text("node", node),
-            arguments.flag("undo", undo),
-            arguments.flag("leave", leave),
-        )
+        node = arguments.text("node", node)
+        undo, leave = arguments.flag("undo", undo), arguments.flag("leave", leave)
         if undo and leave:
             raise InvalidArgumentError("leave and undo exclude each other")
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
@@ -921,10 +899,8 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
-        node, cursor = (
-            arguments.text("node", node),
-            arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX),
-        )
+        node = arguments.text("node", node)
+        cursor = arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX)
         if arguments.flag("repair", repair):
             flow = moving.repair_some(self._context, node)
         else:
@@ -967,6 +943,15 @@ class Client:
 
     def _namespace(self, namespace: str | None) -> Namespace:
         return self._default_namespace if namespace is None else check_namespace(namespace)
+
+    def _namespaces(
+        self, call: str, namespaces: Sequence[str], states: Sequence[str]
+    ) -> tuple[list[Namespace], list[Namespace]]:
+        spaces = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
+        single = cast("Sequence[str | None]", arguments.sequence("states", states))
+        if not 0 < len(spaces) + len(single) <= limits.NAMESPACES_MAX:
+            raise InvalidArgumentError(f"{call} takes 1 to {limits.NAMESPACES_MAX} namespaces")
+        return [*map(self._namespace, spaces)], [*map(self._namespace, single)]
 
     def _put_options(
         self,
@@ -1096,6 +1081,10 @@ def _packed(keys: Sequence[AnyKey]) -> Sequence[Key]:
 def _one_or_all(namespace: str | None) -> str:
     """A namespace as the master takes it where None means all of them."""
     return "" if namespace is None else check_namespace(namespace)
+
+
+def _address(address: object) -> int:
+    return arguments.whole("address", address, 0, arguments.ADDRESS_MAX)
 
 
 def _size(size: int | None) -> int:

@@ -1,16 +1,22 @@
-"""Getting values: the flows of ``get`` and its siblings."""
+"""Getting values: the flows of ``get`` and its siblings.
+
+``get_ranges`` reads header and parts in one go. A checksum covers a whole payload, so for a part
+only the header is checked: it says that this version of the object is there, and was complete.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
 
+from kvstore.calls import SegmentInfo
 from kvstore.client.arguments import Stream, check_apart
 from kvstore.client.flows import viewing
 from kvstore.client.flows.devices import DeviceReads, ready
 from kvstore.client.flows.objects import ObjectReads
+from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.reading import GetOptions, Target, look_up_to_read, read, read_values
-from kvstore.client.flows.steps import Context, Flow
+from kvstore.client.flows.steps import Context, Flow, Transfer
 from kvstore.client.values import (
     UNREADABLE,
     Buffer,
@@ -18,7 +24,13 @@ from kvstore.client.values import (
     View,
     fillable,
 )
+from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.native.kinds import STALE
+from kvstore.native.rows import header_of
+from kvstore.transport.base import Move, Transport
+from kvstore.transport.pieces import extent_of
 
 log = logging.getLogger("kvstore.client")
 
@@ -70,3 +82,79 @@ def get_into(
 def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[int | None]]:
     placed = yield from look_up_to_read(context, namespace, keys)
     return [None if known is None else known.size for known in placed]
+
+
+class ObjectParts(Target):
+    """Parts of one object to read, and the caller's memory for them."""
+
+    __slots__ = ("head", "ranges")
+
+    def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        super().__init__(key)
+        self.ranges = ranges
+        """Where each begins in the payload, and its memory; none is empty."""
+        self.head = bytearray(HEADER_BYTES)
+
+
+class PartReads(ObjectReads):
+    __slots__ = ("heads",)
+
+    is_partial = True
+
+    def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
+        super().__init__(segment, namespace, verify=verify)
+        self.heads: list[bytearray] = []
+
+    def add(self, placed: Placed, offset: int, target: Target, capability: bytes = b"") -> None:
+        """As ``ObjectReads.add``.
+
+        Raises:
+            BufferMismatchError: a range is not within the payload.
+        """
+        assert isinstance(target, ObjectParts)
+        extent = extent_of(offset, placed.size, capability)
+        self.moves.append(Move(offset, memoryview(target.head), extent=extent))
+        for start, view in target.ranges:
+            if start + len(view) > placed.size:
+                raise BufferMismatchError(
+                    f"the object has {placed.size} bytes, a range ends at {start + len(view)}",
+                    advice="Ask lookup(keys) for the sizes first.",
+                    size_bytes=placed.size,
+                    key=target.key.hex(),
+                )
+            self.moves.append(Move(offset + HEADER_BYTES + start, view, extent=extent))
+        size, epoch, counter = placed.size, placed.epoch, placed.counter
+        self.rows.append((offset, size, epoch, counter, target.key, None, capability))
+        self.heads.append(target.head)
+
+    def size(self) -> int:
+        return Transfer.size(self)
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        transport.read(self.segment, self.moves, deadline)
+        self.check()
+
+    def check(self) -> None:
+        """Sets ``outcomes`` by the headers that were read."""
+        for row, head in zip(self.rows, self.heads, strict=True):
+            header = header_of(head, self.segment.seed, self.namespace, row)
+            self.outcomes.append(STALE if header is None else header.descriptor)
+
+
+def get_ranges(
+    context: Context,
+    namespace: Namespace,
+    wanted: Sequence[ObjectParts],
+    timeout_ms: int | None = None,
+) -> Flow[list[int | None]]:
+    """As ``Client.get_ranges``.
+
+    Args:
+        timeout_ms: as for ``get``.
+
+    Raises:
+        BufferMismatchError: a range is not within its object; nothing of that batch was read.
+        MasterUnreachableError, DeadlineExceededError
+    """
+    yield from read(context, namespace, wanted, timeout_ms, PartReads)
+    return [None if parts.placed is None else parts.placed.size for parts in wanted]

@@ -27,7 +27,7 @@ from kvstore.client.flows.writing import revoke
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.base import Hasher, Move
+from kvstore.transport.base import Move
 from kvstore.transport.pieces import extent_of
 
 log = logging.getLogger("kvstore.client")
@@ -76,7 +76,7 @@ class _Copy:
     """The same, with the stamp behind the capability, if there is one."""
     head: bytearray
     data: bytearray
-    hasher: Hasher
+    hasher: xxh3_64
     header: Header | None = None
     """The header, once it has been read and verified."""
 

@@ -305,7 +305,8 @@ def read(
                 todo = []
                 break
             if not attempt:
-                failover = context.failover_at(timeout_ms)
+                patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
+                failover = context.clock() + patience_s
                 for reads, its_targets in groups.values():
                     if all(len(known.replicas) > 1 for _, known, _ in its_targets):
                         reads.deadline = failover

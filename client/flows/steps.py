@@ -12,16 +12,14 @@ None for each transfer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
-from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
-from kvstore.client.leases.leases import Lease, Mounted, Watched
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.device.driver import Event
 from kvstore.errors import (
@@ -36,6 +34,8 @@ from kvstore.errors import (
 from kvstore.transport.base import Move, Transport
 
 if TYPE_CHECKING:
+    from kvstore.client.leases.views import Views
+    from kvstore.client.movers import Movers
     from kvstore.device.device import Device
 
 log = logging.getLogger("kvstore.client")
@@ -95,27 +95,6 @@ NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
-class PoolAccess(Protocol):
-    """Segments that are mapped in this process, and its devices: see ``Movers``."""
-
-    devices: ClientDevices
-
-    def shown(self, segment: SegmentInfo) -> memoryview | None: ...
-    def memory(self, segment: SegmentInfo) -> memoryview: ...
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None: ...
-    def watch(self, segment: SegmentInfo) -> Mounted: ...
-    def is_on(self, segment: SegmentInfo, device: Device) -> bool: ...
-
-
-class Leases(Protocol):
-    """The leases of views and allocations: see ``Views``."""
-
-    @property
-    def allocated(self) -> int: ...
-    def allocation(self, data: memoryview) -> Lease | None: ...
-    def add_many(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Context:
     """State that the flows of one client share. Threads: any."""
@@ -127,8 +106,10 @@ class Context:
     segments: SegmentTable
     placements: PlacementCache
     leases: ReadLeases
-    pool: PoolAccess
-    views: Leases
+    pool: Movers
+    """Segments that are mapped in this process, and its devices."""
+    views: Views
+    """The leases of views and allocations."""
     lease_margin_s: float
     verify_payload: bool
     """Whether copied payloads are compared with their checksum."""
@@ -145,14 +126,6 @@ class Context:
 
     def count(self, name: str, number: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
-
-    def failover_at(self, timeout_ms: int | None) -> float:
-        """When a read of a first replica that begins now is given up, where there is a second one.
-
-        Args:
-            timeout_ms: of the whole call, which leaves a third for this; None: ``failover_s``.
-        """
-        return self.clock() + (self.failover_s if timeout_ms is None else timeout_ms / 3000)
 
 
 def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:

@@ -46,8 +46,6 @@ _HOST_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _UUID_BYTES = 16
 _IN_STREAM_ORDER = 1
-_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
-_OF_DEVICE = 2
 _CAPTURE_RELAXED = 2
 
 _Handle = ctypes.c_void_p
@@ -84,7 +82,6 @@ _FUNCTIONS: Final = {
     "cuMemHostUnregister": [_Handle],
     "cuMemHostAlloc": [_ToHandle, _Size, ctypes.c_uint],
     "cuMemFreeHost": [_Handle],
-    "cuPointerGetAttribute": [_Handle, _Int, _Address],
     "cuDeviceGetUuid_v2": [_Handle, _Int],
     "cuMemAlloc_v2": [_ToAddress, _Size],
     "cuMemFree_v2": [_Address],
@@ -424,19 +421,6 @@ def probe() -> list[Probed]:
             driver.unlock(address)
         found.append(Probed(driver.name, driver.copies_batches, locks))
     return found
-
-
-def device_of(address: int) -> str:
-    """The device whose memory is at an address: ``cuda:0``; empty: none."""
-    cuda = library()
-    kind, ordinal = ctypes.c_uint(0), _Int(0)
-    if cuda.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address):
-        return ""
-    if kind.value != _OF_DEVICE:
-        return ""
-    if cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, address):
-        return ""
-    return f"cuda:{ordinal.value}"
 
 
 def uuid_of(number: int) -> bytes:

@@ -17,6 +17,7 @@ import threading
 from typing import Any, Final
 
 from kvstore.errors import StartupError
+from kvstore.memory.pages import map_at
 
 MUTEX_BYTES: Final = 64
 """As much as a ``pthread_mutex_t`` takes on any processor."""
@@ -46,7 +47,8 @@ def hold(fd: int, offset: int) -> int:
         StartupError: this system has no such mutexes.
     """
     try:
-        page = _mapped(fd)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        page = map_at(None, mmap.PAGESIZE, access, mmap.MAP_SHARED, fd)
         attributes = (ctypes.c_char * MUTEX_BYTES)()
         _call("pthread_mutexattr_init", attributes)
         _call("pthread_mutexattr_setpshared", attributes, _SHARED)
@@ -69,20 +71,6 @@ def let_go(held: int) -> bool:
         return False
     _call("munmap", ctypes.c_void_p(held & -mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE))
     return True
-
-
-def _mapped(fd: int) -> int:
-    """The address of a new mapping of the file's first page."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    page: int | None = libc.mmap(None, mmap.PAGESIZE, access, mmap.MAP_SHARED, fd, 0)
-    if page is None or page == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap")
-    return page
 
 
 def _call(name: str, *arguments: Any) -> None:

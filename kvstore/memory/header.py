@@ -40,8 +40,6 @@ used:
        256    16   the mark's epoch and counter (``kvstore.calls.MasterWipe``)
        272     8   the highest epoch of a master that the node has joined
        280     8   xxh3_64 of that epoch
-       288     8   not 0: the memory has a private file (``kvstore.memory.stamp_key``), or holds
-                   nothing that lacks a stamp
        512     8   checksum of the record of the owner's cluster, from 520 up to its end
        520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of
                    the places, 0

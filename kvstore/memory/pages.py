@@ -64,6 +64,19 @@ def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: in
     return True
 
 
+def map_at(address: int | None, length: int, access: int, flags: int, fd: int) -> int:
+    """``mmap`` of libc, for mappings that no object of Python owns: the address. Raises OSError."""
+    map_pages: Any = ctypes.CDLL(None, use_errno=True).mmap
+    map_pages.restype = ctypes.c_void_p
+    map_pages.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    ]  # fmt: skip
+    mapped: int | None = map_pages(address, length, access, flags, fd, 0)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return mapped
+
+
 def zero(memory: mmap.mmap | memoryview, start: int, length: int) -> None:
     ctypes.memset(_at(memory, start), 0, length)
 

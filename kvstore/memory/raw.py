@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.errors import InvalidArgumentError
 
 _CUDA: Final = "libcuda.so.1"
-_CU_MEMORY_TYPE, _CU_IS_MANAGED = 2, 8
+_CU_MEMORY_TYPE, _CU_IS_MANAGED, _CU_ORDINAL = 2, 8, 9
 _CU_DEVICE: Final = 2
 """Numbers of the CUDA driver's ``CUpointer_attribute`` and ``CUmemorytype``."""
 
@@ -31,7 +31,7 @@ def memory_at(address: int, size: int) -> memoryview:
     """
     if size <= 0 or not 0 < address <= (1 << 64) - size:
         raise InvalidArgumentError(f"{size} bytes at {address:#x} are no memory")
-    if is_of_cuda_device(address):
+    if cuda_device_at(address):
         raise InvalidArgumentError(
             f"{size} bytes at {address:#x} are memory of a CUDA device, which the processor cannot "
             "copy",
@@ -70,16 +70,17 @@ def _mapped(address: int, size: int) -> tuple[int | None, bool]:
     return at, False
 
 
-def is_of_cuda_device(address: int) -> bool:
-    """Whether a CUDA device alone can use the memory at this address, and the processor cannot.
-    False also if this process does not use CUDA: then it has no such memory."""
+def cuda_device_at(address: int) -> str:
+    """The CUDA device that alone can use the memory at this address: ``cuda:0``; empty: the
+    processor can, or this process does not use CUDA, and has no such memory."""
     try:
         cuda = ctypes.CDLL(_CUDA, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:
-        return False
-    return _cuda_says(cuda, _CU_MEMORY_TYPE, address) == _CU_DEVICE and not _cuda_says(
-        cuda, _CU_IS_MANAGED, address
-    )
+        return ""
+    is_device = _cuda_says(cuda, _CU_MEMORY_TYPE, address) == _CU_DEVICE
+    if not is_device or _cuda_says(cuda, _CU_IS_MANAGED, address):
+        return ""
+    return f"cuda:{_cuda_says(cuda, _CU_ORDINAL, address)}"
 
 
 def _cuda_says(cuda: ctypes.CDLL, attribute: int, address: int) -> int:

@@ -27,7 +27,6 @@ from kvstore.memory.entries import (
     directories,
     group_id,
     is_same_file,
-    key_path,
     left_superblock,
     let_in,
     of_another_cluster,
@@ -352,10 +351,6 @@ class NodeSegment:
         self._private = private = PrivateFile(self.shm_name, self.uuid)
         self._mark, self._epoch = private.now.mark, private.now.epoch
         return private
-
-    def forget_private(self) -> None:
-        """Removes the private file: what is put from now on has no stamp."""
-        unlink_own(key_path(self.shm_name))
 
     @property
     def owner(self) -> layout.Owner:

@@ -16,6 +16,7 @@ master have ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -209,7 +210,9 @@ class NodeAgent:
                 failures -= 1
                 continue
             pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
-            await self._stopped_within(min(pause, PAUSE_SEVERAL_S) if several else pause)
+            pause = min(pause, PAUSE_SEVERAL_S) if several else pause
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
 
     def _fence(self) -> None:
         self._segment.bump_generation()
@@ -490,9 +493,3 @@ class NodeAgent:
             is_over.set()
             await asyncio.wait((running,))
             raise
-
-    async def _stopped_within(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            return

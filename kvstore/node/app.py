@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
@@ -29,7 +29,14 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, group_id, socket_name
+from kvstore.memory.entries import (
+    SHM_DIRECTORY,
+    free_node_name,
+    group_id,
+    key_path,
+    socket_name,
+    unlink_own,
+)
 from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -62,20 +69,13 @@ from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.access import Access, Secured, secured_by
 from kvstore.web.server.serving import bind, request_limiter, serving
 
+if TYPE_CHECKING:
+    from kvstore.repairer import Repairer
+
 log = logging.getLogger("kvstore.node")
 
 NAME_WAIT_S: Final = 2.0
 """How long a node waits for the previous process of its name to end."""
-
-
-class ReplicaCopier(Protocol):
-    """Copies objects of this node to other nodes when the master wants more replicas."""
-
-    def wake(self) -> None:
-        """Called when there are objects to copy. Does not block."""
-        ...
-
-    def stop(self) -> None: ...
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
     parent: ParentLink = NO_PARENT,
     *,
     keep_orphaned: bool = False,
-    repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
+    repairs: Callable[[NodeConfig, str], Repairer] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a part died that the node needs.
@@ -92,7 +92,7 @@ def run(
         config: the node's settings.
         parent: told once the node has joined.
         keep_orphaned: leave the memory to the next node of this name if the parent is killed.
-        repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
+        repairs: makes the ``Repairer`` for a node of this name; None: no copies are made.
 
     Raises:
         KVStoreError: the node could not start; nothing is left behind.
@@ -100,7 +100,7 @@ def run(
     is_child = parent.fd is not None
     # From here on a signal means a clean end, also while gigabytes are being reserved.
     for number in background.end_signals():
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     background.hear_signals()
     try:
         with ExitStack() as stack:
@@ -140,7 +140,7 @@ def run(
             if config.auth:
                 use_stamps(segment)
             else:
-                segment.forget_private()
+                unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
             if segment.place is not None and server.takes_capabilities:
@@ -194,7 +194,7 @@ async def _serve(
     handover: HandoverServer | None,
     parent: ParentLink,
     served: list[MasterAccepted],
-    copying: ReplicaCopier | None,
+    copying: Repairer | None,
     listener: socket.socket | None,
     access: Access,
     secured: Secured,
@@ -519,8 +519,3 @@ def _advertised(config: NodeConfig, port: int) -> str:
     if host in EVERY_INTERFACE:
         host = _own_address(config.master)
     return join_address(host, port)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    del number, frame
-    raise KeyboardInterrupt

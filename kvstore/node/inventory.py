@@ -129,7 +129,7 @@ def verified(segment: NodeSegment, found: list[Found]) -> list[Found]:
 def in_order(found: list[Found]) -> list[Found]:
     """Newest first, but each object after its ancestors: the newest objects are available first,
     and a chain is complete from its first block on."""
-    found = sorted(found, key=_version_of, reverse=True)
+    found = sorted(found, key=lambda each: _version(each[1]), reverse=True)
     by_name: dict[tuple[Namespace, Key], Found] = {}
     for each in reversed(found):
         by_name[each[1].namespace, each[1].key] = each
@@ -169,7 +169,3 @@ def claims(index: int, found: list[Found], *, first: bool, last: bool) -> NodeCl
 
 def _version(header: Header) -> tuple[int, int]:
     return header.epoch, header.counter
-
-
-def _version_of(found: Found) -> tuple[int, int]:
-    return _version(found[1])

@@ -18,23 +18,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
 from kvstore.errors import SegmentGoneError
-from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.memory.header import HEADER_BYTES, WIPE
+from kvstore.native.kinds import CORRUPT, STALE, ReadRow, WriteRow
+from kvstore.native.rows import header_of, write_header
 from kvstore.network.tcp_protocol import Extent
+from kvstore.transport.pieces import check_moves
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
-
-
-class Hasher(Protocol):
-    """What ``xxhash.xxh3_64()`` returns."""
-
-    def update(self, data: memoryview | bytes, /) -> None: ...
-
-    def intdigest(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -46,7 +42,7 @@ class Move:
     buffer: memoryview
     """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
     it and keeps it alive and, for writes, unchanged until the call returns."""
-    hasher: Hasher | None = None
+    hasher: xxh3_64 | None = None
     """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
     may share one."""
     extent: Extent | None = None
@@ -86,7 +82,6 @@ class Transport(ABC):
             As ``read``; see ``settled`` above.
         """
 
-    @abstractmethod
     def read_objects(
         self,
         segment: SegmentInfo,
@@ -97,6 +92,9 @@ class Transport(ABC):
     ) -> list[bytes | int]:
         """Read whole objects: per row its descriptor, or ``STALE`` or ``CORRUPT``.
 
+        Without compiled steps: headers and payloads in one ``read``, because each costs a round
+        trip. So buffers are filled even if another object is in that place by now.
+
         Args:
             rows: each with buffers, unless the transport ``maps``.
             verify: check the payloads as well as the headers.
@@ -104,8 +102,13 @@ class Transport(ABC):
         Raises:
             As ``read``.
         """
+        reads = [(row, bytearray(HEADER_BYTES), xxh3_64() if verify else None) for row in rows]
+        moves: list[Move] = []
+        for row, head, hasher in reads:
+            moves += [Move(row[0], memoryview(head)), *payload_moves(row, hasher)]
+        self.read(segment, moves, deadline)
+        return [outcome_of(row, head, segment.seed, namespace, made) for row, head, made in reads]
 
-    @abstractmethod
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
@@ -115,6 +118,18 @@ class Transport(ABC):
         Raises:
             As ``write``.
         """
+        wipes = [Move(row[0], memoryview(WIPE)) for row in rows]
+        hashers = [xxh3_64() for _ in rows]
+        payloads = [
+            move for each in zip(rows, hashers, strict=True) for move in payload_moves(*each)
+        ]
+        heads = [Move(row[0], memoryview(bytearray(HEADER_BYTES))) for row in rows]
+        check_moves(segment, [*payloads, *heads])
+        self.write(segment, wipes, deadline)  # the moves of one ``write`` may happen at once
+        self.write(segment, payloads, deadline)
+        for row, head, hasher in zip(rows, heads, hashers, strict=True):
+            write_header(head.buffer, segment.seed, namespace, row, hasher.intdigest())
+        self.write(segment, heads, deadline)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """All of a segment, if the transport ``maps``; writable, if it ``may_write`` there. The
@@ -163,3 +178,25 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Idempotent; calls under way fail with ``ClosedError`` or ``NodeUnreachableError``."""
+
+
+def payload_moves(row: ReadRow | WriteRow, hasher: xxh3_64 | None) -> list[Move]:
+    """The row's buffers, each with its place."""
+    moves: list[Move] = []
+    at = row[0] + HEADER_BYTES
+    for buffer in row[5] or ():
+        moves.append(Move(at, buffer, hasher))
+        at += len(buffer)
+    return moves
+
+
+def outcome_of(
+    row: ReadRow, head: bytearray, seed: int, namespace: str, hasher: xxh3_64 | None
+) -> bytes | int:
+    """The outcome of a row that was read. ``hasher``: of its payload; None: it is not verified."""
+    header = header_of(head, seed, namespace, row)
+    if header is None:
+        return STALE
+    if hasher is not None and hasher.intdigest() != header.payload_checksum:
+        return CORRUPT
+    return header.descriptor

@@ -45,8 +45,7 @@ from kvstore.memory.header import (
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import check_current
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import ByMoves
+from kvstore.transport.base import Move, Transport
 from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
@@ -212,7 +211,7 @@ class Attachment:
         os.close(self._fd)
 
 
-class DeviceTransport(ByMoves):
+class DeviceTransport(Transport):
     """Reaches segments in the memory of this host's devices. Every failure is settled: no byte
     lands after a call, unless the device has failed. Threads: any."""
 
@@ -270,7 +269,9 @@ class DeviceTransport(ByMoves):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
-        self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
+        self._drop(
+            lambda uuid, attached: uuid == segment.uuid and not (attached and attached.is_current)
+        )
 
     def sweep(self) -> None:
         """As ``Transport.sweep``; what could not be opened is tried again later."""
@@ -399,10 +400,6 @@ class DeviceTransport(ByMoves):
 
 def _ranges_of(moves: Sequence[Move]) -> list[tuple[int, int]]:
     return [(move.offset, len(move.buffer)) for move in moves]
-
-
-def _is_current(attachment: Attachment | None) -> bool:
-    return attachment is not None and attachment.is_current
 
 
 def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:

@@ -17,8 +17,8 @@ from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Way
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import Hasher, Move
-from kvstore.transport.pieces import feed
+from kvstore.transport.base import Move
+from kvstore.transport.pieces import Piece, feed, windows
 
 PIECES_MAX: Final = 4_096
 """Copies that are queued at once."""
@@ -27,21 +27,13 @@ _Taking = Callable[[int, int, memoryview], None]
 """Gets the index of a range, where in the range a piece begins, and the piece's bytes."""
 
 
-class _Piece(NamedTuple):
-    row: int
-    """Index of the range that it is cut from."""
-    start: int
-    """In the range, bytes."""
-    size: int
-
-
 class _Window(NamedTuple):
     """Pieces that the device copies into a half of a slot, end to end."""
 
     event: Event | None
     """None: they have no bytes."""
     half: memoryview
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
 
 class DeviceRanges:
@@ -74,11 +66,11 @@ class DeviceRanges:
 
     def hashed(
         self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
-    ) -> list[Hasher]:
+    ) -> list[xxh3_64]:
         """The hash of each range (offset, length). ``check``: as ``read``."""
         hashers = [xxh3_64() for _ in ranges]
         self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
-        return list(hashers)
+        return hashers
 
     def write(self, moves: Sequence[Move], deadline: float, check: Callable[[], None]) -> None:
         """Writes the moves' buffers, in their order. ``check``: as ``read``."""
@@ -86,7 +78,7 @@ class DeviceRanges:
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
             try:
-                for number, pieces in enumerate(_windows(lengths, len(halves[0]))):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._settle(queued, deadline)
@@ -116,7 +108,7 @@ class DeviceRanges:
         with self._halves(deadline) as halves:
             under_way: list[_Window] = []
             try:
-                for number, pieces in enumerate(_windows(lengths, len(halves[0]))):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
                     under_way.append(self._begin(ranges, pieces, halves[number % 2]))
                     if len(under_way) == 2:
@@ -129,7 +121,7 @@ class DeviceRanges:
                 self._settle(events, deadline)
 
     def _begin(
-        self, ranges: Sequence[tuple[int, int]], pieces: list[_Piece], half: memoryview
+        self, ranges: Sequence[tuple[int, int]], pieces: list[Piece], half: memoryview
     ) -> _Window:
         batch = _CopyBatch(address_of(half))
         for at, (row, start, size) in _laid_out(pieces):
@@ -189,28 +181,7 @@ class _CopyBatch:
         return Copies(places, others, sizes)
 
 
-def _windows(lengths: Sequence[int], size_max: int) -> Iterator[list[_Piece]]:
-    """Ranges of these lengths in pieces, in order, grouped by what fits into ``size_max`` bytes. A
-    range of no bytes is one piece."""
-    window: list[_Piece] = []
-    room = size_max
-    for row, length in enumerate(lengths):
-        start = 0
-        while True:
-            size = min(room, length - start)
-            window.append(_Piece(row, start, size))
-            start += size
-            room -= size
-            if not room or len(window) == PIECES_MAX:
-                yield window
-                window, room = [], size_max
-            if start == length:
-                break
-    if window:
-        yield window
-
-
-def _laid_out(pieces: Sequence[_Piece]) -> Iterator[tuple[int, _Piece]]:
+def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
     """Each piece, and where it begins if they lie end to end."""
     at = 0
     for piece in pieces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import SegmentInfo
 from kvstore.errors import (
@@ -16,7 +16,11 @@ from kvstore.errors import (
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native.kinds import GONE, OUTSIDE, BatchEnd
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.base import Hasher, Move
+
+if TYPE_CHECKING:
+    from xxhash import xxh3_64
+
+    from kvstore.transport.base import Move
 
 HASH_BYTES: Final = 64 << 10
 """Bytes hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy
@@ -86,7 +90,7 @@ def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
     return segment_gone(segment) if how == GONE else deadline_exceeded(segment)
 
 
-def feed(hasher: Hasher, data: memoryview) -> None:
+def feed(hasher: xxh3_64, data: memoryview) -> None:
     """Give ``data`` to ``hasher``, never releasing the GIL."""
     if len(data) <= HASH_BYTES:
         hasher.update(data)
@@ -95,28 +99,28 @@ def feed(hasher: Hasher, data: memoryview) -> None:
         hasher.update(data[start : start + HASH_BYTES])
 
 
-def windows(
-    buffers: Sequence[memoryview], *, window_bytes: int, window_buffers: int
-) -> Iterator[list[tuple[int, memoryview]]]:
-    """The buffers cut and grouped, in order, for few system calls.
+class Piece(NamedTuple):
+    row: int
+    """Index of the range that it is cut from."""
+    start: int
+    """In the range, bytes."""
+    size: int
 
-    Each window is a list of (index of the buffer, piece of it) of at most ``window_bytes`` and
-    ``window_buffers`` pieces. A buffer of no bytes appears once, as an empty piece.
-    """
-    window: list[tuple[int, memoryview]] = []
-    room = window_bytes
-    for index, buffer in enumerate(buffers):
+
+def windows(lengths: Sequence[int], bytes_max: int, pieces_max: int) -> Iterator[list[Piece]]:
+    """Ranges of these lengths, cut and grouped, in order. A range of no bytes is one piece."""
+    window: list[Piece] = []
+    room = bytes_max
+    for row, length in enumerate(lengths):
         start = 0
-        length = len(buffer)
         while True:
-            take = min(room, length - start)
-            window.append((index, buffer if take == length else buffer[start : start + take]))
-            start += take
-            room -= take
-            if room == 0 or len(window) == window_buffers:
+            size = min(room, length - start)
+            window.append(Piece(row, start, size))
+            start += size
+            room -= size
+            if not room or len(window) == pieces_max:
                 yield window
-                window = []
-                room = window_bytes
+                window, room = [], bytes_max
             if start == length:
                 break
     if window:

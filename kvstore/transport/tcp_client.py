@@ -137,7 +137,7 @@ class ClientConnection:
         def receive(stream: Stream) -> None:
             for window in _windows(moves, RECEIVE_BYTES):
                 stream.receive([piece for _, piece in window], deadline)
-                _hash(window, moves)
+                _hash(window)
 
         self._request(Op.READ, moves, receive, deadline)
 
@@ -146,7 +146,7 @@ class ClientConnection:
 
         def send(stream: Stream) -> None:
             for window in _windows(moves, SEND_BYTES):
-                _hash(window, moves)
+                _hash(window)
                 stream.send([piece for _, piece in window], deadline)
 
         self._request(Op.WRITE, moves, send, deadline)
@@ -393,11 +393,9 @@ class ClientConnection:
         if not isinstance(error, RefusedTransferError):
             silent = isinstance(error, TimeoutError)
             advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
-            return NodeUnreachableError(
-                f"{where} {self._failed(error)}", advice=advice if silent else "",
-                node=segment.node, address=segment.address, transport="tcp", settled=settled,
-                silent_ms=round(self._stall_s * 1000) if silent else 0,
-            )  # fmt: skip
+            unreachable = self._unreachable(self._failed(error), advice if silent else "")
+            unreachable.fields["silent_ms"] = round(self._stall_s * 1000) if silent else 0
+            return unreachable
         if error.status is TransferStatus.GONE:
             return segment_gone(segment, settled=settled)
         if error.status not in _REFUSALS:
@@ -405,20 +403,22 @@ class ClientConnection:
         kind, what, advice = _REFUSALS[error.status]
         return kind(f"{where} {what}", advice=advice, node=segment.node, settled=settled)
 
-    def _protocol_error(self, what: str) -> NodeUnreachableError:
+    def _unreachable(self, what: str, advice: str) -> NodeUnreachableError:
+        segment, settled = self._segment, int(self._is_settled)
         return NodeUnreachableError(
             f"{self._where} {what}",
-            advice="Run the same release on all hosts, and check the address.",
-            node=self._segment.node, address=self._segment.address, transport="tcp",
-            settled=int(self._is_settled),
+            advice=advice,
+            node=segment.node, address=segment.address, transport="tcp", settled=settled,
         )  # fmt: skip
 
-    def _description_error(self, what: str, advice: str) -> KVStoreError:
-        return NodeUnreachableError(
-            f"{self._where} {what}, and its master has described it otherwise",
-            advice=f"Another process has its address, or it was started {advice}.",
-            node=self._segment.node, address=self._segment.address, transport="tcp", settled=1,
-        )  # fmt: skip
+    def _protocol_error(self, what: str) -> NodeUnreachableError:
+        return self._unreachable(what, "Run the same release on all hosts, and check the address.")
+
+    def _description_error(self, what: str, advice: str) -> NodeUnreachableError:
+        return self._unreachable(
+            f"{what}, and its master has described it otherwise",
+            f"Another process has its address, or it was started {advice}.",
+        )
 
     def _failed(self, error: OSError) -> str:
         """What the node did, as the end of a sentence."""
@@ -437,14 +437,14 @@ class ClientConnection:
         return f"broke the tcp connection ({error.strerror or error})"
 
 
-def _hash(window: list[tuple[int, memoryview]], moves: Sequence[Move]) -> None:
-    for index, piece in window:
-        hasher = moves[index].hasher
-        if hasher is not None:
-            feed(hasher, piece)
+def _hash(window: list[tuple[Move, memoryview]]) -> None:
+    for move, piece in window:
+        if move.hasher is not None:
+            feed(move.hasher, piece)
 
 
-def _windows(moves: Sequence[Move], window_bytes: int) -> Iterator[list[tuple[int, memoryview]]]:
-    return windows(
-        [move.buffer for move in moves], window_bytes=window_bytes, window_buffers=WINDOW_BUFFERS
-    )
+def _windows(moves: Sequence[Move], bytes_max: int) -> Iterator[list[tuple[Move, memoryview]]]:
+    """The pieces that one system call sends or receives, each with its move."""
+    lengths = [len(move.buffer) for move in moves]
+    for window in windows(lengths, bytes_max, WINDOW_BUFFERS):
+        yield [(moves[row], moves[row].buffer[at : at + size]) for row, at, size in window]

@@ -28,7 +28,7 @@ from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import Peer
-from tests.conformance.test_transports import At, empty, noise, soon
+from tests.conformance.test_transports import acting, empty, noise, soon
 from tests.support.metadata_servers import metadata_server
 from tests.support.processes import run_python
 from tests.support.programs import need_engine
@@ -269,7 +269,7 @@ def test_too_many_that_were_given_up_are_refused(
     monkeypatch.setattr(transport, "RETIRED_MAX", 1)
     other = Peer(f"other-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
     try:
-        moves = [Move(MIB, empty(48 * MIB), At(peer.stop))]
+        moves = [Move(MIB, empty(48 * MIB), acting(peer.stop))]
         with pytest.raises(DeadlineExceededError):
             mover.read(peer.info, moves, uptime() + 1)
         with pytest.raises(BusyError):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import xxhash
@@ -147,8 +148,8 @@ def empty(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-class At:
-    """A hasher that does something when it is first given bytes: in the middle of a call."""
+class _Acting:
+    """As ``acting``."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action: Callable[[], object] | None = action
@@ -158,8 +159,10 @@ class At:
         if action is not None:
             action()
 
-    def intdigest(self) -> int:
-        return 0
+
+def acting(action: Callable[[], object]) -> Any:
+    """A hasher that does something when it is first given bytes: in the middle of a call."""
+    return _Acting(action)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +324,7 @@ def test_an_older_mount_is_gone(peer: Peer, transport: Transport) -> None:
 
 def test_a_writer_that_outlives_a_takeover_stops(peer: Peer, transport: Transport) -> None:
     """The generation changes in the middle of a write: its end never lands."""
-    hasher = At(lambda: peer.ask("bump"))
+    hasher = acting(lambda: peer.ask("bump"))
     with pytest.raises((SegmentGoneError, NodeUnreachableError)):
         transport.write(peer.info, [Move(MIB, noise(LARGE_BYTES), hasher)], soon())
     end = empty(MIB)
@@ -334,7 +337,7 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
     memory of a device does not."""
     written, read = noise(LARGE_BYTES), empty(LARGE_BYTES)
     transport.write(peer.info, [Move(MIB, written)], soon())
-    moves = [Move(MIB, read, At(peer.kill))]
+    moves = [Move(MIB, read, acting(peer.kill))]
     if transport.name == "shm":
         transport.read(peer.info, moves, soon())
         assert read == written
@@ -348,7 +351,7 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
 
 
 def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transport) -> None:
-    moves = [Move(MIB, noise(LARGE_BYTES), At(peer.kill))]
+    moves = [Move(MIB, noise(LARGE_BYTES), acting(peer.kill))]
     if transport.name == "shm":
         transport.write(peer.info, moves, soon())
         return
@@ -371,7 +374,7 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
 ) -> None:
     """In the middle of a call, and before one. Shared memory needs nobody at the other end."""
     action = transport.read if verb == "read" else transport.write
-    moves = [Move(MIB, noise(LARGE_BYTES), At(peer.stop))]
+    moves = [Move(MIB, noise(LARGE_BYTES), acting(peer.stop))]
     start = uptime()
     if transport.name in NEEDS_NO_OWNER:
         action(peer.info, moves, soon())
@@ -556,13 +559,13 @@ def test_a_call_waits_for_a_connection_no_longer_than_its_deadline(shared_peer: 
             transport.read(shared_peer.info, [Move(MIB, empty(16))], soon(0.05))
         assert caught.value.fields["settled"] == 1
 
-    transport.read(shared_peer.info, [Move(MIB, empty(2 * MIB), At(second))], soon())
+    transport.read(shared_peer.info, [Move(MIB, empty(2 * MIB), acting(second))], soon())
     transport.read(shared_peer.info, [Move(MIB, empty(16))], soon())
     transport.close()
 
 
 def test_closing_ends_a_call_under_way(shared_peer: Peer, transport: Transport) -> None:
-    moves = [Move(MIB, empty(LARGE_BYTES), At(transport.close))]
+    moves = [Move(MIB, empty(LARGE_BYTES), acting(transport.close))]
     with pytest.raises((ClosedError, NodeUnreachableError)):
         transport.read(shared_peer.info, moves, soon())
     for action in (transport.read, transport.write):

@@ -10,7 +10,6 @@ import pytest
 from kvstore.client import sync
 from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.store import MooncakeDistributedStore
-from kvstore.device import cuda
 from kvstore.device.drivers import use
 from tests.support.fake_device import FakeDriver
 
@@ -22,11 +21,12 @@ SIZE = 5_000
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver(NAME)
     use(NAME, fake)
-    monkeypatch.setattr(
-        sync, "is_of_cuda_device",
-        lambda address: any(at <= address < at + size for at, size in fake.memory.items()),
-    )  # fmt: skip
-    monkeypatch.setattr(cuda, "device_of", lambda address: NAME)
+
+    def device_at(address: int) -> str:
+        is_there = any(at <= address < at + size for at, size in fake.memory.items())
+        return NAME if is_there else ""
+
+    monkeypatch.setattr(sync, "cuda_device_at", device_at)
     yield fake
     use(NAME, None)
 

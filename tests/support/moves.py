@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from xxhash import xxh3_64
 
+from kvstore.client.flows.getting import PartReads
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
-from kvstore.client.flows.ranges import PartReads
 from kvstore.client.flows.steps import Transfer
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.rows import write_header
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import outcome_of, payload_moves
+from kvstore.transport.base import Move, outcome_of, payload_moves
 
 
 def moves_of(transfer: Transfer) -> Iterator[Move]:

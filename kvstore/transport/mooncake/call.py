@@ -15,11 +15,13 @@ from concurrent.futures import Executor, Future, wait
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from xxhash import xxh3_64
+
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import PIECE_BYTES, Hasher, Move
+from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.mooncake.station import Station
 from kvstore.transport.pieces import deadline_exceeded, feed
 
@@ -42,7 +44,7 @@ class _ChunkPiece(NamedTuple):
     data: memoryview
     place: int
     """The offset in the buffer; -1: the memory is moved without a copy."""
-    hasher: Hasher | None
+    hasher: xxh3_64 | None
 
 
 class _ChunkTransfer:
@@ -220,7 +222,7 @@ class EngineCall:
             self._take_out(batch)
         self._under_way.popleft()
         self._give_back(batch)
-        self._station.was_used(self._peer)
+        self._station.used_at[self._peer] = uptime()
         self.is_settled = not self._under_way
 
     def _take_out(self, batch: _ChunkTransfer) -> None:

@@ -18,7 +18,6 @@ holds back would land at any later time. So the node cuts connections without tr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import socket
@@ -28,7 +27,7 @@ from typing import Final
 
 from kvstore.calls import EngineAddress
 from kvstore.errors import InternalError
-from kvstore.memory.pages import POPULATE_READ, populate
+from kvstore.memory.pages import POPULATE_READ, map_at, populate
 from kvstore.memory.segment import NodeSegment
 from kvstore.process.descriptors import sockets
 from kvstore.transport.mooncake.engine import (
@@ -142,12 +141,8 @@ class EngineServer:
 
 def _take_memory_away(mapped: mmap.mmap) -> None:
     """Replaces a mapping by one without access rights, so that its addresses stay taken."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
-    address = address_of_map(mapped)
     flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
-    if libc.mmap(address, len(mapped), _PROT_NONE, flags, -1, 0) != address:
-        raise InternalError(f"the old mapping stays: errno {ctypes.get_errno()}")
+    try:
+        map_at(address_of_map(mapped), len(mapped), _PROT_NONE, flags, -1)
+    except OSError as error:
+        raise InternalError(f"the old mapping stays: errno {error.errno}") from None

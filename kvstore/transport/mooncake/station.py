@@ -97,9 +97,6 @@ class Station:
         self.buffer.close()
         self.ended.set()
 
-    def was_used(self, peer: str) -> None:
-        self.used_at[peer] = uptime()
-
     def idle_s(self, peer: str) -> float:
         """Seconds since the last transfer with that peer; 0: there was none."""
         used_at = self.used_at.get(peer)

@@ -35,8 +35,7 @@ from kvstore.errors import (
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
 from kvstore.process.stopping import current
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import ByMoves
+from kvstore.transport.base import Move, Transport
 from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
@@ -70,7 +69,7 @@ again; a batch that failed has returned, and only calls of other threads are wai
 log = logging.getLogger("kvstore.mooncake")
 
 
-class MooncakeTransport(ByMoves):
+class MooncakeTransport(Transport):
     """Reaches segments whose node has an engine of the same protocol and metadata server.
 
     The engine is made when the first such segment is met. Threads: any.

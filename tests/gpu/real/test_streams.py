@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from kvstore import AsyncClient, Client
-from kvstore.device.cuda import CUDADriver, device_of
+from kvstore.device.cuda import CUDADriver
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of
+from kvstore.memory.raw import cuda_device_at
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
 from tests.gpu.test_values import same, values
 from tests.support.cluster import Cluster
@@ -112,12 +113,12 @@ def test_a_graph_is_captured_while_a_thread_moves_values(gpu: GPU, client: Clien
 def test_the_driver_knows_its_memory(gpu: GPU) -> None:
     cuda_driver()
     tensor = gpu.empty(100)
-    assert device_of(tensor.data_ptr()) == NAME
-    assert device_of(np.zeros(10).ctypes.data) == ""
+    assert cuda_device_at(tensor.data_ptr()) == NAME
+    assert cuda_device_at(np.zeros(10).ctypes.data) == ""
     driver = cuda_driver()
     locked = driver.locked_memory(MIB)
     try:
-        assert device_of(np.frombuffer(locked, np.uint8).ctypes.data) == ""
+        assert cuda_device_at(np.frombuffer(locked, np.uint8).ctypes.data) == ""
     finally:
         driver.release(locked)
 

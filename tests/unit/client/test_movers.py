@@ -19,12 +19,11 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.process.stopping import Stop, current
-from kvstore.transport.base import Move
-from kvstore.transport.by_moves import ByMoves
+from kvstore.transport.base import Move, Transport
 from tests.unit.client.world import segment
 
 
-class FakeTransport(ByMoves):
+class FakeTransport(Transport):
     """Reaches the segments that it is told to, and fails where it is told to."""
 
     def __init__(self, name: str, reached: set[int]) -> None:

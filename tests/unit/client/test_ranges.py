@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows.ranges import ObjectParts, get_ranges
+from kvstore.client.flows.getting import ObjectParts, get_ranges
 from kvstore.client.flows.reading import ATTEMPTS
 from kvstore.errors import BufferMismatchError, DeadlineExceededError, NodeUnreachableError
 from kvstore.limits import Key

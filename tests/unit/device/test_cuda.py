@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvstore.device import cuda
-from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
+from kvstore.device.cuda import CUDADriver, Probed, probe
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
+from kvstore.memory.raw import cuda_device_at
 
 CONTEXT = 0x77
 INVALID = 1
@@ -123,10 +124,10 @@ class Recorded:
     def _cuGetErrorString(self, status: int, text: Any) -> None:  # noqa: N802
         text._obj.value = b"invalid argument"
 
-    def _cuPointerGetAttribute(self, value: Any, attribute: int, address: int) -> int:  # noqa: N802
-        if address < 4_096:
+    def _cuPointerGetAttribute(self, value: Any, attribute: int, address: Any) -> int:  # noqa: N802
+        if address.value < 4_096:
             return INVALID
-        value._obj.value = OF_DEVICE if attribute == 2 else 3
+        value._obj.value = {2: OF_DEVICE, 8: 0, 9: 3}[attribute]
         return 0
 
 
@@ -224,9 +225,10 @@ def test_a_device_that_is_not_there(library: Recorded) -> None:
     use("cuda:7", None)
 
 
-def test_which_device_an_address_is_of(library: Recorded) -> None:
-    assert device_of(0x7F00_0000_0000) == "cuda:3"
-    assert device_of(16) == ""
+def test_which_device_an_address_is_of(library: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
+    assert cuda_device_at(0x7F00_0000_0000) == "cuda:3"
+    assert cuda_device_at(16) == ""
 
 
 def test_what_is_there(library: Recorded) -> None:

@@ -12,19 +12,15 @@ buffers = st.lists(st.binary(max_size=50), max_size=20)
 
 @given(buffers, st.integers(1, 60), st.integers(1, 5))
 def test_windows_hold_every_byte_in_order(
-    contents: list[bytes], window_bytes: int, window_buffers: int
+    contents: list[bytes], bytes_max: int, pieces_max: int
 ) -> None:
     found = [b""] * len(contents)
     seen: list[int] = []
-    for window in windows(
-        [memoryview(content) for content in contents],
-        window_bytes=window_bytes,
-        window_buffers=window_buffers,
-    ):
-        assert 0 < len(window) <= window_buffers
-        assert sum(len(piece) for _, piece in window) <= window_bytes
-        for index, piece in window:
-            found[index] += piece
+    for window in windows([len(content) for content in contents], bytes_max, pieces_max):
+        assert 0 < len(window) <= pieces_max
+        assert sum(size for _, _, size in window) <= bytes_max
+        for index, start, size in window:
+            found[index] += contents[index][start : start + size]
             seen.append(index)
     assert found == contents
     assert seen == sorted(seen)
