@@ -232,11 +232,22 @@ def _start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 
+def _go_on_when_orphaned() -> None:
+    """Makes the kernel wake this process when its parent dies. A stopped process (SIGSTOP, a
+    debugger) would keep the port and the memory that the parent's successor needs."""
+    import ctypes  # here, because few processes are children
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT), 0, 0, 0)
+
+
 class ParentLink:
     """The child's side of the pair; all methods do nothing where there is no parent."""
 
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
+        if fd is not None:
+            _go_on_when_orphaned()
         self.waits = fd is not None
         """Whether a parent waits for our report, and tells its user why we cannot start."""
 
