@@ -92,7 +92,10 @@ class LookupLocks:
                     return
                 due = self._due(time.monotonic())
             for namespace, names in due.items():
-                self._renew(namespace, names)
+                try:
+                    Deadline(self._guard).lookup(names, namespace)
+                except KVStoreError as error:
+                    self._log.debug("leases of %d objects not renewed: %s", len(names), error)
 
     def _due(self, now: float) -> dict[str, list[bytes]]:
         """By namespace: the keys to look up again. Drops locks older than ``HELD_S_MAX``."""
@@ -104,9 +107,3 @@ class LookupLocks:
                 lock.renewed = now
                 due.setdefault(lock.namespace, []).append(lock.name)
         return due
-
-    def _renew(self, namespace: str, names: list[bytes]) -> None:
-        try:
-            Deadline(self._guard).lookup(names, namespace)
-        except KVStoreError as error:
-            self._log.debug("leases of %d objects not renewed: %s", len(names), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -72,11 +72,7 @@ class Objects:
 
     def ask(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
         """The result of ``call(client, timeout_ms)``, which moves ``size`` bytes, or its error."""
-        try:
-            return self.run(call, size=size)
-        except KVStoreError as error:
-            log.debug("%s", error)
-            return code_of(error)
+        return _coded(lambda: self.run(call, size=size))
 
     def done(self, call: Callable[[], object]) -> Code:
         """Makes a call that should not fail, and returns its code. If it fails, logs why."""
@@ -103,11 +99,7 @@ class Objects:
     def _payload(self, pointers: Sequence[int], sizes: Sequence[int]) -> Payload | Code:
         if len(pointers) != len(sizes):
             return Code.INVALID_PARAMS
-        try:
-            return self.client().payload_at(pointers, sizes)
-        except KVStoreError as error:
-            log.debug("%s", error)
-            return code_of(error)
+        return _coded(lambda: self.client().payload_at(pointers, sizes))
 
     def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
         """As ``payloads_of``, for memory of the host only."""
@@ -118,12 +110,8 @@ class Objects:
     def memory(self, pointers: Sequence[int], sizes: Sequence[int]) -> Found:
         if len(pointers) != len(sizes):
             return Code.INVALID_PARAMS
-        try:
-            at = self.client().memory_at
-            return [at(start, size) for start, size in zip(pointers, sizes, strict=True) if size]
-        except KVStoreError as error:
-            log.debug("%s", error)
-            return code_of(error)
+        spans = [(start, size) for start, size in zip(pointers, sizes, strict=True) if size]
+        return _coded(lambda: list(starmap(self.client().memory_at, spans)))
 
     def put(
         self,
@@ -299,6 +287,15 @@ class Objects:
             None if array is None or code < 0 else BufferHandle.of(array[:code])
             for array, code in zip(arrays, read, strict=True)
         ]
+
+
+def _coded(call: Callable[[], ResultT]) -> ResultT | Code:
+    """The result of a call, or the code of its error."""
+    try:
+        return call()
+    except KVStoreError as error:
+        log.debug("%s", error)
+        return code_of(error)
 
 
 def names_of(keys: Iterable[str | bytes]) -> list[bytes]:

@@ -335,7 +335,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             ]
         if self._config.enable_storage_metrics:
             moved = sum(_size(page) for page, is_there in zip(buffers, there) if is_there)
-            self._figures.read(sum(there), moved, time.monotonic() - start)
+            self._figures.add("prefetch", sum(there), moved, time.monotonic() - start)
         return there
 
     # --- writing ------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 written[page] |= outcome is PutOutcome.STORED
         if self._config.enable_storage_metrics and any(written):
             moved = sum(map(_size, values)) * sum(written) // len(keys)
-            self._figures.wrote(sum(written), moved, time.monotonic() - start)
+            self._figures.add("backup", sum(written), moved, time.monotonic() - start)
         return there
 
     # --- life ---------------------------------------------------------------------------------
@@ -525,15 +525,12 @@ class _Figures:
         self._changing = threading.Lock()
         self._metrics = _new_metrics()
 
-    def read(self, pages: int, size: int, seconds: float) -> None:
+    def add(self, what: str, pages: int, size: int, seconds: float) -> None:
+        """``what``: prefetch or backup."""
         with self._changing:
-            self._metrics.prefetch_pgs.append(pages)
-            self._metrics.prefetch_bandwidth.append(size / (1 << 30) / max(seconds, 1e-9))
-
-    def wrote(self, pages: int, size: int, seconds: float) -> None:
-        with self._changing:
-            self._metrics.backup_pgs.append(pages)
-            self._metrics.backup_bandwidth.append(size / (1 << 30) / max(seconds, 1e-9))
+            getattr(self._metrics, f"{what}_pgs").append(pages)
+            speed = size / (1 << 30) / max(seconds, 1e-9)
+            getattr(self._metrics, f"{what}_bandwidth").append(speed)
 
     def taken(self) -> StorageMetrics:
         with self._changing:

@@ -25,7 +25,7 @@ from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.fingerprint import speculation
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.hashes import BlockHashes, block_hashes
-from kvstore.connectors.vllm.layout import split_of, wanted_layout
+from kvstore.connectors.vllm.layout import specs_of, split_of, wanted_layout
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
     Orders,
@@ -362,9 +362,7 @@ class MooncakeStoreConnector(KVStoreConnector):
 
 def _check_name(kind: type) -> None:
     """Raises ConfigError if vLLM would confuse this connector with its own."""
-    if kind.__name__ == "KVStoreConnector":
-        return
-    if is_part_of_several():
+    if kind.__name__ != "KVStoreConnector" and is_part_of_several():
         raise ConfigError(
             f"MultiConnector finds its parts by name, and {kind.__name__} is the name of vLLM's "
             f"own connector",
@@ -407,12 +405,7 @@ def _groups_of(
         ConfigError: a model whose blocks cannot be kept by hash.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        CrossAttentionSpec,
-        MambaSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MambaSpec
 
     scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if object_tokens and hashed % object_tokens:
@@ -428,11 +421,8 @@ def _groups_of(
     sizes = {}
     recurrent = set()
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
-        spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
-        inner = [spec]
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            inner = list(spec.kv_cache_specs.values())
-        for each in inner:
+        group = kv_cache_config.kv_cache_groups[group_id]
+        for each in specs_of(group):
             if isinstance(each, MambaSpec):
                 _check_states(each)
                 recurrent.add(group_id)
@@ -442,7 +432,7 @@ def _groups_of(
                     "not follow from the tokens of a prompt",
                     advice="Serve this model without the connector.",
                 )
-        sizes[group_id] = spec.block_size
+        sizes[group_id] = group.kv_cache_spec.block_size
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
     groups = Groups(

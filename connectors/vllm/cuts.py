@@ -168,11 +168,6 @@ def _uncut(name: str, why: str) -> ConfigError:
     )
 
 
-def cut_pages(pieces: Sequence[Pages]) -> Pages:
-    """The pages of which these are the pieces; see ``CutPages``."""
-    return CutPages(pieces) if len(pieces) > 1 else pieces[0]
-
-
 class CutPages:
     """Implements ``Pages`` for blocks that are cut. Objects are numbered as ``Groups.places``
     does."""

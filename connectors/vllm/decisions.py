@@ -14,6 +14,7 @@ import hashlib
 import logging
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -124,7 +125,7 @@ class Decisions:
         self.are_names_marked = True
         """Whether the plug-in marks images, sounds and videos that clients name."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
-        self.counters: dict[str, int] = {}
+        self.counters: Counter[str] = Counter()
         self._config = config
         self._groups = groups
         self._identity = identity
@@ -139,7 +140,7 @@ class Decisions:
         self._held: list[Save] = []
         """Saves that wait until it is certain with which weights their blocks were computed."""
         self._pinned: dict[int, PinnedBlocks] = {}
-        self._pinned_blocks = 0
+        self.pinned_blocks = 0
         self._loading: set[str] = set()
         self._next_save = 0
         self._last_pinned = 0.0
@@ -231,7 +232,7 @@ class Decisions:
         """Handles ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         if tracked.missed:
-            self._count("missed_tokens", tracked.missed)
+            self.counters["missed_tokens"] += tracked.missed
             tracked.missed = None
         if tokens <= 0 or not tracked.external_tokens:
             self._lookups.forget(request.request_id)
@@ -247,10 +248,10 @@ class Decisions:
         runs += self._groups.states(hashes, table, end)
         self._loads.append(Load(request.request_id, runs))
         self._loading.add(request.request_id)
-        self._count("loaded_requests")
-        self._count("hit_tokens", tokens)
+        self.counters["loaded_requests"] += 1
+        self.counters["hit_tokens"] += tokens
         if self._groups.recurrent:
-            self._count("hit_states")
+            self.counters["hit_states"] += 1
         tracked.external_tokens = 0
 
     # --- every step ---------------------------------------------------------------------------
@@ -326,7 +327,7 @@ class Decisions:
             return []
         tokens = self._fitting(tracked, to_save)
         if tokens < to_save:
-            self._count("saves_refused")
+            self.counters["saves_refused"] += 1
             if not self._is_news(tracked, tokens):
                 return []
         runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
@@ -356,14 +357,14 @@ class Decisions:
             if blocks.keys() != self._groups.recurrent:
                 continue  # without the others it is of no use
             if len(runs) + len(blocks) > room:
-                self._count("saves_refused")
+                self.counters["saves_refused"] += 1
                 break
             runs += [
                 self._groups.state(hashes, group, block_id, tokens)
                 for group, block_id in sorted(blocks.items())
             ]
             tracked.state_tokens = tokens
-            self._count("saved_states")
+            self.counters["saved_states"] += 1
         return runs
 
     def _is_news(self, tracked: Tracked, tokens: int) -> bool:
@@ -407,7 +408,7 @@ class Decisions:
     def _room(self) -> int:
         """How many more blocks may be pinned."""
         assert self._pool is not None, "bind_block_pool comes first"
-        return int(self._pool.num_gpu_blocks * PINNED_MAX) - self._pinned_blocks
+        return int(self._pool.num_gpu_blocks * PINNED_MAX) - self.pinned_blocks
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
         """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
@@ -416,7 +417,7 @@ class Decisions:
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
         assert NULL_BLOCK not in block_ids
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
-        self._pinned_blocks += len(block_ids)
+        self.pinned_blocks += len(block_ids)
         self._next_save += 1
         self._last_pinned = time.monotonic()
         pinned = PinnedBlocks(request.request_id, block_ids, self._workers, runs)
@@ -475,13 +476,13 @@ class Decisions:
         pool = self._pool
         assert pool is not None
         block_ids, pinned.block_ids = pinned.block_ids, []
-        self._pinned_blocks -= len(block_ids)
+        self.pinned_blocks -= len(block_ids)
         # Tail first, so that the shared prefix is evicted last.
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def _save_failed(self, pinned: PinnedBlocks) -> None:
         """Lets the next save include these blocks again, because a lookup stops at a hole."""
-        self._count("saves_failed")
+        self.counters["saves_failed"] += 1
         tracked = self._tracked.get(pinned.request_id)
         if tracked is not None:
             tracked.failed_saves += 1
@@ -492,7 +493,7 @@ class Decisions:
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
         """Limits later answers for this request to the tokens that were loaded."""
-        self._count("loads_failed")
+        self.counters["loads_failed"] += 1
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
@@ -532,10 +533,6 @@ class Decisions:
             within_s: the bound, after the last save was ordered.
         """
         return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
-
-    @property
-    def pinned_blocks(self) -> int:
-        return self._pinned_blocks
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The parameters to return with the request, which say how many of its tokens the store
@@ -603,15 +600,12 @@ class Decisions:
             tracked.state_tokens = tracked.external_tokens = 0
 
     def take_counters(self) -> dict[str, int]:
-        counters, self.counters = self.counters, {}
+        counters, self.counters = self.counters, Counter()
         return counters
 
     def check_invariants(self) -> None:
-        assert self._pinned_blocks == sum(len(each.block_ids) for each in self._pinned.values())
+        assert self.pinned_blocks == sum(len(each.block_ids) for each in self._pinned.values())
         assert all(each.workers_left > 0 for each in self._pinned.values())
-
-    def _count(self, what: str, number: int = 1) -> None:
-        self.counters[what] = self.counters.get(what, 0) + number
 
 
 def _params(request: Request) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def none_hash(algorithm: str) -> str:
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-    if _is_random(algorithm):
+    if is_random(algorithm):
         return os.urandom(16).hex()
     hash_fn = get_hash_fn_by_name(algorithm)
     return bytes(hash_fn(resolve_none_hash_seed(hash_fn))).hex()
@@ -236,20 +236,8 @@ def models_of(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(served) if isinstance(served, list | tuple) else (served or model.model,)
 
 
-def hash_warnings(description: Mapping[str, Any]) -> list[str]:
-    """Warnings about settings that keep engines of a fleet from computing the same hashes."""
-    algorithm = str(description.get("hash_algorithm"))
-    warnings = []
-    if _is_random(algorithm):
-        warnings.append(
-            f"{algorithm} starts from a random seed in each engine, so no two engines ever share a "
-            "block. Set PYTHONHASHSEED to the same number everywhere, or use "
-            "--prefix-caching-hash-algo sha256_cbor."
-        )
-    return warnings
-
-
-def _is_random(algorithm: str) -> bool:
+def is_random(algorithm: str) -> bool:
+    """Whether engines with this hash algorithm compute different hashes of the same tokens."""
     return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
 
 

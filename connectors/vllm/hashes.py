@@ -39,39 +39,29 @@ class Derived:
 
 
 class BlockHashes:
-    """The hashes of all full parts of ``tokens`` tokens of a request: vLLM's own."""
+    """The hashes of all full parts of ``tokens`` tokens of a request: vLLM's own, or, where vLLM
+    hashes larger blocks, of ``each`` parts, those that ``hasher`` makes."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def of(self, request: Request, known: Derived) -> Sequence[bytes]:
-        """``known``: what was made for this request before."""
-        del known
-        hashes: Sequence[bytes] = request.block_hashes
-        return hashes
-
-    def covered(self, request: Request) -> int:
-        """How many tokens have hashes."""
-        return len(request.block_hashes) * self.tokens
-
-
-class SmallerHashes(BlockHashes):
-    """The same, where vLLM hashes larger blocks, of ``vllm_tokens`` tokens."""
-
-    def __init__(self, tokens: int, vllm_tokens: int, hasher: Hasher) -> None:
-        super().__init__(tokens)
-        self._each = vllm_tokens // tokens
+    def __init__(self, tokens: int, each: int = 1, hasher: Hasher | None = None) -> None:
+        self._tokens = tokens
+        self._each = each
         self._hasher = hasher
 
     def of(self, request: Request, known: Derived) -> Sequence[bytes]:
-        hashes = request.block_hashes
+        """``known``: what was made for this request before."""
+        hashes: Sequence[bytes] = request.block_hashes
+        if self._hasher is None:
+            return hashes
         known.keep(hashes, self._each)
         known.made += self._hasher(_Hashed(request, known.made))
         known.source += hashes[len(known.source) :]
         return known.made
 
     def covered(self, request: Request) -> int:
-        return int(request.num_tokens) // self.tokens * self.tokens
+        """How many tokens have hashes."""
+        if self._hasher is None:
+            return len(request.block_hashes) * self._tokens
+        return int(request.num_tokens) // self._tokens * self._tokens
 
 
 def block_hashes(tokens: int, vllm_tokens: int, algorithm: str) -> BlockHashes:
@@ -83,7 +73,7 @@ def block_hashes(tokens: int, vllm_tokens: int, algorithm: str) -> BlockHashes:
     if tokens == vllm_tokens:
         return BlockHashes(tokens)
     hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(algorithm))
-    return SmallerHashes(tokens, vllm_tokens, hasher)
+    return BlockHashes(tokens, vllm_tokens // tokens, hasher)
 
 
 class _Hashed:

@@ -34,6 +34,11 @@ NO_PREFIX_CACHING: Final = (
     "cannot tell whether vLLM or --no-enable-prefix-caching turned it off."
 )
 
+RANDOM_HASHES: Final = (
+    "FLEET: %s starts from a random seed in each engine, so no two engines ever share a block. Set "
+    "PYTHONHASHSEED to the same number everywhere, or use --prefix-caching-hash-algo sha256_cbor."
+)
+
 
 class Identity:
     """See the module. For the scheduler's thread; any thread may read ``fingerprint``."""
@@ -70,8 +75,9 @@ class Identity:
         self._first_weights = ""
         self._checks: dict[int, int] = {}
         """By rank: the number of the check of its weights that is under way."""
-        for warning in fingerprints.hash_warnings(engine.description):
-            log.warning("FLEET: %s", warning)
+        algorithm = str(engine.description.get("hash_algorithm"))
+        if fingerprints.is_random(algorithm):
+            log.warning(RANDOM_HASHES, algorithm)
 
     def switch_off(self, reason: str) -> None:
         if not self.is_off:

@@ -75,22 +75,19 @@ def split_of(
         ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
             a group's blocks cannot be cut.
     """
-    specs = _specs(kv_cache_config)
+    specs = [each for group in kv_cache_config.kv_cache_groups for each in specs_of(group)]
     return Split(
         *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
     )
 
 
-def _specs(kv_cache_config: KVCacheConfig) -> list[Any]:
-    """Those of the layers, not of groups of several kinds."""
+def specs_of(group: Any) -> list[Any]:
+    """Those of a cache group's layers: one for all, unless they are of several kinds."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    specs: list[Any] = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        many = isinstance(spec, UniformTypeKVCacheSpecs)
-        specs += spec.kv_cache_specs.values() if many else [spec]
-    return specs
+    spec = group.kv_cache_spec
+    many = isinstance(spec, UniformTypeKVCacheSpecs)
+    return list(spec.kv_cache_specs.values()) if many else [spec]
 
 
 def _cut(block_tokens: int, specs: Sequence[Any]) -> int:

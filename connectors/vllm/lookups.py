@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
@@ -106,7 +107,7 @@ class Lookups:
         self._refusals = Refusals(log)
         self.is_busy: Callable[[], bool] = lambda: False
         """Whether requests run, which wait while the scheduler does."""
-        self._counters: dict[str, int] = {}
+        self._counters: Counter[str] = Counter()
         self._latencies_us: list[int] = []
         self._ask = ask
         self._groups = groups
@@ -182,7 +183,7 @@ class Lookups:
             return None
         with self._changed:
             if not lookup.done.is_set():
-                self._count("lookups_late")
+                self._counters["lookups_late"] += 1
                 self._answer(lookup, tokens=lookup.tokens)
         return lookup.tokens
 
@@ -225,11 +226,11 @@ class Lookups:
     def count(self, what: str) -> None:
         """Adds 1 to a counter. Threads: any."""
         with self._changed:
-            self._count(what)
+            self._counters[what] += 1
 
     def take_counters(self) -> dict[str, int]:
         with self._changed:
-            counters, self._counters = self._counters, {}
+            counters, self._counters = self._counters, Counter()
         return counters
 
     def take_latencies_us(self) -> list[int]:
@@ -301,11 +302,11 @@ class Lookups:
             tokens, being_written = self._match(lookup.hashes, reaches)
         except KVStoreError as error:
             with self._changed:
-                self._count("lookups_failed")
+                self._counters["lookups_failed"] += 1
                 self._answer(lookup, failed=True)
                 opened = self.breaker.failed(self._clock())
                 if opened:
-                    self._count("breaker_opened")
+                    self._counters["breaker_opened"] += 1
             if isinstance(error, PermissionDeniedError):
                 self._refusals.tell(error)
             elif opened:
@@ -316,7 +317,7 @@ class Lookups:
         except Exception:  # a bug in the connector must not end the thread
             log.exception("lookup_failed")
             with self._changed:
-                self._count("lookups_failed")
+                self._counters["lookups_failed"] += 1
                 self._answer(lookup, failed=True)
             return
         self.breaker.succeeded()
@@ -337,7 +338,7 @@ class Lookups:
                 lookup.next_at = now + POLL_S[min(lookup.attempts, len(POLL_S)) - 1]
                 return
             if lookup.waits_for_writers:
-                self._count("lookups_waited_for_writers")
+                self._counters["lookups_waited_for_writers"] += 1
             self._answer(lookup, tokens=tokens)
 
     def _match(self, hashes: list[bytes], reaches: list[Reach]) -> tuple[int, bool]:
@@ -360,7 +361,10 @@ class Lookups:
         groups, size = self._groups, self._groups.scheduler_block_tokens
         states = [name for group in groups.recurrent for name in self._namespaces[group]]
         last = Question(size, groups.state_keys(hashes), [], states)
-        for block_tokens, ids in self._by_block_tokens():
+        by_size: dict[int, list[int]] = {}
+        for group, tokens in groups.chains.items():
+            by_size.setdefault(tokens, []).append(group)
+        for block_tokens, ids in by_size.items():
             names = [name for group in ids for name in self._namespaces[group]]
             for start in range(0, len(names), NAMESPACES_MAX):
                 some = names[start : start + NAMESPACES_MAX]
@@ -372,15 +376,6 @@ class Lookups:
         if last.chains or last.states:
             yield last
 
-    def _by_block_tokens(self) -> Iterable[tuple[int, list[int]]]:
-        by_size: dict[int, list[int]] = {}
-        for group, tokens in self._groups.chains.items():
-            by_size.setdefault(tokens, []).append(group)
-        return by_size.items()
-
     def _answer(self, lookup: PendingLookup, *, tokens: int = 0, failed: bool = False) -> None:
         lookup.tokens, lookup.failed, lookup.answered = tokens, failed, self._clock()
         lookup.done.set()
-
-    def _count(self, what: str) -> None:
-        self._counters[what] = self._counters.get(what, 0) + 1

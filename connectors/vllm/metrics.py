@@ -126,14 +126,11 @@ class StorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        for name, text in COUNTERS.items():
-            self._metrics[name] = self._counter_cls(
-                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
-            )
-        for name, text in GAUGES.items():
-            self._metrics[name] = self._gauge_cls(
-                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
-            )
+        for kind, texts in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES)):
+            for name, text in texts.items():
+                self._metrics[name] = kind(
+                    name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
+                )
         for name, text in TIMES.items():
             self._metrics[name] = self._histogram_cls(
                 name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.connectors.vllm.cuts import Cutter, cut_pages
+from kvstore.connectors.vllm.cuts import CutPages, Cutter
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.pages import Geometry, Pages, pages_of, survey
@@ -72,12 +72,12 @@ class Parts:
     def _of(self, caches: Caches) -> dict[str, Pages]:
         if not caches:
             return {}
-        shards = [self._pieces(caches, shard) for shard in range(self._split.each)]
-        pages = [
-            cut_pages([pages_of(each, self._device_of) for each in of if each.pages])
-            for of in shards
-        ]
-        return dict(zip(self.names, pages, strict=True))
+        found: list[Pages] = []
+        for shard in range(self._split.each):
+            geometries = [each for each in self._pieces(caches, shard) if each.pages]
+            pieces = [pages_of(each, self._device_of) for each in geometries]
+            found.append(CutPages(pieces) if len(pieces) > 1 else pieces[0])
+        return dict(zip(self.names, found, strict=True))
 
     def _pieces(self, caches: Caches, shard: int) -> list[Geometry]:
         """Where one shard of all pages is, once for each piece that blocks are cut into."""

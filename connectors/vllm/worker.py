@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
@@ -68,6 +68,9 @@ TRANSFER_TIMEOUT_MS = 5_000
 """The longest that loading the blocks of one request, waiting included, or saving those of one
 step, may take: several times what the largest prompt needs. The engine computes what is not loaded
 by then."""
+
+
+ResultT = TypeVar("ResultT")
 
 
 class _Order(NamedTuple):
@@ -314,8 +317,8 @@ class WorkerSide:
         self._loads_left.discard(load.request_id)
         self._ended.notify_all()
 
-    def _guarded(self, doing: str, transfer: Callable[[], None], left_ms: int) -> bool:
-        """Runs ``transfer``; returns whether the store has done it.
+    def _guarded(self, doing: str, transfer: Callable[[], ResultT], left_ms: int) -> ResultT | None:
+        """The result of ``transfer``; None: the store has not done it.
 
         Args:
             left_ms: the time left for the transfer. If that is less than half of the configured
@@ -323,7 +326,7 @@ class WorkerSide:
         """
         is_short = left_ms < TRANSFER_TIMEOUT_MS / 2
         try:
-            self._guards[doing].run(lambda _: transfer(), is_short=is_short)
+            return self._guards[doing].run(lambda _: transfer(), is_short=is_short)
         except KVStoreError as error:
             if isinstance(error, DeviceError) and not error.fields.get("settled", 1):
                 self._runaway = error
@@ -332,9 +335,7 @@ class WorkerSide:
                 log.warning("%s_failed error=%s", doing, error)
         except Exception:  # a bug in the connector must not fail the engine's request
             log.exception("%s_failed", doing)
-        else:
-            return True
-        return False
+        return None
 
     def _load(self, load: Load, order: _Order) -> None:
         # The time-out covers the whole load, including its wait behind other loads.
@@ -394,20 +395,17 @@ class WorkerSide:
     ) -> list[int | None] | None:
         """The bytes of each of these parts that have arrived, None for one that the store does not
         have; None for all: the store does not do it."""
-        sizes: list[int | None] = []
         left_ms = _left_ms(deadline)
 
-        def get() -> None:
-            sizes[:] = self._client.get_into(
+        def get() -> list[int | None]:
+            return self._client.get_into(
                 piece.keys,
                 pages.blocks(piece.group, self._groups.places(piece), order.after),
                 namespace=self._namespace(order, piece, part),
                 timeout_ms=left_ms,
             )
 
-        if self._drops or not left_ms or not self._guarded("load", get, left_ms):
-            return None
-        return sizes
+        return None if self._drops or not left_ms else self._guarded("load", get, left_ms)
 
     def _namespace(self, order: _Order, piece: Run, part: str) -> Namespace:
         return namespace(order.fingerprint, piece.group, part, tenant=self._config.tenant)
@@ -465,11 +463,10 @@ class WorkerSide:
         """What became of each of these parts; None: the store does not take them."""
         assert isinstance(order.what, Save)
         ttl = order.what.ttl_ms / 1000 or None
-        outcomes: list[PutOutcome] = []
         left_ms = _left_ms(deadline)
 
-        def put() -> None:
-            outcomes[:] = self._client.put_chain(
+        def put() -> list[PutOutcome]:
+            return self._client.put_chain(
                 piece.keys,
                 pages.blocks(piece.group, self._groups.places(piece), order.after),
                 namespace=self._namespace(order, piece, part),
@@ -478,7 +475,7 @@ class WorkerSide:
                 timeout_ms=left_ms,
             )
 
-        return outcomes if left_ms and self._guarded("save", put, left_ms) else None
+        return self._guarded("save", put, left_ms) if left_ms else None
 
     @property
     def _drops(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.connectors.vllm.cuts import Cutter, cut_pages
+from kvstore.connectors.vllm.cuts import CutPages, Cutter
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.pages import CPUPages, survey
@@ -94,7 +94,7 @@ class Worker:
                 survey(caches, where, shard, shards, partial(cutter.piece, index))
                 for index in range(cuts)
             ]
-        pages: Any = cut_pages([CPUPages(each) for each in pieces])
+        pages: Any = CutPages([CPUPages(each) for each in pieces])
         groups = Groups(
             hash_block_tokens=tokens, scheduler_block_tokens=self.block,
             block_tokens={0: self.block}, object_tokens=tokens,
@@ -175,7 +175,7 @@ def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
     cutter = Cutter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
     where = config(["l0"], ["l1"], blocks=3)
     pieces = [survey(caches, where, piece=partial(cutter.piece, index)) for index in range(2)]
-    pages: Any = cut_pages([CPUPages(each) for each in pieces])
+    pages: Any = CutPages([CPUPages(each) for each in pieces])
     assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
     assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]
 
@@ -190,5 +190,5 @@ def test_zeros_are_written_to_pieces_that_have_such_objects() -> None:
             zero=lambda group, blocks, after, deadline: told.append((name, list(blocks))),
         )  # fmt: skip
 
-    cut_pages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
+    CutPages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
     assert told == [("b", [1, 2])]

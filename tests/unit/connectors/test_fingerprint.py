@@ -18,8 +18,8 @@ from kvstore.connectors.vllm.fingerprint import (
     describe,
     draft_of,
     fingerprint,
-    hash_warnings,
     identified,
+    is_random,
     none_hash,
     weights_id,
     without_draft,
@@ -325,14 +325,12 @@ def no_seed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_random_seed_is_warned_of(no_seed: pytest.MonkeyPatch) -> None:
-    random = {"hash_algorithm": "xxhash_cbor"}
-    (warning,) = hash_warnings(random)
-    assert "PYTHONHASHSEED" in warning
+def test_a_random_seed_is_noticed(no_seed: pytest.MonkeyPatch) -> None:
+    assert is_random("xxhash_cbor")
     assert none_hash("xxhash_cbor") != none_hash("xxhash_cbor")
-    assert hash_warnings({"hash_algorithm": "sha256"}) == []
+    assert not is_random("sha256")
     no_seed.setenv("PYTHONHASHSEED", "0")
-    assert hash_warnings(random) == []
+    assert not is_random("xxhash_cbor")
 
 
 def test_the_first_hash_is_vllms_own(no_seed: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def workers() -> Workers:
 @pytest.fixture
 def identity(workers: Workers) -> Identity:
     """Known."""
-    engine = Record("vllm", ("model",), "", (), {"hash_algorithm": "sha256_cbor"})
+    engine = Record("vllm", ("model",), "", (), {"hash_algorithm": "xxhash_cbor"})
     client: Any = SimpleNamespace(
         config=ClientConfig(), list_objects=lambda **_: [], put=lambda *_, **__: None
     )
@@ -102,3 +102,12 @@ def test_the_verdict_of_an_earlier_check_says_nothing(identity: Identity, worker
     assert not identity.is_certain
     identity.take_verdicts({0: (3, True), 1: (4, True)})
     assert identity.is_certain
+
+
+def test_a_random_seed_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    request.getfixturevalue("identity")
+    assert "xxhash_cbor starts from a random seed" in caplog.text
