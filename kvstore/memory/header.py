@@ -29,9 +29,9 @@ header, a header copied elsewhere, and a header left by another segment are not 
 
 Every client of a segment knows its seed, so a valid header proves nothing about its writer. A stamp
 does: the SipHash (128 bits) of offset, payload bytes, version, namespace and key, under a key that
-only the node and its master know (``kvstore.node.stamps``, ``kvstore.master.sealing``). The master
-makes it for what it grants, the client writes it behind the header, and a scan compares it. A
-header that leaves less than 16 bytes of its 1,024 has none.
+only the node and its master know (``kvstore.node.inventory``, ``kvstore.master.sealing``). The
+master makes it for what it grants, the client writes it behind the header, and a scan compares it.
+A header that leaves less than 16 bytes of its 1,024 has none.
 
 The superblock continues, outside of that checksum, with fields that change while the segment is
 used:

@@ -52,8 +52,8 @@ from kvstore.network.listening import EVERY_INTERFACE, hears
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
+from kvstore.node.inventory import use_stamps
 from kvstore.node.masters import LOCATE_S
-from kvstore.node.stamps import use_stamps
 from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of

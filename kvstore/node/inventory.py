@@ -3,8 +3,15 @@
 The node scans the segment for headers; of two extents that overlap, the newer counts. It reports
 the newest objects first, but each after its ancestors, in messages of which a few are under way.
 
-With stamps (``kvstore.node.stamps``) the newer need not be the later: a copy for repair keeps the
-version of its object. An engine could write the header of an object that was there before, and read
+Every client that may write somewhere can make a valid header: within its own extents or, if it has
+the memory mapped, anywhere. It may name an object that the master did not grant: of another
+namespace, of a version above all others, or of a size that covers its neighbours. So with
+identities a node believes those headers alone whose stamp its master has made
+(``kvstore.memory.header``). Memory of a process without an identity has no stamps: a node with one
+discards it.
+
+With stamps the newer need not be the later: a copy for repair keeps the version of its object. An
+engine could write the header of an object that was there before, and read
 the copy as part of that. So a header which covers an older one counts only if its payload is right:
 the engine would have to know the bytes between, a stamp among them, to make up the checksum.
 
@@ -14,7 +21,9 @@ each object they keep only the fields of its header, some 400 bytes.
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterator
 
 from kvstore.calls import NodeClaims
@@ -22,7 +31,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
 from kvstore.memory.segment import NodeSegment
-from kvstore.node.stamps import Stamps
+from kvstore.native import steps
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -33,6 +42,40 @@ Found = tuple[int, Header]
 
 Attempt = tuple[int, int, int]
 """Offset, epoch and counter of a put."""
+
+
+def use_stamps(segment: NodeSegment) -> None:
+    """Has the master make stamps for this segment.
+
+    Raises:
+        StartupError: the key cannot be kept.
+    """
+    is_kept = segment.place is None  # memory of a device ends with its process
+    key = segment.keep_private().now.key if is_kept else secrets.token_bytes(16)
+    segment.stamp_key, segment.believed = key, Stamps(key)
+
+
+class Stamps:
+    """See ``kvstore.memory.header.Believed``. One thread at a time uses it."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self._refused = 0
+
+    def __call__(self, offset: int, header: Header, stamp: bytes) -> bool:
+        is_right = hmac.compare_digest(self._made(offset, header), stamp)
+        self._refused += not is_right
+        return is_right
+
+    def take_refused(self) -> int:
+        """How many valid headers lacked their stamp since it was last asked."""
+        refused, self._refused = self._refused, 0
+        return refused
+
+    def _made(self, offset: int, header: Header) -> bytes:
+        name, key, _, size, epoch, counter, _, _ = header
+        columns = [offset], [size], [epoch], [counter], [name], [key]
+        return steps.stamp({0: self.key}, [0], *columns)
 
 
 def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found]:

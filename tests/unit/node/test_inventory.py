@@ -22,7 +22,7 @@ from kvstore.memory.header import (
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
 from kvstore.node import inventory
-from kvstore.node.stamps import use_stamps
+from kvstore.node.inventory import use_stamps
 
 N = Namespace("n")
 
