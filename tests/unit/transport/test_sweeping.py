@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
+from kvstore.network.stream import Stream
 from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment
 
 NAME = f"sweep-{os.getpid()}"
@@ -61,3 +68,41 @@ def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
             transport.sweep()
             assert mapped() == 2, "the two owners'"
         owner.close()
+
+
+def test_connections_that_a_node_has_ended_are_closed() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        closing(TcpTransport()) as transport,
+    ):
+        info = segment(1)._replace(address=f"127.0.0.1:{server.getsockname()[1]}")
+        key = "a", info.uuid, 1, 0, b""
+        connection = transport._take(key, info, 1e18, None)[1]
+        pool = transport._pools[key]
+        ours, theirs = socket.create_connection(server.getsockname()), server.accept()[0]
+        connection._stream = Stream(ours)
+        transport._give_back(key, pool, connection, is_usable=True)
+        transport.sweep()
+        assert pool.idle == [connection]
+        theirs.close()
+        deadline = uptime() + 10
+        while not connection.has_ended:
+            assert uptime() < deadline
+            time.sleep(0.001)
+        transport.sweep()
+        assert ours.fileno() == -1
+        assert not transport._pools
+
+
+def test_the_log_tells_once_of_a_segment_of_this_host_that_is_not_mapped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = segment(1)._replace(host=host_id(), shm_name=f"kvstore.{NAME}-gone", uuid=b"a" * 16)
+    elsewhere = here._replace(host="another", uuid=b"b" * 16)
+    with closing(ShmTransport()) as transport:
+        for _ in range(3):
+            assert not transport.reaches(here)
+            assert not transport.reaches(elsewhere)
+            transport.sweep()
+    (record,) = caplog.records
+    assert f"kvstore.{NAME}-gone is not here" in record.getMessage()
