@@ -30,7 +30,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 
 log = logging.getLogger("kvstore.client")
 

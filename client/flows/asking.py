@@ -15,8 +15,7 @@ from kvstore.errors import UnavailableError
 from kvstore.keys import keys_per_request
 from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import extent_of
+from kvstore.transport.pieces import Move, extent_of
 
 
 class Match(NamedTuple):

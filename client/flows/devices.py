@@ -46,10 +46,10 @@ from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.native.rows import header_of, write_header
 from kvstore.process.stopping import check_current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport, Lent
 from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import batch_ended
+from kvstore.transport.pieces import Move, batch_ended
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 

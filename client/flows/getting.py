@@ -13,7 +13,7 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.arguments import Stream, check_apart
 from kvstore.client.flows import viewing
 from kvstore.client.flows.devices import DeviceReads, ready
-from kvstore.client.flows.objects import ObjectReads
+from kvstore.client.flows.objects import ObjectReads, Sought
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.reading import GetOptions, Target, look_up_to_read, read, read_values
 from kvstore.client.flows.steps import Context, Flow, Transfer
@@ -29,8 +29,8 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.kinds import STALE
 from kvstore.native.rows import header_of
-from kvstore.transport.base import Move, Transport
-from kvstore.transport.pieces import extent_of
+from kvstore.transport.base import Transport
+from kvstore.transport.pieces import Move, extent_of
 
 log = logging.getLogger("kvstore.client")
 
@@ -105,7 +105,7 @@ class PartReads(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(self, placed: Placed, offset: int, target: Target, capability: bytes = b"") -> None:
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
         """As ``ObjectReads.add``.
 
         Raises:

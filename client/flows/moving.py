@@ -27,8 +27,7 @@ from kvstore.client.flows.writing import revoke
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import extent_of
+from kvstore.transport.pieces import Move, extent_of
 
 log = logging.getLogger("kvstore.client")
 

@@ -7,22 +7,28 @@ A table of *rows* describes the work. All transports give the same outcomes, whi
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, Protocol, cast
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Transfer
-from kvstore.limits import Namespace
+from kvstore.client.values import Payload
+from kvstore.limits import Key, Namespace
 from kvstore.native import steps
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Transport
 from kvstore.transport.pieces import batch_ended
 
-if TYPE_CHECKING:
-    from kvstore.client.flows.reading import Target
-
 Outcome = bytes | int
 """The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
+
+
+class Sought(Protocol):
+    """One object to read, and the memory for it: see ``Target``."""
+
+    key: Key
+
+    def make_room(self, size: int) -> Payload: ...
 
 
 class ObjectReads(Transfer):
@@ -43,7 +49,7 @@ class ObjectReads(Transfer):
         self.outcomes: list[Outcome] = []
         """One per row, once it has run."""
 
-    def add(self, placed: Placed, offset: int, target: Target, capability: bytes = b"") -> None:
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
         """``capability``: as in ``ReadRow``.
 
         Raises:

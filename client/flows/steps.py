@@ -12,14 +12,16 @@ None for each transfer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
+from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
+from kvstore.client.leases.leases import Lease, Mounted, Watched
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.device.driver import Event
 from kvstore.errors import (
@@ -31,11 +33,10 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Transport
+from kvstore.transport.pieces import Move
 
 if TYPE_CHECKING:
-    from kvstore.client.leases.views import Views
-    from kvstore.client.movers import Movers
     from kvstore.device.device import Device
 
 log = logging.getLogger("kvstore.client")
@@ -95,6 +96,27 @@ NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
+class PoolAccess(Protocol):
+    """Segments that are mapped in this process, and its devices: see ``Movers``."""
+
+    devices: ClientDevices
+
+    def shown(self, segment: SegmentInfo) -> memoryview | None: ...
+    def memory(self, segment: SegmentInfo) -> memoryview: ...
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None: ...
+    def watch(self, segment: SegmentInfo) -> Mounted: ...
+    def is_on(self, segment: SegmentInfo, device: Device) -> bool: ...
+
+
+class Leases(Protocol):
+    """The leases of views and allocations: see ``Views``."""
+
+    @property
+    def allocated(self) -> int: ...
+    def allocation(self, data: memoryview) -> Lease | None: ...
+    def add_many(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Context:
     """State that the flows of one client share. Threads: any."""
@@ -106,10 +128,8 @@ class Context:
     segments: SegmentTable
     placements: PlacementCache
     leases: ReadLeases
-    pool: Movers
-    """Segments that are mapped in this process, and its devices."""
-    views: Views
-    """The leases of views and allocations."""
+    pool: PoolAccess
+    views: Leases
     lease_margin_s: float
     verify_payload: bool
     """Whether copied payloads are compared with their checksum."""

@@ -40,9 +40,8 @@ from kvstore.network.addresses import (
 from kvstore.network.host import host_id
 from kvstore.network.listening import listen, reached_at
 from kvstore.ports import start_command
-from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
-from kvstore.transport.pieces import not_encrypted
+from kvstore.transport.pieces import Move, not_encrypted
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_client import ClientConnection
 from kvstore.wire.frames import ERROR, FrameReader, hello

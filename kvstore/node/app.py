@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
@@ -69,13 +69,20 @@ from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.access import Access, Secured, secured_by
 from kvstore.web.server.serving import bind, request_limiter, serving
 
-if TYPE_CHECKING:
-    from kvstore.repairer import Repairer
-
 log = logging.getLogger("kvstore.node")
 
 NAME_WAIT_S: Final = 2.0
 """How long a node waits for the previous process of its name to end."""
+
+
+class ReplicaCopier(Protocol):
+    """Copies objects of this node to other nodes when the master wants more replicas."""
+
+    def wake(self) -> None:
+        """Called when there are objects to copy. Does not block."""
+        ...
+
+    def stop(self) -> None: ...
 
 
 def run(
@@ -83,7 +90,7 @@ def run(
     parent: ParentLink = NO_PARENT,
     *,
     keep_orphaned: bool = False,
-    repairs: Callable[[NodeConfig, str], Repairer] | None = None,
+    repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a part died that the node needs.
@@ -92,7 +99,7 @@ def run(
         config: the node's settings.
         parent: told once the node has joined.
         keep_orphaned: leave the memory to the next node of this name if the parent is killed.
-        repairs: makes the ``Repairer`` for a node of this name; None: no copies are made.
+        repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
 
     Raises:
         KVStoreError: the node could not start; nothing is left behind.
@@ -194,7 +201,7 @@ async def _serve(
     handover: HandoverServer | None,
     parent: ParentLink,
     served: list[MasterAccepted],
-    copying: Repairer | None,
+    copying: ReplicaCopier | None,
     listener: socket.socket | None,
     access: Access,
     secured: Secured,

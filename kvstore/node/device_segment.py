@@ -41,9 +41,9 @@ from kvstore.memory.entries import (
 )
 from kvstore.memory.segment import ZERO_STEP, NodeSegment, write_superblock
 from kvstore.memory.taking import SIZE_STEP
-from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK
 from kvstore.transport.on_device import DeviceRanges
+from kvstore.transport.pieces import Move
 
 SCAN_BYTES: Final = 32 << 20
 """Bytes per step of a scan, in ordinary memory."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from xxhash import xxh3_64
 
@@ -26,27 +25,10 @@ from kvstore.errors import SegmentGoneError
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.kinds import CORRUPT, STALE, ReadRow, WriteRow
 from kvstore.native.rows import header_of, write_header
-from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.pieces import check_moves
+from kvstore.transport.pieces import Move, check_moves
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
-
-
-@dataclass(slots=True)
-class Move:
-    """One range of a segment and the memory it is copied to (read) or from (write)."""
-
-    offset: int
-    """In the segment, bytes."""
-    buffer: memoryview
-    """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
-    it and keeps it alive and, for writes, unchanged until the call returns."""
-    hasher: xxh3_64 | None = None
-    """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
-    may share one."""
-    extent: Extent | None = None
-    """The extent around the range, with the client's capability for it; None: it has none."""
 
 
 class Transport(ABC):

@@ -45,9 +45,9 @@ from kvstore.memory.header import (
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import check_current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Transport
 from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.pieces import Move, deadline_exceeded, invalid_range, segment_gone
 
 if TYPE_CHECKING:
     import torch

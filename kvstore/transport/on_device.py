@@ -17,8 +17,7 @@ from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Way
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import Piece, feed, windows
+from kvstore.transport.pieces import Move, Piece, feed, windows
 
 PIECES_MAX: Final = 4_096
 """Copies that are queued at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import SegmentInfo
@@ -20,12 +21,26 @@ from kvstore.network.tcp_protocol import Extent
 if TYPE_CHECKING:
     from xxhash import xxh3_64
 
-    from kvstore.transport.base import Move
-
 HASH_BYTES: Final = 64 << 10
 """Bytes hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy
 Python thread taking it again costs up to the switch interval: 1 ms per 256 KiB was measured, for a
 hash that takes 4 µs."""
+
+
+@dataclass(slots=True)
+class Move:
+    """One range of a segment and the memory it is copied to (read) or from (write)."""
+
+    offset: int
+    """In the segment, bytes."""
+    buffer: memoryview
+    """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
+    it and keeps it alive and, for writes, unchanged until the call returns."""
+    hasher: xxh3_64 | None = None
+    """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
+    may share one."""
+    extent: Extent | None = None
+    """The extent around the range, with the client's capability for it; None: it has none."""
 
 
 def check_moves(segment: SegmentInfo, moves: Sequence[Move]) -> None:

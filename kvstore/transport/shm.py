@@ -26,9 +26,10 @@ from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import current
-from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.base import PIECE_BYTES, Transport
 from kvstore.transport.handed import NotHandedError, fetch
 from kvstore.transport.pieces import (
+    Move,
     batch_ended,
     check_moves,
     deadline_exceeded,

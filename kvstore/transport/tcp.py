@@ -21,8 +21,8 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import RANGES_MAX
 from kvstore.process.stopping import Stop, current
-from kvstore.transport.base import Move, Transport
-from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.base import Transport
+from kvstore.transport.pieces import Move, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8

@@ -47,8 +47,9 @@ from kvstore.network.tcp_protocol import (
     TransferStatus,
 )
 from kvstore.network.tls_stream import NeedsTlsError, TlsError
-from kvstore.transport.base import PIECE_BYTES, Move
+from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.pieces import (
+    Move,
     deadline_exceeded,
     feed,
     not_encrypted,

@@ -25,14 +25,10 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import UnavailableError
 from kvstore.process.background import start_task
-
-if TYPE_CHECKING:
-    from kvstore.master.state.events import Survey
-    from kvstore.master.state.master_state import MasterState
 
 log = logging.getLogger("kvstore.master")
 
@@ -107,13 +103,34 @@ Event = tuple[str, bytes, bytes, int, int]
 GONE_SIZE: Final = -1
 
 
+class SurveySource(Protocol):
+    @property
+    def done(self) -> bool: ...
+
+    def take(self, steps: int) -> list[Event]: ...
+
+
+class Source(Protocol):
+    """A term of the master, from which events and surveys come."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def waiting_events(self) -> int: ...
+
+    def take_events(self, count: int) -> list[Event]: ...
+
+    def survey(self, namespace: str) -> SurveySource: ...
+
+
 class MasterEnd:
     """The master's end. Its methods belong to the loop's thread; none of them waits."""
 
     def __init__(self) -> None:
         self.dropped = 0
         """Events that were dropped, so that the child never got them."""
-        self._source: MasterState | None = None
+        self._source: Source | None = None
         self._number = 0
         """Number of events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
@@ -123,7 +140,7 @@ class MasterEnd:
         self._answers: Answers = {}
         self._missed = False
         """Whether events were dropped and the child has not been told yet."""
-        self._surveys: dict[int, Survey] = {}
+        self._surveys: dict[int, SurveySource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
     def counters(self) -> dict[str, int]:
@@ -131,7 +148,7 @@ class MasterEnd:
 
     # --- the term -------------------------------------------------------------------------------
 
-    def lead(self, source: MasterState | None) -> None:
+    def lead(self, source: Source | None) -> None:
         """Called when a term begins, with no object visible; None: when this master leads no
         longer."""
         self._source = source
@@ -183,7 +200,7 @@ class MasterEnd:
 
     # --- surveys --------------------------------------------------------------------------------
 
-    def _send_page(self, source: MasterState) -> None:
+    def _send_page(self, source: Source) -> None:
         """Sends the next page that the child asked for. All events so far were sent before it."""
         number, namespace = self._requests.popleft()
         survey = self._surveys.get(number)

@@ -22,11 +22,11 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import Move
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
+from kvstore.transport.pieces import Move
 from tests.conformance.peer import Peer
 from tests.conformance.test_transports import acting, empty, noise, soon
 from tests.support.metadata_servers import metadata_server
@@ -78,7 +78,7 @@ def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path)
 MEET = """
 from kvstore.clocks import uptime
 from kvstore.calls import EngineAddress, SegmentInfo
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport

@@ -35,9 +35,10 @@ from kvstore.native import slow
 from kvstore.native.kinds import STALE, ReadRow
 from kvstore.network.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from kvstore.transport import tcp_client
-from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.base import PIECE_BYTES, Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.mooncake.transport import MooncakeTransport
+from kvstore.transport.pieces import Move
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer

@@ -21,7 +21,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
 from tests.integration.test_repairing import dead, nodes_of

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_capabilities import asked_of
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster

@@ -32,8 +32,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import EXTENT_ALIGN, HEADER_BYTES, unpack
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.pieces import Move, check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import CONNECT_STALLS
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error

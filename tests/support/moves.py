@@ -11,7 +11,8 @@ from kvstore.client.flows.objects import ObjectReads, ObjectWrites
 from kvstore.client.flows.steps import Transfer
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.rows import write_header
-from kvstore.transport.base import Move, outcome_of, payload_moves
+from kvstore.transport.base import outcome_of, payload_moves
+from kvstore.transport.pieces import Move
 
 
 def moves_of(transfer: Transfer) -> Iterator[Move]:

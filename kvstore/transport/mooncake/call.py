@@ -21,9 +21,9 @@ from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import PIECE_BYTES, Move
+from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.mooncake.station import Station
-from kvstore.transport.pieces import deadline_exceeded, feed
+from kvstore.transport.pieces import Move, deadline_exceeded, feed
 
 UNDER_WAY_MAX: Final = 2
 RANGES_MAX: Final = 512

@@ -35,11 +35,11 @@ from kvstore.errors import (
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
 from kvstore.process.stopping import current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Transport
 from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
-from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.pieces import Move, check_moves, deadline_exceeded
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 

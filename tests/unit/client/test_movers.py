@@ -19,7 +19,8 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.process.stopping import Stop, current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Transport
+from kvstore.transport.pieces import Move
 from tests.unit.client.world import segment
 
 

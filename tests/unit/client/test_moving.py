@@ -6,7 +6,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows.moving import Moved, move_some
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, unpack
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from tests.unit.client.world import EPOCH, A, B, N, World, found, grants
 
 AT = SUPERBLOCK_BYTES

@@ -21,7 +21,7 @@ from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from tests.support.moves import moves_of
 
 ResultT = TypeVar("ResultT")

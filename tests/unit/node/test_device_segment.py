@@ -24,8 +24,8 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner,
 from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
-from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK, DeviceTransport
+from kvstore.transport.pieces import Move
 from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20

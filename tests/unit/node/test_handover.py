@@ -25,8 +25,8 @@ from kvstore.network import handover as protocol
 from kvstore.network.handover import WHY, HandoverStatus
 from kvstore.network.host import host_id
 from kvstore.node.handover import HandoverServer
-from kvstore.transport.base import Move
 from kvstore.transport.handed import NotHandedError, fetch
+from kvstore.transport.pieces import Move
 from kvstore.transport.shm import ShmTransport
 from tests.support.waiting import until
 from tests.unit.client.world import segment as described

@@ -11,7 +11,7 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError
 from kvstore.process.stopping import CallStoppedError, Stop, current
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment
 

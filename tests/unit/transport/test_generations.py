@@ -26,7 +26,7 @@ from kvstore.network.tcp_protocol import (
     unpack_status,
 )
 from kvstore.transport import shm, tcp_connection
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_server import DataServer
 

@@ -10,8 +10,8 @@ import xxhash
 
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
+from kvstore.transport.pieces import Move
 from tests.support.fake_device import FakeDriver
 
 SIZE = 1 << 20

@@ -36,7 +36,7 @@ from kvstore.network.tcp_protocol import (
     pack_hello,
 )
 from kvstore.network.tls_stream import NO_TLS, TlsStream
-from kvstore.transport.base import Move
+from kvstore.transport.pieces import Move
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
 from tests.support.encryption import Ends
