@@ -59,9 +59,6 @@ PUT_WAIT_MS = 1_000
 """How long a put waits for space when everything is leased, unless the call says so: most reads end
 sooner. At most half of the call's time."""
 
-GIVE_UP_S = 0.5
-"""How long a call that is cancelled may take to give up a put under way."""
-
 
 class Client:
     """A client of one store.
@@ -1026,7 +1023,7 @@ class Client:
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)
-            call, pause = _waiting_call(stop, call), _waiting(stop, pause)
+            call, pause = _waiting(stop, call), _waiting(stop, pause)
         try:
             if self._is_cut:
                 self._is_cut = False
@@ -1097,19 +1094,6 @@ def _one(buffer: object) -> memoryview:
     if isinstance(buffer, list | tuple):
         raise InvalidArgumentError("this takes one buffer, not several")
     return writable(cast("Buffer", buffer))[0][0]
-
-
-def _waiting_call(stop: Stop, call: Callable[..., calls.Reply]) -> Callable[..., calls.Reply]:
-    """``call``, as ``_waiting``; a put that was stopped is given up all the same."""
-    waits = _waiting(stop, call)
-
-    def ask(request: calls.Request, deadline: float, **named: str) -> calls.Reply:
-        if isinstance(request, calls.PutRevoke):
-            with Stop().here():  # one that is not set
-                return call(request, min(deadline, uptime() + GIVE_UP_S), **named)
-        return waits(request, deadline, **named)
-
-    return ask
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:

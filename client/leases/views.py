@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,6 @@ from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
-
-if TYPE_CHECKING:
-    from kvstore.client.values import Value
 
 log = logging.getLogger("kvstore.client")
 
@@ -175,7 +172,8 @@ class Watches:
                 self._let_go.remove(watch)
 
     def of(self, value: object) -> Lease | None:
-        """As ``Views.of``."""
+        """The lease of the view or allocation that ``value`` is or was made of; None: it is not
+        memory of this pool."""
         watch = self._watch(value)
         if watch is not None:
             return watch.lease
@@ -183,7 +181,7 @@ class Watches:
         return next((lease for lease in there if not lease.held), there[0] if there else None)
 
     def allocation(self, data: memoryview) -> Lease | None:
-        """As ``Views.allocation``."""
+        """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
         if not self.allocated or not data.nbytes:
             return None
         watch, address = self._watch(data), _address(data)
@@ -243,6 +241,7 @@ class Views:
         self._watch = watch
         self._margin_s = lease_margin_s
         self._watches = Watches()
+        self.of, self.allocation = self._watches.of, self._watches.allocation
         self._begin(reads)
 
     def _begin(self, reads: ReadLeases) -> None:
@@ -281,15 +280,6 @@ class Views:
     def _start(self) -> None:
         if self._thread is None and not self._closing.is_set():
             self._started.append(start_thread("kvstore-renew", self._renew_forever))
-
-    def of(self, value: Value | memoryview) -> Lease | None:
-        """The lease of the view or allocation that ``value`` is or was made of; None: it is not
-        memory of this pool."""
-        return self._watches.of(value)
-
-    def allocation(self, data: memoryview) -> Lease | None:
-        """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
-        return self._watches.allocation(data)
 
     @property
     def allocated(self) -> int:
