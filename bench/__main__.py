@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def main(
         if unknown := [text for text in named if text not in table.systems]:
             have = ", ".join(table.systems)
             raise click.BadParameter(f"{unknown[0]!r} is no system of {name}: {have}")
-        table = table.with_systems(named)
+        table = replace(table, systems={each: table.systems[each] for each in named})
     if reason := table.missing():
         raise click.ClickException(reason)
     plan = harness.Plan(

@@ -112,7 +112,10 @@ class MooncakeDriver(StoreDriver):
         keys, count = [list(batch) for batch in batches], len(batches)
         store = self._store
         if op == EXIST:
-            return Work(lambda i: store.batch_is_exist(keys[i % count]), _all_exist)
+            return Work(
+                lambda i: store.batch_is_exist(keys[i % count]),
+                lambda found: require(set(found) == {1}, "was not there in Mooncake"),
+            )
         memory = {PUT: self.source, GET: self.target}[op]
         first = memory.ctypes.data
         if len(keys[0]) == 1:
@@ -171,10 +174,6 @@ def _all_well(result: Any) -> None:
             advice="Give it more memory, or wait until it has evicted objects of others.",
         )
     require(all(code == 0 for code in codes), "was not stored by Mooncake")
-
-
-def _all_exist(result: Any) -> None:
-    require(all(each == 1 for each in result), "was not there in Mooncake")
 
 
 def _sizes(size: int) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore import calls
 from kvstore.auth.data_port import ClientEnd
 from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
@@ -109,8 +108,9 @@ class ClientState:
         )
         leases = ReadLeases(config.placements_max)
         self.views = Views(
-            self._ask_within, lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch
-        )
+            lambda request, seconds: self.stub.call(request, uptime() + seconds),
+            lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch,
+        )  # fmt: skip
         self.context = Context(
             clock=uptime,
             host=self.host,
@@ -174,9 +174,6 @@ class ClientState:
             auth=config.auth,
             client_number=client_number,
         )
-
-    def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
-        return self.stub.call(request, uptime() + seconds)
 
     def _tls(self) -> ClientEnd | None:
         credentials = self.stub.credentials

@@ -603,10 +603,6 @@ class Decisions:
         counters, self.counters = self.counters, Counter()
         return counters
 
-    def check_invariants(self) -> None:
-        assert self.pinned_blocks == sum(len(each.block_ids) for each in self._pinned.values())
-        assert all(each.workers_left > 0 for each in self._pinned.values())
-
 
 def _params(request: Request) -> dict[str, Any]:
     return request.kv_transfer_params or {}

@@ -295,7 +295,8 @@ def weights_of(
                 words = _columns(module, tensor.device) if multiplies else None
             pending.append((told, words))
         for name, module in model.named_modules():
-            if _is_rotary(module):  # its factors may be chosen by a plain attribute
+            if any("Rotary" in each.__name__ for each in type(module).__mro__):
+                # Its factors may be chosen by a plain attribute.
                 pending.append((f"{model_name}.{name} {_attributes(module)}", None))
     digest, in_memory = hashlib.sha256(), hashlib.sha256()
     for index, data in enumerate(_fetched([words for _, words in pending])):
@@ -408,10 +409,6 @@ def _tensors(
 
 def _are_experts(module: nn.Module) -> bool:
     return any(each.__name__ in ("RoutedExperts", "FusedMoE") for each in type(module).__mro__)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    return any("Rotary" in each.__name__ for each in type(module).__mro__)
 
 
 def _attributes(module: nn.Module) -> str:

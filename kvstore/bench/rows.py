@@ -5,8 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from kvstore.bench.processes import Servers
 from kvstore.bench.session import (
@@ -127,9 +127,6 @@ class Table:
     rounds: int = 5
     keeps_processes: bool = False
     """The servers of all rounds are the same, because they take minutes to start."""
-
-    def with_systems(self, names: Sequence[str]) -> Self:
-        return replace(self, systems={name: self.systems[name] for name in names})
 
 
 def size_name(size: int, between: str = "") -> str:

@@ -156,7 +156,8 @@ def text(master: str, page: str, passed_over: int = 0) -> str:
 
 
 def vllm_line(master: str) -> str:
-    return f"vllm serve MODEL --kv-transfer-config {_json(VLLM | _extra(master))}"
+    config = VLLM | {"kv_connector_extra_config": {"master": master}}
+    return f"vllm serve MODEL --kv-transfer-config {_json(config)}"
 
 
 def sglang_line(master: str) -> str:
@@ -189,10 +190,6 @@ SGLANG: Final[dict[str, object]] = {
     "interface_v1": 1,
     "hicache_storage_pass_prefix_keys": True,
 }
-
-
-def _extra(master: str) -> dict[str, object]:
-    return {"kv_connector_extra_config": {"master": master}}
 
 
 def _json(value: dict[str, object]) -> str:

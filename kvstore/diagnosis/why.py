@@ -224,7 +224,10 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
         _cause(Case(evidence, party, [each for each in others if each is not party]))
         for party in parties
     )
-    return sorted(dict.fromkeys(filter(None, found)), key=_urgency)
+    return sorted(
+        dict.fromkeys(filter(None, found)),
+        key=lambda cause: (not cause.is_problem, not cause.lines),
+    )
 
 
 def _cause(case: Case) -> Cause | None:
@@ -247,10 +250,6 @@ def _of_row(name: str, words: Mapping[str, object]) -> Cause:
     row = CAUSES[name]
     text, advice = (each.format(**words) for each in (row.text, row.advice))
     return Cause(row.code or name, text, advice, is_problem=row.is_problem)
-
-
-def _urgency(cause: Cause) -> tuple[bool, bool]:
-    return not cause.is_problem, not cause.lines
 
 
 # --- the causes of one party ----------------------------------------------------------------------

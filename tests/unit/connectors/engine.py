@@ -326,7 +326,9 @@ class Engine:
             assert self.content.get((group, place)) == key
 
     def check(self) -> None:
-        self.side.check_invariants()
+        pinned = self.side._pinned.values()
+        assert self.side.pinned_blocks == sum(len(each.block_ids) for each in pinned)
+        assert all(each.workers_left > 0 for each in pinned)
         held = [Saving(save, 0) for save in self.side._held]
         saves = [*self.saving.values(), *held]
         assert self.side.has_pinned == bool(saves)
