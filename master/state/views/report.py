@@ -177,7 +177,7 @@ def _counters(common: Common) -> list[calls.Counter]:
 def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
     """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
-    for table in islice(known.values(), place, place + left):
+    for table in islice(known.values(), place, min(place + left, len(known))):
         held = pins.held(table.name)
         rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
     return _NAMESPACES | place + left if place + left < len(known) else 0
