@@ -31,7 +31,7 @@ MYPY = """
 [mypy]
 ignore_missing_imports = True
 follow_imports = skip
-[mypy-kvstore.calls.*,kvstore.errors,kvstore.histograms,kvstore.keys,kvstore.limits,kvstore.memory.header,kvstore.shortages]
+[mypy-kvstore.calls.*,kvstore.errors,kvstore.histograms,kvstore.packed_keys,kvstore.limits,kvstore.memory.header,kvstore.no_space_messages]
 follow_imports = normal
 [mypy-kvstore.native.*,kvstore.master.state.*]
 follow_imports = normal
@@ -39,8 +39,8 @@ follow_imports = normal
 """Of the rest, and of other packages, no types are needed; torch's alone would take a minute."""
 
 STEPS = Extension(
-    "kvstore.native.fast",
-    ["kvstore/native/fast.c"],
+    "kvstore.native._native",
+    ["kvstore/native/_native.c"],
     depends=sorted(str(path) for path in Path("kvstore/native").rglob("*.h")),
     extra_compile_args=["-O3"],
     optional=True,

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
-import kvstore.mooncake
+import kvstore.mooncake_shim
 from bench import mooncake
 from bench.tables import DROP_IN, NATIVE_SHM
-from kvstore.bench.ours import OurDriver
+from kvstore.bench.kvstore_driver import OurDriver
 from kvstore.bench.rows import KIB
 from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import Bytes, fill_randomly, require
@@ -47,7 +47,7 @@ class Driver(StoreDriver):
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
             self._ours = OurDriver(address, "shm", 1)
             if mode == DROP_IN:
-                kvstore.mooncake.install()
+                kvstore.mooncake_shim.install()
         self._tokens = memory_bytes // TOKEN_BYTES
         self._pool = _host_pool(2 * self._tokens)
         whole = self._pool.kv_buffer.view(-1).view(torch.uint8).numpy()

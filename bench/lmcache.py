@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import torch
 
-import kvstore.mooncake
+import kvstore.mooncake_shim
 from bench import mooncake
-from kvstore.bench.ours import OurDriver
+from kvstore.bench.kvstore_driver import OurDriver
 from kvstore.bench.session import (
     BATCH,
     CHAIN_BLOCK_BYTES,
@@ -52,7 +52,7 @@ class Driver(StoreDriver):
         os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
         if not on_mooncake:
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = mode
-            kvstore.mooncake.install()
+            kvstore.mooncake_shim.install()
         self.source, self._target = memory(memory_bytes)
         self._settings = _settings(address)
         # This client knows when the memory of removed objects is free.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from bench import mooncake, redis, vllm
-from kvstore.bench.ours import own_store
+from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import Children, Servers
 from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, Row, System, Table
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, PUT_FULL
@@ -202,7 +202,7 @@ def _missing(module: str) -> str | None:
 OURS: Final = "kvstore"
 MOONCAKE: Final = "Mooncake"
 PACKAGES: Final = ("numpy", "grpcio", "xxhash")
-STORE: Final = System(own_store, "kvstore.bench.ours:OurDriver")
+STORE: Final = System(own_store, "kvstore.bench.kvstore_driver:OurDriver")
 BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvstore.device import ring
+from kvstore.device import staging_ring
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of, full_name
 from kvstore.device.memory import DeviceMemory, memory_of
@@ -34,7 +34,7 @@ class ClientDevices:
             with self._changing:
                 device = self._devices.get(name)
                 if device is None:
-                    device = Device(driver_of(name), ring_bytes=ring.RING_BYTES)
+                    device = Device(driver_of(name), ring_bytes=staging_ring.RING_BYTES)
                     self._devices[name] = device
         return device
 

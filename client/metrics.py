@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvstore.client.aio import AsyncClient
-from kvstore.client.sync import Client
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
 from kvstore.metrics.exposition import Rows, metric
 from kvstore.metrics.families import CLIENT
 

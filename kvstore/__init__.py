@@ -22,9 +22,9 @@ from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     from kvstore.calls import PutOutcome
-    from kvstore.client.aio import AsyncClient
-    from kvstore.client.leases.leases import Lease
-    from kvstore.client.sync import Client
+    from kvstore.client.async_client import AsyncClient
+    from kvstore.client.client import Client
+    from kvstore.client.leases.lease_table import Lease
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
 # gRPC's C core writes to standard error itself: a port that is taken, which kvstore raises as an
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _HOMES = {
-    "AsyncClient": "kvstore.client.aio",
-    "Client": "kvstore.client.sync",
+    "AsyncClient": "kvstore.client.async_client",
+    "Client": "kvstore.client.client",
     "ClientConfig": "kvstore.config",
-    "Lease": "kvstore.client.leases.leases",
+    "Lease": "kvstore.client.leases.lease_table",
     "MasterConfig": "kvstore.config",
     "NodeConfig": "kvstore.config",
     "PutOutcome": "kvstore.calls",

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstore.contents import Remembered, cache_folder, contents_of, file_state
 from kvstore.errors import ConfigError
+from kvstore.weight_digests import Remembered, cache_folder, contents_of, file_state
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 """How the names of files end that engines load. A file too many only keeps engines apart."""

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Final, Protocol
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.etcd.client import Etcd, Leader
 from kvstore.limits import EPOCH_AHEAD_MAX, highest_believed

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import grpc.aio
 
-from kvstore.auth.holders import holder_of
+from kvstore.auth.holder_ids import holder_of
 from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
@@ -25,16 +25,16 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
-from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.gate import Gate, address_of, caller_of
+from kvstore.master.authorizer import Gate, address_of, caller_of
+from kvstore.master.dispatcher import Dispatcher, logger
+from kvstore.master.fair_scheduler import Turns
 from kvstore.master.state.traffic import Caller
-from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter, WaitPreemptedError
-from kvstore.ports import what_answers
-from kvstore.process.background import start_task
+from kvstore.port_probe import what_answers
 from kvstore.process.descriptors import sockets
-from kvstore.wire import traces
+from kvstore.process.tasks import start_task
+from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
@@ -179,8 +179,8 @@ class GrpcServer:
                     _when_done(context, functools.partial(self.limiter.release, slot))
                 data = await self._request(context)
                 for key, value in context.invocation_metadata() or ():
-                    if key == traces.METADATA_KEY and isinstance(value, str):
-                        data = traces.with_trace(data, value)
+                    if key == trace_context.METADATA_KEY and isinstance(value, str):
+                        data = trace_context.with_trace(data, value)
                 work = functools.partial(self._begin, context, call, data, caller)
                 reply = work() if self._turns is None else await self._turns.taken(name, work)
                 if not isinstance(reply, bytes):

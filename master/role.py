@@ -12,7 +12,7 @@ master win.
 A lease serves one campaign, and each election has its own epoch, higher than any before. A master
 that has lost its lease, or may have, leads again only under a new lease and epoch.
 
-Times are seconds of ``kvstore.clocks.uptime``. Every ``next`` is followed by the one report that
+Times are seconds of ``kvstore.clock.uptime``. Every ``next`` is followed by the one report that
 its action asks for.
 """
 

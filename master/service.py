@@ -25,9 +25,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, Final, NamedTuple
 
 from kvstore import calls
-from kvstore.auth import rights
+from kvstore.auth import permissions
 from kvstore.auth.identity import Identity
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     BatchTooLargeError,
     BusyError,
@@ -37,18 +37,18 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
+from kvstore.formatting import field_text
 from kvstore.histograms import Histogram
 from kvstore.limits import check_cluster, check_protocol
-from kvstore.master.carriers import Endpoints
-from kvstore.master.gate import Gate, token_for
-from kvstore.master.reaching import AGAIN_S, Reach
-from kvstore.master.sealing import Sealing
+from kvstore.master.authorizer import Gate, token_for
+from kvstore.master.capabilities import Sealing
+from kvstore.master.connectivity import AGAIN_S, Reach
+from kvstore.master.rpc_servers import Endpoints
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.process.background import Died, start_task
+from kvstore.process.tasks import Died, start_task
 from kvstore.tenants import TenantMatcher, TenantRule
-from kvstore.texts import field_text
 from kvstore.wire.pieces import CUTS
 
 log = logging.getLogger("kvstore.master")
@@ -114,7 +114,7 @@ class Standby:
 
 
 class MasterService:
-    """Implements ``Service`` (``kvstore.master.carrier_base``) on one ``MasterState``."""
+    """Implements ``Service`` (``kvstore.master.dispatcher``) on one ``MasterState``."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class MasterService:
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
             if caller.identity is not None:
-                answer = rights.shown_status(caller.identity, answer)
+                answer = permissions.shown_status(caller.identity, answer)
         return answer
 
     def _took(self, started: float) -> float:

@@ -28,9 +28,9 @@ from typing import Any, Final
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # the kvstore beside this file has no code
 
-from kvstore.calls import clients, nodes, operators, places, usage
+from kvstore.calls import clients, locations, nodes, operators, usage
 from kvstore.calls.described import field_texts
-from kvstore.calls.fields import Rows
+from kvstore.calls.field_constraints import Rows
 from kvstore.limits import Key, Namespace
 from kvstore.wire.codec import BY_HAND
 from kvstore.wire.messages import CALLS
@@ -43,7 +43,7 @@ PACKAGES = (Path("kvstore/v1"), Path("kvstore/etcd"))
 GENERATED = ("*_pb2.py*", "*.proto")
 
 FILES: Final[dict[str, tuple[ModuleType, ...]]] = {
-    "client": (places, clients),
+    "client": (locations, clients),
     "node": (nodes,),
     "admin": (operators, usage),
 }

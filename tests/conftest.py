@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
 from kvstore.process import watched_files
-from tests.support import apart, costs, fake_device, leaks
+from tests.support import costs, fake_device, leaks, private_shm
 
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """A run begins, or a worker of pytest-xdist."""
     strict, record = os.environ.get("CI") == "true", bool(config.getoption("record_costs"))
     config.pluginmanager.register(costs.Costs(strict=strict, record=record))
-    if not apart.give_process_its_own_shared_memory():
+    if not private_shm.give_process_its_own_shared_memory():
         leaks.ignore_shared_memory()
 
 
@@ -141,7 +141,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = leaks.leaked(_at_start)
     # Descriptors that logging and capturing open for the whole run are not the tests'.
     _left_behind.extend(line for line in found if not line.startswith("descriptor"))
-    if apart.is_worker(session.config):
+    if private_shm.is_worker(session.config):
         session.config.workeroutput["left_behind"] = _left_behind  # type: ignore[attr-defined]
     elif _left_behind and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

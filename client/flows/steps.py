@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.devices import ClientDevices
-from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
-from kvstore.client.leases.leases import Lease, Mounted, Watched
+from kvstore.client.flows.location_cache import Placed, PlacementCache, SegmentTable
+from kvstore.client.leases.lease_table import Lease, Mounted, Watched
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.device.driver import Event
 from kvstore.errors import (
@@ -34,7 +34,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.transport.base import Transport
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 
 if TYPE_CHECKING:
     from kvstore.device.device import Device
@@ -51,7 +51,7 @@ class Ask(NamedTuple):
 class Transfer:
     """Bytes to move on one segment; the result of a list of these is a list of errors or None.
 
-    The subclasses in ``kvstore.client.flows.objects`` move whole objects.
+    The subclasses in ``kvstore.client.flows.object_transfers`` move whole objects.
     """
 
     __slots__ = ("deadline", "moves", "segment", "write")

@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from itertools import count
 from typing import Final
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.limits import RELEASED_MAX, Key, Namespace
 
 AGAIN_S: Final = 1.0

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo
-from kvstore.client.leases.leases import (
+from kvstore.client.leases.lease_table import (
     Granted,
     Lease,
     LeaseTable,
@@ -34,9 +34,9 @@ from kvstore.client.leases.leases import (
     found_at,
 )
 from kvstore.client.leases.read_leases import ReadLeases
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
-from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.tasks import CLOSE_S, join_all, start_thread
 
 log = logging.getLogger("kvstore.client")
 

@@ -1,10 +1,10 @@
 """Descriptions that engines put into the store, so that differences between engines can be seen.
 
-A fleet record (``kvstore.fleet``) says which engine serves which models, in which namespaces its
-blocks are, and on which settings their bytes depend. An engine warns if another engine's record of
-the same model differs from its own; ``kvstore why`` shows all records; the proxy reads those of
-vLLM. An ``Announcer`` puts records in the background: an engine does not wait for the store.
-"""
+A fleet record (``kvstore.fleet_records``) says which engine serves which models, in which
+namespaces its blocks are, and on which settings their bytes depend. An engine warns if another
+engine's record of the same model differs from its own; ``kvstore why`` shows all records; the proxy
+reads those of vLLM. An ``Announcer`` puts records in the background: an engine does not wait for
+the store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from kvstore.client.sync import Client
-from kvstore.clocks import uptime
-from kvstore.connectors.engine.guard import Refusals
+from kvstore.client.client import Client
+from kvstore.clock import uptime
+from kvstore.connectors.engine.guarded_client import Refusals
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import (
+from kvstore.fleet_records import (
     ANNOUNCED_EVERY_S,
     FORMAT,
     LIFETIME_S,
@@ -33,7 +33,7 @@ from kvstore.fleet import (
     short_name,
 )
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, of_tenant
-from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.tasks import CLOSE_S, join_all, start_thread
 
 AGAIN_S: Final = 5.0
 """Pause before the next attempt, if the store did not answer."""

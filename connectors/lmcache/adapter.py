@@ -27,11 +27,9 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
-from kvstore.connectors.engine import mooncake_keys
-from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine, slices
-from kvstore.connectors.lmcache.identity import ChunkNamespaces
-from kvstore.connectors.lmcache.locks import LookupLocks
-from kvstore.connectors.lmcache.memory import (
+from kvstore.connectors.engine import mooncake_config
+from kvstore.connectors.engine.guarded_client import Deadline, Guard, client_of_an_engine, slices
+from kvstore.connectors.lmcache.conversions import (
     Layout,
     layout_of,
     layout_of_object,
@@ -39,6 +37,8 @@ from kvstore.connectors.lmcache.memory import (
     name_of,
     text_of,
 )
+from kvstore.connectors.lmcache.locks import LookupLocks
+from kvstore.connectors.lmcache.namespaces import ChunkNamespaces
 from kvstore.errors import KVStoreError
 
 log = logging.getLogger("kvstore.lmcache")
@@ -68,7 +68,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             ConfigError: an unknown or wrong setting.
         """
         super().__init__()  # no capacity, so that LMCache does not evict by usage
-        settings = mooncake_keys.in_own_words(params, log)
+        settings = mooncake_config.in_own_words(params, log)
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client

@@ -7,10 +7,10 @@
 * ``sessions.py``: objects that are put part by part
 * ``names.py``: Mooncake's return codes, enumerations and small classes
 
-``kvstore.mooncake`` makes ``import mooncake.store`` find this package.
+``kvstore.mooncake_shim`` makes ``import mooncake.store`` find this package.
 """
 
-from kvstore.connectors.mooncake.names import (
+from kvstore.connectors.mooncake.mooncake_types import (
     BufferHandle,
     ExistOptions,
     MooncakeHostMemAllocator,

@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.client.client import Client
 from kvstore.client.dtypes import is_plain
-from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
-from kvstore.connectors.engine import mooncake_keys
-from kvstore.connectors.engine.guard import DEADLINE_MS, Guard, client_of_an_engine
-from kvstore.connectors.mooncake.names import (
+from kvstore.connectors.engine import mooncake_config
+from kvstore.connectors.engine.guarded_client import DEADLINE_MS, Guard, client_of_an_engine
+from kvstore.connectors.mooncake.mooncake_types import (
     BufferDescriptor,
     BufferHandle,
     Code,
@@ -39,7 +39,7 @@ from kvstore.connectors.mooncake.names import (
     code_of,
 )
 from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of, share_memory
-from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.put_sessions import PutSessions
 from kvstore.connectors.mooncake.tensors import Tensors
 from kvstore.errors import ClosedError, KVStoreError
 
@@ -106,8 +106,8 @@ class MooncakeDistributedStore(Tensors):
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
         if given is not None:
-            known = {*mooncake_keys.MEANT, *mooncake_keys.IGNORED, "enable_embedded_master"}
-            mooncake_keys.tell_unknown((key for key in given if key not in known), known, log)
+            known = {*mooncake_config.MEANT, *mooncake_config.IGNORED, "enable_embedded_master"}
+            mooncake_config.tell_unknown((key for key in given if key not in known), known, log)
             enable_embedded_master = given.get("enable_embedded_master", enable_embedded_master)
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
@@ -617,7 +617,7 @@ class MooncakeDistributedStore(Tensors):
 
 def _size(given: int | str) -> int:
     """Bytes; units of a text are binary. Raises InvalidArgumentError."""
-    return parse_size(mooncake_keys.size_of(given))
+    return parse_size(mooncake_config.size_of(given))
 
 
 def _wants_a_master(given: object) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvstore.client.values import Storable, encode
-from kvstore.connectors.mooncake.names import Code, ReplicateConfig
+from kvstore.connectors.mooncake.mooncake_types import Code, ReplicateConfig
 from kvstore.connectors.mooncake.objects import Found, Objects
 from kvstore.errors import KVStoreError
 

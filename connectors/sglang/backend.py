@@ -37,14 +37,14 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.config import ClientConfig
-from kvstore.connectors.engine import mooncake_keys
+from kvstore.connectors.engine import mooncake_config
 from kvstore.connectors.engine.fleet import Announcer
-from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
-from kvstore.connectors.sglang import identity
+from kvstore.connectors.engine.guarded_client import Deadline, Guard, client_of_an_engine
+from kvstore.connectors.sglang import fingerprint as sglang_fingerprint
 from kvstore.connectors.sglang.pools import Buffers, PoolPages, bytes_of
 from kvstore.errors import ConfigError, KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet import Record
+from kvstore.fleet_records import Record
 from kvstore.limits import of_tenant
 
 if TYPE_CHECKING:
@@ -109,14 +109,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         }
         self._config = storage_config
         self._model_id = str(given.pop("model_id", ""))
-        job = str(given.pop("job_name", "")) or identity.job_name()
+        job = str(given.pop("job_name", "")) or sglang_fingerprint.job_name()
         self._job = "" if given.pop("shares_versions", False) else job
         self._zero_copy = bool(given.get("interface_v1"))
         self._guard = Guard(client_of_an_engine(**_settings(given)), log)
         self._announcer = Announcer(self._guard.client, log)
         self._pools: dict[str, HostPool] = {}
         """By name. Besides SGLang's names, ``_FLAT`` is the main pool as SGLang's copies of it."""
-        self._fingerprints: dict[identity.ServedWeights, str] = {}
+        self._fingerprints: dict[sglang_fingerprint.ServedWeights, str] = {}
         self._describing = threading.Lock()
         self._of_thread = threading.local()
         self._figures = _Figures()
@@ -127,7 +127,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """Registers the pool of the full attention. The first rank announces the engine.
 
         SGLang's start waits until the files of the weights are hashed: 2.3 s for 16 GB in the page
-        cache, 0.2 ms if this host remembers them (``kvstore.contents``).
+        cache, 0.2 ms if this host remembers them (``kvstore.weight_digests``).
 
         Raises:
             ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``;
@@ -137,7 +137,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         super().register_mem_pool_host(mem_pool_host)
         config, replicated = self._config, self._config.is_mla_model
-        pieces = 0 if replicated else identity.pieces(config, mem_pool_host)
+        pieces = 0 if replicated else sglang_fingerprint.pieces(config, mem_pool_host)
         if config.tp_lcm_size and not replicated and not (pieces and self._zero_copy):
             raise ConfigError(
                 f"tp_lcm_size={config.tp_lcm_size}: pages of {type(mem_pool_host).__name__} in the "
@@ -146,9 +146,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 key="tp_lcm_size",
             )
         pages = PoolPages(mem_pool_host, self._guard.client, pieces=pieces or 1)
-        parts = identity.parts(config, pages, replicated=replicated, pieces=pieces)
+        parts = sglang_fingerprint.parts(config, pages, replicated=replicated, pieces=pieces)
         self._pools[PoolName.KV] = HostPool(pages, parts, "")
-        whole = identity.parts(config, pages, replicated=replicated)
+        whole = sglang_fingerprint.parts(config, pages, replicated=replicated)
         self._pools[_FLAT] = HostPool(pages, whole, _FLAT)
         log.info(
             "registered pool=kv layout=%s page_bytes=%d pieces=%d namespace=%s",
@@ -160,7 +160,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
-        pieces = identity.pieces(self._config, host_pool)
+        pieces = sglang_fingerprint.pieces(self._config, host_pool)
         pages = PoolPages(host_pool, self._guard.client, pieces=pieces or 1)
         # States of Mamba layers, and K and V by heads, differ between ranks, even if all ranks have
         # the same pages of the full attention. SGLang's controller decides in the same way.
@@ -170,7 +170,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             and not isinstance(host_pool, MHATokenToKVPoolHost)
         )
         full = self._pools[PoolName.KV].pages
-        parts = identity.parts(self._config, full, replicated=replicated, pieces=pieces)
+        parts = sglang_fingerprint.parts(self._config, full, replicated=replicated, pieces=pieces)
         self._pools[host_pool_name] = HostPool(pages, parts, f".{host_pool_name}-{pages.geometry}")
         log.info("registered pool=%s page_bytes=%d", host_pool_name, pages.size)
 
@@ -450,7 +450,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         Raises:
             KVStoreError: the store did not answer; some pages may be left.
         """
-        self._described(identity.live(self._config.model_name))
+        self._described(sglang_fingerprint.live(self._config.model_name))
         for found in list(self._fingerprints.values()):  # also of weights that were served before
             for part in sorted({part for pool in self._pools.values() for part in pool.parts}):
                 self._guard.client.clear(self._place(found, part))
@@ -473,7 +473,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         Raises:
             KVStoreError: the weights have changed.
         """
-        now = identity.live(self._config.model_name)
+        now = sglang_fingerprint.live(self._config.model_name)
         seen = getattr(self._of_thread, "weights", None)
         if seen is None:
             self._of_thread.weights = seen = now
@@ -485,14 +485,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """The namespace of these pages. ``found``: the fingerprint of the engine that has them."""
         return of_tenant(self._guard.client.config.tenant, f"sglang/{found}/{part}")
 
-    def _described(self, weights: identity.ServedWeights) -> str:
+    def _described(self, weights: sglang_fingerprint.ServedWeights) -> str:
         """The fingerprint of these weights, which the first rank announces. Hashes their files: the
         calls of SGLang's threads wait as long as ``register_mem_pool_host``, once after an update
         of the weights."""
         config, full = self._config, self._pools[PoolName.KV]
         with self._describing:
             if weights not in self._fingerprints:
-                described = identity.describe(
+                described = sglang_fingerprint.describe(
                     config, full.pages, weights, model_id=self._model_id, job=self._job,
                     zero_copy=self._zero_copy,
                 )  # fmt: skip
@@ -547,10 +547,10 @@ def _new_metrics() -> StorageMetrics:
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a client in SGLang's extra configuration. Unknown names are logged."""
     others = {name: value for name, value in given.items() if name not in _OF_SGLANG}
-    settings = mooncake_keys.in_own_words(others, log)
+    settings = mooncake_config.in_own_words(others, log)
     known = ClientConfig.model_fields
     unknown = [name for name in settings if name not in known]
-    mooncake_keys.tell_unknown(unknown, [*known, *_OURS, *mooncake_keys.MEANT], log)
+    mooncake_config.tell_unknown(unknown, [*known, *_OURS, *mooncake_config.MEANT], log)
     return {name: value for name, value in settings.items() if name in known}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvstore.client.sync import Client
+from kvstore.client.client import Client
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.fingerprint import digest
 

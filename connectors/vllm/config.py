@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.config import DEFAULT_PORT, ConnectorConfig, load
-from kvstore.connectors.engine import mooncake_keys
+from kvstore.connectors.engine import mooncake_config
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
@@ -64,7 +64,7 @@ def read_config(
             ``mooncake.json`` is used, and neither it nor another source names a master.
     """
     environ = os.environ if environ is None else environ
-    mooncake_keys.tell_ignored(extra, OF_VLLM, log)
+    mooncake_config.tell_ignored(extra, OF_VLLM, log)
     own = {RENAMED.get(key, key): extra[key] for key in extra if key not in OF_VLLM}
     config = load(ConnectorConfig, own, environ=environ, origin="kv_connector_extra_config")
     given = config.model_fields_set
@@ -91,11 +91,11 @@ def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} is not a JSON object", advice=f"Check {MOONCAKE_VARIABLE}.")
-    known = mooncake_keys.MEANT | mooncake_keys.IGNORED
-    mooncake_keys.tell_unknown((key for key in read if key not in known), known, log)
+    known = mooncake_config.MEANT | mooncake_config.IGNORED
+    mooncake_config.tell_unknown((key for key in read if key not in known), known, log)
     if "memory" not in given:
-        mooncake_keys.tell_if_none_is_pooled(read, log)
-    values = mooncake_keys.settings_of(read, log)
+        mooncake_config.tell_if_none_is_pooled(read, log)
+    values = mooncake_config.settings_of(read, log)
     if "master" not in values and "master" not in given:
         raise ConfigError(
             f"{path} names no master of kvstore",

@@ -18,13 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-from kvstore.client.sync import Client
+from kvstore.client.client import Client
+from kvstore.connectors.vllm.block_hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.config import read_config
-from kvstore.connectors.vllm.core import is_part_of_several
-from kvstore.connectors.vllm.decisions import Decisions
+from kvstore.connectors.vllm.engine_core import is_part_of_several
 from kvstore.connectors.vllm.fingerprint import speculation
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.layout import specs_of, split_of, wanted_layout
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
@@ -34,10 +33,11 @@ from kvstore.connectors.vllm.messages import (
     WorkerIdentity,
 )
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.parts import Parts
 from kvstore.connectors.vllm.scheduler import Scheduler
+from kvstore.connectors.vllm.scheduler_logic import Decisions
 from kvstore.connectors.vllm.weights import Adapters, LiveWeights, draft_layers, identify
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
+from kvstore.connectors.vllm.worker_parts import Parts
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:

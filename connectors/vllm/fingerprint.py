@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.states import is_state, shard_shapes
+from kvstore.connectors.vllm.recurrent_states import is_state, shard_shapes
 from kvstore.errors import ConfigError
 from kvstore.fingerprint import LOADED, LoadedFiles, digest, meaningful, unidentified
-from kvstore.fleet import short_name
+from kvstore.fleet_records import short_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -185,8 +185,8 @@ def weights_id(vllm_config: VllmConfig, models: Mapping[str, object], *, name: s
     otherwise the model's name and commit.
 
     Used for weights that cannot be read in memory; see ``weights``. Files are read whole
-    (``kvstore.contents``), once: they are those that this worker has loaded, whatever becomes of
-    them.
+    (``kvstore.weight_digests``), once: they are those that this worker has loaded, whatever becomes
+    of them.
 
     Args:
         models: in this worker: the "model" itself, a "draft" model that guesses tokens for it, or

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvstore.connectors.vllm.core import is_part_of_several
-from kvstore.connectors.vllm.states import check_split
+from kvstore.connectors.vllm.engine_core import is_part_of_several
+from kvstore.connectors.vllm.recurrent_states import check_split
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker
-from kvstore.client.flows.asking import Reach
-from kvstore.connectors.engine.guard import Refusals
+from kvstore.client.flows.control_calls import Reach
+from kvstore.connectors.engine.guarded_client import Refusals
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX
-from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.tasks import CLOSE_S, join_all, start_thread
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kvstore.client.values import Payload
-from kvstore.connectors.vllm.states import is_state, shard_runs
+from kvstore.connectors.vllm.recurrent_states import is_state, shard_runs
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Numbers
 from kvstore.device.memory import DeviceMemory

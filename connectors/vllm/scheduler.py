@@ -13,18 +13,17 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.client.flows.asking import Reach
-from kvstore.client.sync import Client
+from kvstore.client.client import Client
+from kvstore.client.flows.control_calls import Reach
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint
-from kvstore.connectors.vllm.core import Core, before_reset
-from kvstore.connectors.vllm.decisions import Decisions
+from kvstore.connectors.vllm.block_hashes import BlockHashes
+from kvstore.connectors.vllm.engine_core import Core, before_reset
+from kvstore.connectors.vllm.event_listener import NOTHING, Listener
 from kvstore.connectors.vllm.events import Block, BlockEvents, audit
+from kvstore.connectors.vllm.fingerprint_tracker import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.hashes import BlockHashes
-from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.layout import Split
-from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import (
     Orders,
@@ -34,10 +33,11 @@ from kvstore.connectors.vllm.messages import (
     under_of,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
+from kvstore.connectors.vllm.scheduler_logic import Decisions
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.connectors.vllm_media import are_names_marked
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.fleet import Record
+from kvstore.fleet_records import Record
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

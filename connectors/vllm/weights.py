@@ -37,7 +37,7 @@ from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 from kvstore.connectors.vllm.pages import stream_apart
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import digest
-from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.tasks import CLOSE_S, join_all, start_thread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.calls import PutOutcome
-from kvstore.client.sync import Client
+from kvstore.client.client import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.clients import StoreSettings
-from kvstore.connectors.engine.guard import Guard
+from kvstore.connectors.engine.guarded_client import Guard
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Load,
@@ -45,7 +45,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import Namespace
-from kvstore.process.background import start_thread
+from kvstore.process.tasks import start_thread
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -37,10 +37,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvstore.calls import PutOutcome
-from kvstore.connectors.engine.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guarded_client import Guard, client_of_an_engine
 from kvstore.connectors.vllm_media import are_names_marked, is_shared
-from kvstore.connectors.vllm_tier.identity import TierIdentity
-from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
+from kvstore.connectors.vllm_tier.chunk_order import ChunkRun, runs_of
+from kvstore.connectors.vllm_tier.namespace import TierIdentity
 from kvstore.errors import ConfigError, KVStoreError, NoSpaceError
 
 log = logging.getLogger("vllm.kvstore")

@@ -37,7 +37,7 @@ from kvstore.config import (
     ProxyConfig,
     settings,
 )
-from kvstore.diagnosis.rows import ROWS
+from kvstore.diagnostics.rows import ROWS
 from kvstore.metrics import families
 
 DOCS: Final = Path(__file__).resolve().parents[1]

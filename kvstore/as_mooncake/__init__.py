@@ -1,1 +1,1 @@
-"""A directory for ``PYTHONPATH``: see ``kvstore.mooncake``."""
+"""A directory for ``PYTHONPATH``: see ``kvstore.mooncake_shim``."""

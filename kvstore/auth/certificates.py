@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from kvstore.auth.credentials import SERVED, Pems, check_mode_of, key_file, read, refusal_of
-from kvstore.auth.holders import holder_of, shown
+from kvstore.auth.holder_ids import holder_of, shown
 from kvstore.auth.identity import ALL, ENGINE, NODE, URI_BYTES_MAX, Identity, identity, identity_of
 from kvstore.errors import ConfigError, InvalidArgumentError, StartupError
 from kvstore.network.addresses import is_address

@@ -31,7 +31,7 @@ import grpc
 
 from kvstore.auth.identity import MASTER, NODE, Identity, identity_of
 from kvstore.auth.validity import DAY_S, Validity, validity_of
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.network.tls import Certificate, load_chain, renewing
 from kvstore.process.watched_files import WatchedFile, read_file

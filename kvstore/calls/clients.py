@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.fields import (
+from kvstore.calls.field_constraints import (
     Avoided,
     Between,
     Name,
@@ -26,7 +26,7 @@ from kvstore.calls.fields import (
     TtlMs,
     WaitMs,
 )
-from kvstore.calls.places import Placements, SegmentInfo
+from kvstore.calls.locations import Placements, SegmentInfo
 from kvstore.limits import (
     CONNECTIONS_CUT_MAX,
     NAMESPACES_MAX,

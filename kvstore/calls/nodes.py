@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.fields import (
+from kvstore.calls.field_constraints import (
     Between,
     ClockMs,
     Name,
@@ -17,7 +17,7 @@ from kvstore.calls.fields import (
     SixteenOrEmpty,
     Uuid,
 )
-from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
+from kvstore.calls.locations import NO_VERSION, DevicePlace, EngineAddress, Version
 from kvstore.limits import (
     DATA_PROTOCOL_VERSION,
     NODE_SEGMENTS_MAX,

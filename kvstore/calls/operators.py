@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.clients import Grants
-from kvstore.calls.fields import (
+from kvstore.calls.field_constraints import (
     Avoided,
     KeyPrefix,
     Name,
@@ -17,7 +17,7 @@ from kvstore.calls.fields import (
     PageRows,
     Size,
 )
-from kvstore.calls.places import NO_VERSION, Placements, Version
+from kvstore.calls.locations import NO_VERSION, Placements, Version
 from kvstore.limits import Key, Namespace
 
 

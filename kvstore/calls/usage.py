@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.fields import Between, NamespaceOrEmpty, Numbers, Rows
+from kvstore.calls.field_constraints import Between, NamespaceOrEmpty, Numbers, Rows
+from kvstore.formatting import key_text
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
-from kvstore.texts import key_text
 
 
 class Traffic(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Final
 import click
 
 from kvstore.auth.identity import ALL, ROLES
+from kvstore.cli.json_output import print_json
 from kvstore.cli.options import FAILED, NOT_THERE, Group, debug_option, json_option
-from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
-from kvstore.process import dumps
+from kvstore.formatting import shown_text
+from kvstore.process import memory_protection
 from kvstore.process.watched_files import write_file
-from kvstore.texts import shown_text
 
 HERE: Final = "kvstore-authority"
 
@@ -48,7 +48,7 @@ many_option: Final = functools.partial(click.option, multiple=True, metavar="PAT
     help="Write the files by which processes prove their identity, and revoke them.",
 )
 def auth() -> None:
-    dumps.hide_memory()
+    memory_protection.hide_memory()
 
 
 def _now() -> datetime:
@@ -69,7 +69,7 @@ Who can read this folder can make every identity: keep it off the hosts of the c
 @authority_option
 @debug_option
 def init(folder: Path) -> None:
-    from kvstore.auth.authority import create
+    from kvstore.auth.ca import create
 
     until = create(folder, _now()).certificate.not_valid_after_utc
     option = "" if folder == Path(HERE) else f" --authority {shlex.quote(str(folder))}"
@@ -121,10 +121,10 @@ def issue(
     writes: tuple[str, ...], nodes: tuple[str, ...], hosts: tuple[str, ...], days: int,
     into: Path | None, force: bool, folder: Path,
 ) -> None:  # fmt: skip
-    from kvstore.auth import authority
+    from kvstore.auth import ca
     from kvstore.auth.certificates import Wanted
 
-    own = Path(authority.file_name(name) + ".auth")
+    own = Path(ca.file_name(name) + ".auth")
     files = [into / each for each in ("tls.key", "tls.crt", "ca.crt")] if into else [own]
     for path in files:
         if path.exists() and not force:
@@ -132,10 +132,10 @@ def issue(
                 f"{path} is there already", advice="Nothing was issued. --force replaces it."
             )
     wanted = Wanted(name, roles, both + reads, both + writes, nodes or ALL, hosts, days)
-    leaf = authority.issue(folder, wanted, _now())
+    leaf = ca.issue(folder, wanted, _now())
     if into:
         into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    whole = authority.content_of(leaf, shlex.join(["kvstore", *sys.argv[1:]]))
+    whole = ca.content_of(leaf, shlex.join(["kvstore", *sys.argv[1:]]))
     for path, content in zip(files, leaf.pems if into else [whole], strict=True):
         write_file(path, content)
     who = f"{shown_text(leaf.who.shown, 200)}, number {leaf.who.number}"
@@ -188,16 +188,16 @@ Exit codes: 0 done, or revoked before; 3 nothing of this name or number was issu
 @authority_option
 @debug_option
 def revoke(which: str, folder: Path) -> int:
-    from kvstore.auth import authority
+    from kvstore.auth import ca
 
-    found = authority.revoke(folder, which, _now())
+    found = ca.revoke(folder, which, _now())
     if not found:
         click.echo(f"{folder} has issued nothing of the name or number {which}", err=True)
         return NOT_THERE
     for number in found:
         click.echo(f"revoked {which}, number {number}")
     click.echo(
-        f"Copy {folder / authority.REVOKED_NAME} to the file of --auth-revoked on the host of each "
+        f"Copy {folder / ca.REVOKED_NAME} to the file of --auth-revoked on the host of each "
         "master and node: it counts within a second. Clients do not read it: they accept a revoked "
         "master or node until its certificate ends, unless they trust another CA."
     )

@@ -20,8 +20,8 @@ from kvstore.cli.options import (
 )
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError, StartupError
+from kvstore.formatting import size_text
 from kvstore.network.addresses import shown_place
-from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from kvstore.bench.rows import Row
@@ -125,7 +125,7 @@ def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_
     from rich.live import Live
 
     from kvstore.bench.harness import Plan, Sample, measure, numbers
-    from kvstore.bench.ours import own_store
+    from kvstore.bench.kvstore_driver import own_store
     from kvstore.bench.processes import ChildError, Servers
     from kvstore.bench.rows import System, Table
     from kvstore.cli.tables import console_of_names, table_of
@@ -149,7 +149,7 @@ def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_
             f"{found['p50_us']:,.1f}", f"{found['p99_us']:,.1f}", f"{found['processor_us']:,.1f}",
         )  # fmt: skip
 
-    system = System(start, "kvstore.bench.ours:OurDriver", target.options)
+    system = System(start, "kvstore.bench.kvstore_driver:OurDriver", target.options)
     table = Table(name="host", title="", rows=tuple(rows), systems={"kvstore": system})
     live = Live(shown, console=console_of_names(fits=True), vertical_overflow="visible",
                 refresh_per_second=2)  # fmt: skip
@@ -169,7 +169,7 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
     Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
     """
     from kvstore import Client
-    from kvstore.bench.ours import NAMESPACE
+    from kvstore.bench.kvstore_driver import NAMESPACE
 
     with Client(config=config) as client:
         status = client.status()

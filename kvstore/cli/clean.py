@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.cli.json_output import print_json
 from kvstore.cli.options import (
     FAILED,
     NOT_THERE,
@@ -15,12 +16,11 @@ from kvstore.cli.options import (
     given_anywhere,
     json_option,
 )
-from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.texts import size_text
+from kvstore.formatting import size_text
 
 if TYPE_CHECKING:
-    from kvstore.memory.entries import LeftOver
+    from kvstore.memory.shm_entries import LeftOver
 
 EXAMPLE = """\b
 Examples:
@@ -48,7 +48,7 @@ memory.
 @json_option
 @debug_option
 def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool | None) -> int:
-    from kvstore.memory.entries import left_overs, remove_left
+    from kvstore.memory.shm_entries import left_overs, remove_left
 
     def is_meant(left: LeftOver) -> bool:
         if names and left.name not in names:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.cli.options import config_options, debug_option, json_option
 from kvstore.config import ClientConfig, load, settings
 from kvstore.limits import Namespace
-from kvstore.process import dumps
+from kvstore.process import memory_protection
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -70,7 +70,7 @@ def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientCo
     """
     config = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
     if config.auth:
-        dumps.hide_memory()
+        memory_protection.hide_memory()
     return config
 
 

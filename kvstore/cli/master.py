@@ -7,7 +7,7 @@ from typing import NoReturn
 from kvstore.cli.options import run
 from kvstore.cli.servers import serves
 from kvstore.config import MasterConfig
-from kvstore.process.children import ParentLink
+from kvstore.process.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:
@@ -20,7 +20,7 @@ Examples:
 @serves(MasterConfig, EXAMPLE, "Run the master, which knows all objects and where they are.")
 def command(config: MasterConfig, parent: ParentLink) -> int:
     # After the settings: a typo is reported at once.
-    from kvstore.master.app import run as serve
+    from kvstore.master.main import run as serve
 
     return serve(config, parent)
 

@@ -13,12 +13,12 @@ import click
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
 from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import NOT_THERE, agreed, command, print_json_error
 from kvstore.cli.progress import progress
-from kvstore.cli.show import plain, print_json
 from kvstore.errors import CorruptObjectError
+from kvstore.formatting import duration_text, key_from_text, key_text, name_text, size_text
 from kvstore.limits import BATCH_KEYS_MAX, Key
-from kvstore.texts import duration_text, key_from_text, key_text, name_text, size_text
 
 LIST_ROWS_MAX = 1_000
 """Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""

@@ -9,10 +9,10 @@ import click
 
 from kvstore.calls import Branch
 from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import command
-from kvstore.cli.show import plain, print_json
+from kvstore.formatting import duration_text, key_text, name_text, size_text
 from kvstore.limits import CHAINS_MAX
-from kvstore.texts import duration_text, key_text, name_text, size_text
 
 LEVELS_MAX = 20
 """Deeper branches are not indented further."""

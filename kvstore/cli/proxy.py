@@ -11,8 +11,8 @@ from kvstore.cli.options import Command, run
 from kvstore.cli.servers import serves
 from kvstore.config import ProxyConfig
 from kvstore.errors import StartupError
-from kvstore.process import dumps
-from kvstore.process.children import ParentLink
+from kvstore.process import memory_protection
+from kvstore.process.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:
@@ -50,9 +50,11 @@ class Proxy(Command):
 def command(config: ProxyConfig, parent: ParentLink) -> int:
     del parent
     if config.cache_salt_from:
-        dumps.hide_memory()
+        memory_protection.hide_memory()
     try:
-        from kvstore.proxy.app import run as serve  # after the settings: a typo is reported at once
+        from kvstore.proxy.main import (
+            run as serve,  # after the settings: a typo is reported at once
+        )
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise

@@ -12,11 +12,11 @@ import click
 from kvstore.cli.options import SOURCES, command, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import SharedMemoryTooSmallError
+from kvstore.formatting import size_text
 from kvstore.memory import cgroup
 from kvstore.network.addresses import join_address
-from kvstore.network.listening import listen
+from kvstore.network.listeners import listen
 from kvstore.process import logs
-from kvstore.texts import size_text
 
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 
@@ -75,12 +75,12 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     logs.configure(config.log_level, config.log_format)
     click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
 
-    from kvstore.master.app import Temporary
-    from kvstore.master.app import run as serve
+    from kvstore.master.main import Temporary
+    from kvstore.master.main import run as serve
     from kvstore.network.host import (
         own_address,  # these after the settings: a typo is reported at once
     )
-    from kvstore.network.listening import EVERY_INTERFACE
+    from kvstore.network.listeners import EVERY_INTERFACE
 
     host = own_address() if config.host in EVERY_INTERFACE else config.host
 
@@ -99,8 +99,8 @@ def spare_memory() -> int:
     Raises:
         SharedMemoryTooSmallError: the host can spare less than ``MEMORY_MIN``.
     """
-    from kvstore.diagnosis.host import memory_available
-    from kvstore.memory.entries import SHM_DIRECTORY  # imports numpy
+    from kvstore.diagnostics.host import memory_available
+    from kvstore.memory.shm_entries import SHM_DIRECTORY  # imports numpy
 
     room = os.statvfs(SHM_DIRECTORY)
     shared = room.f_bavail * room.f_frsize if room.f_blocks else None

@@ -17,8 +17,8 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import MasterConfig, NodeConfig, ProxyConfig, load
-from kvstore.process import dumps, logs
-from kvstore.process.children import ParentLink
+from kvstore.process import logs, memory_protection
+from kvstore.process.child_process import ParentLink
 
 Settings = MasterConfig | NodeConfig | ProxyConfig
 Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
@@ -28,8 +28,8 @@ def serves(
     kind: Kind, examples: str, text: str, *, cls: type[Command] = Command
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a function a server's command, whose help is ``text``. The function is given the
-    settings, the link to a parent (``kvstore.process.children`` starts servers as children), and
-    what options of its own say."""
+    settings, the link to a parent (``kvstore.process.child_process`` starts servers as children),
+    and what options of its own say."""
 
     def wrap(serve: Callable[..., int]) -> click.Command:
         @functools.wraps(serve)
@@ -39,7 +39,7 @@ def serves(
                 config: Settings = load(kind, flags, config_path=config_path, origin="{flag}")
                 logs.configure(config.log_level, config.log_format)
                 if config.auth:
-                    dumps.hide_memory()
+                    memory_protection.hide_memory()
                 return serve(config, parent, **given)
             return FAILED  # the parent was told why
 

@@ -12,8 +12,8 @@ import click
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command
-from kvstore.cli.show import print_json
 from kvstore.cli.tables import (
     console_of_names,
     head_text,
@@ -22,8 +22,8 @@ from kvstore.cli.tables import (
     table_of,
 )
 from kvstore.errors import KVStoreError
+from kvstore.formatting import size_text
 from kvstore.network.addresses import shown_place
-from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

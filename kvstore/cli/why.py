@@ -1,6 +1,6 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
-The command prints what ``kvstore.diagnosis`` finds. Names and keys come from strangers, so all
+The command prints what ``kvstore.diagnostics`` finds. Names and keys come from strangers, so all
 of them are made safe (``shown_text``) before they reach the terminal.
 """
 
@@ -14,12 +14,12 @@ import click
 
 from kvstore.calls import ClientTraffic
 from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.json_output import print_json
 from kvstore.cli.options import FAILED, NOT_THERE, command
-from kvstore.cli.show import print_json
-from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
-from kvstore.diagnosis.why import Cause, counted
+from kvstore.diagnostics.evidence import Explained, Report, explain, report_of
+from kvstore.diagnostics.why import Cause, counted
+from kvstore.formatting import duration_text, shown_text, size_text
 from kvstore.network.addresses import shown_place
-from kvstore.texts import duration_text, shown_text, size_text
 
 EXAMPLE = """\b
 Examples:

@@ -27,6 +27,6 @@ from __future__ import annotations
 
 from kvstore.config.base import *  # noqa: F403  # all that they have
 from kvstore.config.clients import *  # noqa: F403
-from kvstore.config.reading import *  # noqa: F403
+from kvstore.config.loader import *  # noqa: F403
 from kvstore.config.servers import *  # noqa: F403
-from kvstore.config.values import *  # noqa: F403
+from kvstore.config.setting_types import *  # noqa: F403

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvstore.config.values import As, RefusedValueError, format_size
+from kvstore.config.setting_types import As, RefusedValueError, format_size
 from kvstore.errors import ConfigError
 
 PREFIX = "KVSTORE_"

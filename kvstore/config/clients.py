@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvstore.config.base import Config
-from kvstore.config.values import (
+from kvstore.config.setting_types import (
     DEFAULT_PORT,
     P2P,
     TRANSPORTS_KNOWN,

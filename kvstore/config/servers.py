@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from kvstore.config.base import Config
-from kvstore.config.values import (
+from kvstore.config.setting_types import (
     DATA_PORT,
     DATA_PORTS,
     DEFAULT_PORT,

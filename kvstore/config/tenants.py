@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 
 from kvstore.auth.identity import PATTERNS_MAX, check_pattern
 from kvstore.config.base import Config
-from kvstore.config.values import Limit
+from kvstore.config.setting_types import Limit
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.process.watched_files import read_file
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule

@@ -29,7 +29,7 @@ import numpy as np
 from kvstore.device.driver import Event, Numbers, Way
 from kvstore.device.streams import current_stream
 from kvstore.errors import DeviceError
-from kvstore.memory.raw import address_of
+from kvstore.memory.process_memory import address_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device.copies import Copies, cut
 from kvstore.device.driver import DeviceDriver, Event, Way
-from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
-from kvstore.device.ring import Ring
+from kvstore.device.page_locks import WINDOW_BYTES, Locked, Locks
+from kvstore.device.staging_ring import Ring
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.process.stopping import current
+from kvstore.process.cancellation import current
 
 log = logging.getLogger("kvstore.device")
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
 from kvstore.etcd import rpc_pb2 as rpc
 from kvstore.etcd.wire import (
@@ -32,7 +32,7 @@ from kvstore.etcd.wire import (
     worth_another_member,
 )
 from kvstore.network.addresses import EtcdPlace
-from kvstore.network.names import UnknownNameError, grpc_target
+from kvstore.network.resolver import UnknownNameError, grpc_target
 
 log = logging.getLogger("kvstore.master")
 

@@ -29,7 +29,7 @@ header, a header copied elsewhere, and a header left by another segment are not 
 
 Every client of a segment knows its seed, so a valid header proves nothing about its writer. A stamp
 does: the SipHash (128 bits) of offset, payload bytes, version, namespace and key, under a key that
-only the node and its master know (``kvstore.node.inventory``, ``kvstore.master.sealing``). The
+only the node and its master know (``kvstore.node.inventory``, ``kvstore.master.capabilities``). The
 master makes it for what it grants, the client writes it behind the header, and a scan compares it.
 A header that leaves less than 16 bytes of its 1,024 has none.
 
@@ -45,7 +45,7 @@ used:
                    the places, 0
        528         the cluster's name, and the places, separated by line feeds
       3072    64   of a segment in a device's memory: whether its owner lives
-                   (``kvstore.memory.alive``)
+                   (``kvstore.memory.owner_futex``)
 
 A segment in the memory of a device has its extents there, at the same offsets. Its entry in
 ``/dev/shm`` is the superblock alone.

@@ -19,11 +19,17 @@ from functools import partial
 from typing import Any, Final
 
 from kvstore.memory import header as layout
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node, open_shared
+from kvstore.memory.allocation import RESERVE_BYTES, not_mapped
 from kvstore.memory.pages import POPULATE_READ, populate
-from kvstore.memory.raw import address_of
-from kvstore.memory.taking import RESERVE_BYTES, not_mapped
-from kvstore.process.background import in_one_piece, join_all, start_thread
+from kvstore.memory.process_memory import address_of
+from kvstore.memory.shm_entries import (
+    SHM_DIRECTORY,
+    SHM_PREFIX,
+    directories,
+    is_of_a_node,
+    open_shared,
+)
+from kvstore.process.tasks import in_one_piece, join_all, start_thread
 
 _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The read-only mappings of this process, as arrays of ctypes, by address."""

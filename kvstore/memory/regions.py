@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.memory.raw import address_of
+from kvstore.memory.process_memory import address_of
 
 
 class Region(NamedTuple):

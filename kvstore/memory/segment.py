@@ -20,7 +20,18 @@ from kvstore.errors import ConfigError
 from kvstore.limits import highest_believed
 from kvstore.memory import cgroup, pages
 from kvstore.memory import header as layout
-from kvstore.memory.entries import (
+from kvstore.memory.allocation import (
+    SIZE_STEP,
+    MemoryOptions,
+    check_room,
+    directory_for,
+    map_file,
+    step_of,
+    take_pages,
+)
+from kvstore.memory.private_file import PrivateFile, has_private
+from kvstore.memory.shared_descriptors import Lent, lend
+from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
     check_name,
@@ -37,17 +48,6 @@ from kvstore.memory.entries import (
     reclaim_elsewhere,
     unlink_entry,
     unlink_own,
-)
-from kvstore.memory.lending import Lent, lend
-from kvstore.memory.stamp_key import PrivateFile, has_private
-from kvstore.memory.taking import (
-    SIZE_STEP,
-    MemoryOptions,
-    check_room,
-    directory_for,
-    map_file,
-    step_of,
-    take_pages,
 )
 
 log = logging.getLogger("kvstore.node")

@@ -69,8 +69,8 @@ def page(
     """The text of a page.
 
     Args:
-        open_files: of a process whose memory is hidden (``kvstore.process.dumps``), so that others
-            cannot count them.
+        open_files: of a process whose memory is hidden (``kvstore.process.memory_protection``), so
+            that others cannot count them.
     """
     registry = CollectorRegistry()
     registry.register(_Shown(families, values))

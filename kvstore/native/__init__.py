@@ -13,20 +13,20 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from kvstore.native.kinds import CLOCK
+from kvstore.native.interface import CLOCK
 
 
 def _load() -> ModuleType:
     with contextlib.suppress(ImportError):
-        found = importlib.import_module("kvstore.native.fast")
-        # An older build compares deadlines with another clock than ``kvstore.clocks``.
+        found = importlib.import_module("kvstore.native._native")
+        # An older build compares deadlines with another clock than ``kvstore.clock``.
         if getattr(found, "CLOCK", None) == CLOCK:
             return found
-    return importlib.import_module("kvstore.native.slow")
+    return importlib.import_module("kvstore.native.pure_python")
 
 
 if TYPE_CHECKING:
-    from kvstore.native import slow as steps
+    from kvstore.native import pure_python as steps
 else:
     steps = _load()
 is_compiled: Final = hasattr(steps, "CLOCK")

@@ -22,18 +22,18 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 #define STREAM_BYTES (4 << 20) /* from here on copies bypass the caches, which they would only empty */
 #define THREADS_MAX 16
 
-/* How a batch ended, and what became of a row (kvstore.native.kinds says what they mean). */
+/* How a batch ended, and what became of a row (kvstore.native.interface says what they mean). */
 enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
 enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
 
-/* As kvstore.clocks.uptime, in nanoseconds. */
+/* As kvstore.clock.uptime, in nanoseconds. */
 static int64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_BOOTTIME, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* A time of kvstore.clocks.uptime, or a duration, in nanoseconds; it may be infinite. */
+/* A time of kvstore.clock.uptime, or a duration, in nanoseconds; it may be infinite. */
 static int64_t as_ns(double seconds) {
     return seconds > 9e9 ? INT64_MAX : (int64_t)(seconds * 1e9);
 }
@@ -90,7 +90,7 @@ static int interrupted(const Batch *batch) {
     return now_ns() >= batch->deadline_ns ? LATE : DONE;
 }
 
-/* WHOLE: as kvstore.native.rows.header_of, the row's header is at `place`; otherwise STALE. Reads shared
+/* WHOLE: as kvstore.native.object_headers.header_of, the row's header is at `place`; otherwise STALE. Reads shared
  * memory once, into `row->found`: what is checked is what is kept. */
 static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
     uint8_t *head = row->found;
@@ -130,7 +130,7 @@ static size_t stamp_size(const Batch *batch, const Row *row) {
     return is_stamped && checked_size(batch, row) + STAMP_BYTES <= HEADER_BYTES ? STAMP_BYTES : 0;
 }
 
-/* As kvstore.native.rows.write_header; sets `*size` to the bytes of the header and its stamp. */
+/* As kvstore.native.object_headers.write_header; sets `*size` to the bytes of the header and its stamp. */
 static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
     uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
                          (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};

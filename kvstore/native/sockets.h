@@ -6,7 +6,7 @@
 #define LANE_BUFFER (32 << 10)
 #define LOOK_MS 200 /* how often a waiting thread looks for signals */
 
-/* kvstore.wire.spinning */
+/* kvstore.wire.busy_poll_gauge */
 #define PREEMPTED_NS 1000000
 enum { PREEMPTED = -1, MISS, HIT };
 
@@ -64,7 +64,7 @@ static int polls_again(int64_t *spin_until) {
     return *spin_until > 0;
 }
 
-/* kvstore.wire.spinning: the outcome of polling that has left `spin_until` behind. */
+/* kvstore.wire.busy_poll_gauge: the outcome of polling that has left `spin_until` behind. */
 static int polled(int64_t spin_until) {
     return spin_until > 0 ? HIT : (int)spin_until;
 }

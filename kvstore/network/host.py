@@ -14,11 +14,11 @@ import uuid
 from functools import cache
 from ipaddress import ip_address
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import StartupError
-from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
-from kvstore.network.names import RESOLVE_S, resolve
+from kvstore.network.resolver import RESOLVE_S, resolve
 
 
 @cache

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 from kvstore.errors import BusyError
-from kvstore.texts import name_text
+from kvstore.formatting import name_text
 
 log = logging.getLogger("kvstore.network")
 

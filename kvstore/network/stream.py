@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("@ii", 1, 0)

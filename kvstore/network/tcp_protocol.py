@@ -31,13 +31,13 @@ With capabilities (docs/transports.md says what they are for) two places differ:
     request magic, op, count; count x record         ->
 
 Where the segment's description says so, all of this is within TLS 1.3, which begins the connection
-(``kvstore.auth.data_port``). A server that has no connection left sends an
+(``kvstore.auth.data_port_tls``). A server that has no connection left sends an
 alert of TLS (``kvstore.network.tls_stream.BUSY``) instead of a handshake.
 
 A holder is an identity that the master has authenticated. Its clients prove that they have the
 holder's key of the segment (``holder_key``), which the master tells to no other identity. A record
 is a range with the capability for it: offset, length; offset and length of its extent; expiry in ms
-of the node's clock (``kvstore.clocks.uptime``); order; rights; MAC. The MAC is SipHash-2-4, of 128
+of the node's clock (``kvstore.clock.uptime``); order; rights; MAC. The MAC is SipHash-2-4, of 128
 bits, of what ``sealed`` packs, under the segment's token. So each capability is for one holder,
 mount and extent.
 

@@ -38,7 +38,7 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
-from kvstore.clocks import uptime_ms
+from kvstore.clock import uptime_ms
 from kvstore.errors import (
     DrainedError,
     KVStoreError,
@@ -51,14 +51,14 @@ from kvstore.limits import (
     CLAIMS_UNANSWERED_MAX,
     PROTOCOL_VERSION,
 )
-from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
+from kvstore.memory.shm_entries import ENTRY_GONE
 from kvstore.node import inventory
-from kvstore.node.handover import HandoverServer
-from kvstore.node.masters import Masters
-from kvstore.node.stream import NodeStream
-from kvstore.process.background import start_task
+from kvstore.node.descriptor_server import HandoverServer
+from kvstore.node.master_discovery import Masters
+from kvstore.node.session import NodeStream
+from kvstore.process.tasks import start_task
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 

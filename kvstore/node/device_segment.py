@@ -19,14 +19,16 @@ from typing import Final
 from xxhash import xxh3_64
 
 from kvstore.calls import DevicePlace
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
-from kvstore.device.ring import RING_BYTES
+from kvstore.device.staging_ring import RING_BYTES
 from kvstore.errors import ConfigError, DeviceError
-from kvstore.memory import alive
 from kvstore.memory import header as layout
-from kvstore.memory.entries import (
+from kvstore.memory import owner_futex
+from kvstore.memory.allocation import SIZE_STEP
+from kvstore.memory.segment import ZERO_STEP, NodeSegment, write_superblock
+from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
     check_name,
@@ -39,18 +41,16 @@ from kvstore.memory.entries import (
     unlink_entry,
     unlink_own,
 )
-from kvstore.memory.segment import ZERO_STEP, NodeSegment, write_superblock
-from kvstore.memory.taking import SIZE_STEP
+from kvstore.transport.common import Move
 from kvstore.transport.device import LOCK
-from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import Move
+from kvstore.transport.device_ranges import DeviceRanges
 
 SCAN_BYTES: Final = 32 << 20
 """Bytes per step of a scan, in ordinary memory."""
 
 OPEN_S: Final = 3.0
 """How long a segment that ends waits for processes that have it open; clients look once a second
-(``kvstore.client.movers.SWEEP_S``)."""
+(``kvstore.client.transport_selector.SWEEP_S``)."""
 
 STEP_S: Final = 10.0
 """The longest that one step of a scan or a wipe may wait for the device."""
@@ -68,7 +68,7 @@ class DeviceSegment(NodeSegment):
         self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock,
         device: Device, base: int, handle: str, held: int,
     ) -> None:  # fmt: skip
-        """Internal: use ``on``. ``held``: as ``kvstore.memory.alive.hold`` returned it."""
+        """Internal: use ``on``. ``held``: as ``kvstore.memory.owner_futex.hold`` returned it."""
         super().__init__(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=False)
         self._device = device
         self._base = base
@@ -122,7 +122,7 @@ class DeviceSegment(NodeSegment):
                 handle = device.driver.export(base)
                 mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
                 let_in(fd, path, gid)
-                held = alive.hold(fd, layout.ALIVE_OFFSET)
+                held = owner_futex.hold(fd, layout.ALIVE_OFFSET)
                 whose = (owner or layout.Owner())._replace(on_device=True)
                 superblock = write_superblock(mapped, name, size, whose)
                 return cls(
@@ -202,7 +202,7 @@ class DeviceSegment(NodeSegment):
             self._device.close()
             if not self._device.has_failed:
                 self._device.driver.free(self._base)
-            alive.let_go(self._held)
+            owner_futex.let_go(self._held)
             with contextlib.suppress(BufferError):
                 self.memory.release()
                 if self._mapped is not None:

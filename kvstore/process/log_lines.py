@@ -6,7 +6,7 @@ import logging
 from datetime import datetime
 from typing import Any, Final
 
-from kvstore.texts import shown_text
+from kvstore.formatting import shown_text
 
 PIECE_BYTES_MAX: Final = 1 << 14
 """A longer line, or traceback, is cut."""

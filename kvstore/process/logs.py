@@ -130,7 +130,7 @@ class LogWriter:
         self._told = 0
         self._is_cut = False
         """Whether the last line was written in part."""
-        from kvstore.process.background import start_thread  # not above: it imports asyncio
+        from kvstore.process.tasks import start_thread  # not above: it imports asyncio
 
         start_thread(f"kvstore-output-{fd}", self._write_forever)
 

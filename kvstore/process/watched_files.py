@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("kvstore.files")
@@ -178,7 +178,7 @@ class WatchedFile(Generic[T]):
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
     """In the block a thread reads the files of this process, and nothing else does."""
-    from kvstore.process.background import (
+    from kvstore.process.tasks import (
         start_thread,  # needs asyncio, which a command that reads its settings does not wait for
     )
 

@@ -1,8 +1,7 @@
 """The admin API ``/admin/instances``: adds, drains and removes instances while the proxy runs.
 
-The rules of all kvstore's HTTP ports for changes hold (``kvstore.web.server.access``): a request
-needs ``--admin-token`` or, if none is set, a connection from this host.
-"""
+The rules of all kvstore's HTTP ports for changes hold (``kvstore.web.server.access_control``): a
+request needs ``--admin-token`` or, if none is set, a connection from this host."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from typing import Any, Final
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.formatting import field_text
 from kvstore.network.addresses import join_address, split_address
 from kvstore.proxy import bodies
-from kvstore.proxy.asked import REQUEST_ID, error_response, request_id_of
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
-from kvstore.texts import field_text
-from kvstore.web.server.access import Access, Advice, Hosts
+from kvstore.proxy.request_context import REQUEST_ID, error_response, request_id_of
+from kvstore.web.server.access_control import Access, Advice, Hosts
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -17,11 +17,11 @@ from aiohttp import ClientResponse, web
 from multidict import CIMultiDict
 
 from kvstore.proxy import bodies, engine
-from kvstore.proxy.asked import REQUEST_ID, Asked, ProxyParts, error_response
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
-from kvstore.web.server.doors import RETRY_AFTER_S
+from kvstore.proxy.request_context import REQUEST_ID, Asked, ProxyParts, error_response
+from kvstore.web.server.connection_limiter import RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.breaker import Breaker
-from kvstore.client.aio import AsyncClient
+from kvstore.client.async_client import AsyncClient
 from kvstore.config import ClientConfig
-from kvstore.diagnosis.gathering import read_records
+from kvstore.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record
+from kvstore.fleet_records import RECORDS_MAX, Record
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
-from kvstore.process.background import start_task
+from kvstore.process.tasks import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import Held

@@ -6,10 +6,10 @@ import logging
 from typing import Final
 
 from kvstore.proxy import bodies
-from kvstore.proxy.asked import Asked, ProxyParts
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import ROLES, Instance
 from kvstore.proxy.metrics import clock_ms
+from kvstore.proxy.request_context import Asked, ProxyParts
 
 log = logging.getLogger("kvstore.proxy")
 

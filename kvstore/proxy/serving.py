@@ -14,7 +14,12 @@ from kvstore.network.limiter import WaitPreemptedError
 from kvstore.process.logs import EACH
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
-from kvstore.proxy.asked import (
+from kvstore.proxy.bodies import EngineRoute
+from kvstore.proxy.decode import decode, no_decoder
+from kvstore.proxy.metrics import clock_ms
+from kvstore.proxy.prefill import prefill
+from kvstore.proxy.render import render
+from kvstore.proxy.request_context import (
     REQUEST_ID,
     Asked,
     ProxyParts,
@@ -22,12 +27,7 @@ from kvstore.proxy.asked import (
     headers_for_engines,
     request_id_of,
 )
-from kvstore.proxy.bodies import EngineRoute
-from kvstore.proxy.decode import decode, no_decoder
-from kvstore.proxy.metrics import clock_ms
-from kvstore.proxy.prefill import prefill
-from kvstore.proxy.render import render
-from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S
+from kvstore.web.server.connection_limiter import CLIENT_LEFT, RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

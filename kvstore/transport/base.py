@@ -23,9 +23,9 @@ from xxhash import xxh3_64
 from kvstore.calls import SegmentInfo
 from kvstore.errors import SegmentGoneError
 from kvstore.memory.header import HEADER_BYTES, WIPE
-from kvstore.native.kinds import CORRUPT, STALE, ReadRow, WriteRow
-from kvstore.native.rows import header_of, write_header
-from kvstore.transport.pieces import Move, check_moves
+from kvstore.native.interface import CORRUPT, STALE, ReadRow, WriteRow
+from kvstore.native.object_headers import header_of, write_header
+from kvstore.transport.common import Move, check_moves
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""

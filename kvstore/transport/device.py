@@ -28,12 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.calls import DevicePlace, SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
-from kvstore.memory import alive
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node, open_shared
+from kvstore.memory import owner_futex
 from kvstore.memory.header import (
     ALIVE_OFFSET,
     GENERATION_OFFSET,
@@ -42,12 +41,13 @@ from kvstore.memory.header import (
     unpack_owner,
     unpack_superblock,
 )
+from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node, open_shared
 from kvstore.network.host import host_id
-from kvstore.process.background import in_one_piece
-from kvstore.process.stopping import check_current
+from kvstore.process.cancellation import check_current
+from kvstore.process.tasks import in_one_piece
 from kvstore.transport.base import Transport
-from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import Move, deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.common import Move, deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.device_ranges import DeviceRanges
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class Attachment:
     def is_mounted(self, generation: int) -> bool:
         """Whether the owner lives, and the segment has not been mounted anew. Two aligned words:
         never torn."""
-        return self._words[GENERATION_OFFSET // 8] == generation and alive.is_held(
+        return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_held(
             self._alive[ALIVE_OFFSET // 4]
         )
 

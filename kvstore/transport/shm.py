@@ -18,17 +18,16 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.memory.mapping import Mapping
 from kvstore.native import steps
-from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.host import host_id
-from kvstore.process.background import in_one_piece
-from kvstore.process.stopping import current
+from kvstore.process.cancellation import current
+from kvstore.process.tasks import in_one_piece
 from kvstore.transport.base import PIECE_BYTES, Transport
-from kvstore.transport.handed import NotHandedError, fetch
-from kvstore.transport.pieces import (
+from kvstore.transport.common import (
     Move,
     batch_ended,
     check_moves,
@@ -36,6 +35,7 @@ from kvstore.transport.pieces import (
     feed,
     segment_gone,
 )
+from kvstore.transport.descriptor_client import NotHandedError, fetch
 
 log = logging.getLogger("kvstore.transport")
 

@@ -13,16 +13,16 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from kvstore.auth.data_port import ClientEnd
+from kvstore.auth.data_port_tls import ClientEnd
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import RANGES_MAX
-from kvstore.process.stopping import Stop, current
+from kvstore.process.cancellation import Stop, current
 from kvstore.transport.base import Transport
-from kvstore.transport.pieces import Move, check_moves, deadline_exceeded
+from kvstore.transport.common import Move, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8

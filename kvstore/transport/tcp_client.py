@@ -12,9 +12,9 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvstore.auth.data_port import ClientEnd
+from kvstore.auth.data_port_tls import ClientEnd
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     CapabilityRefusedError,
@@ -25,8 +25,8 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.limits import DATA_PROTOCOL_VERSION
-from kvstore.native import slow, steps
-from kvstore.native.kinds import (
+from kvstore.native import pure_python, steps
+from kvstore.native.interface import (
     ANSWERED,
     ENDED,
     REFUSED,
@@ -35,7 +35,7 @@ from kvstore.native.kinds import (
     ReadRow,
     WriteRow,
 )
-from kvstore.network import names
+from kvstore.network import resolver
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.addresses import split_address
 from kvstore.network.stream import EndedError, StalledError, Stream
@@ -48,7 +48,7 @@ from kvstore.network.tcp_protocol import (
 )
 from kvstore.network.tls_stream import NeedsTlsError, TlsError
 from kvstore.transport.base import PIECE_BYTES
-from kvstore.transport.pieces import (
+from kvstore.transport.common import (
     Move,
     deadline_exceeded,
     feed,
@@ -56,7 +56,7 @@ from kvstore.transport.pieces import (
     segment_gone,
     windows,
 )
-from kvstore.wire.spinning import SpinGauge
+from kvstore.wire.busy_poll_gauge import SpinGauge
 
 STALL_S: Final = 1.0
 """The longest that no byte may move while a call waits: a node that was stopped, or a
@@ -160,7 +160,7 @@ class ClientConnection:
 
         def request(stream: Stream, spin_s: float) -> _Exchanged:
             del spin_s
-            return *slow.request(stream, op, ranges, extents, move, deadline), None
+            return *pure_python.request(stream, op, ranges, extents, move, deadline), None
 
         self._exchange(request, deadline)
 
@@ -200,7 +200,7 @@ class ClientConnection:
         segment = self._segment
 
         def read(stream: Stream, spin_s: float) -> _Exchanged:
-            tcp_read = steps.tcp_read if stream.is_plain else slow.tcp_read
+            tcp_read = steps.tcp_read if stream.is_plain else pure_python.tcp_read
             return tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
                 self._stall_s, spin_s, self._sealed,
@@ -215,7 +215,7 @@ class ClientConnection:
         segment = self._segment
 
         def write(stream: Stream, spin_s: float) -> _Exchanged:
-            tcp_write = steps.tcp_write if stream.is_plain else slow.tcp_write
+            tcp_write = steps.tcp_write if stream.is_plain else pure_python.tcp_write
             return tcp_write(
                 stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
                 spin_s, self._sealed,
@@ -288,7 +288,7 @@ class ClientConnection:
             )
         deadline = min(deadline, uptime() + self._connect_s)
         try:
-            sock = names.connect(*split_address(segment.address), deadline)
+            sock = resolver.connect(*split_address(segment.address), deadline)
         except InvalidArgumentError as error:
             raise OSError(error.message) from None
         stream = self._begin(sock, deadline)
@@ -307,12 +307,12 @@ class ClientConnection:
             stream.send([hello], deadline)
         except ConnectionError:
             pass  # a busy server answers without reading the hello
-        slow.receive_status(stream, deadline)
+        pure_python.receive_status(stream, deadline)
         if self._sealed:
             nonce = bytearray(protocol.NONCE_BYTES)
             stream.receive([memoryview(nonce)], deadline)
             stream.send([protocol.prove(segment.token, bytes(nonce), hello)], deadline)
-            slow.receive_status(stream, deadline)
+            pure_python.receive_status(stream, deadline)
         return stream
 
     def _begin(self, sock: socket.socket, deadline: float) -> Stream:

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvstore.auth.data_port import NodeEnd
-from kvstore.auth.holders import shown
-from kvstore.clocks import uptime
+from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.auth.holder_ids import shown
+from kvstore.clock import uptime
 from kvstore.errors import BusyError
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
-from kvstore.native.kinds import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
-from kvstore.native.slow import Sealed, serve_ranges
+from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
+from kvstore.native.pure_python import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.limiter import Limiter
 from kvstore.network.stream import StalledError, Stream

@@ -14,14 +14,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.auth.data_port import NodeEnd
-from kvstore.clocks import uptime
+from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter
-from kvstore.network.listening import listen
+from kvstore.network.listeners import listen
 from kvstore.network.stream import Stream
 from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
 from kvstore.network.tls_stream import BUSY

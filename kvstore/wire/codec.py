@@ -15,7 +15,7 @@ functions in Python, as ``dataclasses`` does, so that nothing is looked up or de
         return Lookup(namespace, keys)
 
 How a field travels follows from its type on both sides, and what it may hold from its annotation
-(``kvstore.calls.fields``). ``BY_HAND`` has the classes whose messages have another form.
+(``kvstore.calls.field_constraints``). ``BY_HAND`` has the classes whose messages have another form.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from kvstore import calls
-from kvstore.calls import fields
+from kvstore.calls import field_constraints
 from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.limits import Key, Namespace, check_count, check_key, check_namespace
 from kvstore.v1 import common_pb2
-from kvstore.wire import packed, tables
+from kvstore.wire import columns, tables
 
 ValueT = TypeVar("ValueT")
 
@@ -67,9 +67,9 @@ def encoder(kind: Kind, message: type[Message]) -> Callable[[Any], bytes]:
         return m.SerializeToString()
 
     def encode_keys_last(value: Any) -> bytes:
-        m = cast(packed.WithKeys, message())
+        m = cast(columns.WithKeys, message())
         fill(m, value)
-        return packed.encode_with_keys(m, value.keys)
+        return columns.encode_with_keys(m, value.keys)
 
     return encode_keys_last if has_keys else encode
 
@@ -133,8 +133,8 @@ class _Writer:
     def _field(self, name: str, base: Any, rules: tuple[Any, ...], field: FieldDescriptor) -> None:
         """Adds the lines for one field."""
         item = typing.get_args(base)[0] if typing.get_origin(base) is Sequence else None
-        rows = next((rule for rule in rules if isinstance(rule, fields.Rows)), None)
-        rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
+        rows = next((rule for rule in rules if isinstance(rule, field_constraints.Rows)), None)
+        rule = next((rule for rule in rules if not isinstance(rule, field_constraints.Rows)), None)
         if field.message_type is common_pb2.Keys.DESCRIPTOR:
             fill, made = self._keys(name, rows)
         elif field.message_type is common_pb2.Column.DESCRIPTOR:
@@ -151,13 +151,18 @@ class _Writer:
         self._fill.append(fill)
         self._make.append(f"{name} = {made}")
 
-    def _keys(self, name: str, rows: fields.Rows | None) -> tuple[str, str]:
-        rows = rows or fields.Rows()
+    def _keys(self, name: str, rows: field_constraints.Rows | None) -> tuple[str, str]:
+        rows = rows or field_constraints.Rows()
         made = f"unpack_keys(m.{name}, distinct={rows.distinct}, keys_max={rows.most})"
         return "pass" if self._keys_apart else f"pack_keys(m.{name}, {name})", made
 
     def _message_field(
-        self, name: str, base: Any, item: Any, rows: fields.Rows | None, message: Descriptor
+        self,
+        name: str,
+        base: Any,
+        item: Any,
+        rows: field_constraints.Rows | None,
+        message: Descriptor,
     ) -> tuple[str, str]:
         optional = type(None) in typing.get_args(base)
         kind = item or (typing.get_args(base)[0] if optional else base)
@@ -176,10 +181,10 @@ class _Writer:
         return f"{fill}(m.{name}, {name})", f"{make}(m.{name})"
 
     def _repeated(
-        self, name: str, item: Any, rows: fields.Rows | None, rule: Any
+        self, name: str, item: Any, rows: field_constraints.Rows | None, rule: Any
     ) -> tuple[str, str]:
         within = _within(name, rows)
-        if isinstance(rule, fields.Sixteen):
+        if isinstance(rule, field_constraints.Sixteen):
             made = f"tuple([unpack_sixteen(_item, {name!r}) for _item in {within}])"
         elif item is Namespace:
             made = f"[check_namespace(_item) for _item in {within}]"
@@ -199,18 +204,18 @@ class _Writer:
             self._used[base.__name__] = base
             return f"m.{name} = int({name})", f"member({base.__name__}, {taken})"
         match rule:
-            case fields.Between(least, most):
+            case field_constraints.Between(least, most):
                 return fill, f"unpack_number({taken}, {name!r}, {least}, {most})"
-            case fields.Text(empty):
+            case field_constraints.Text(empty):
                 return fill, f"unpack_text({taken}, {name!r}, empty={empty})"
-            case fields.FileName():
+            case field_constraints.FileName():
                 return fill, f"unpack_shm_name({taken})"
-            case fields.Sixteen(empty):
+            case field_constraints.Sixteen(empty):
                 made = f"unpack_sixteen({taken}, {name!r})"
                 return fill, f"{taken} and {made}" if empty else made
-            case fields.KeyPrefix():
+            case field_constraints.KeyPrefix():
                 return fill, f"unpack_prefix({taken})"
-            case fields.AnyNamespace():
+            case field_constraints.AnyNamespace():
                 return fill, f"any_namespace({taken})"
             case None if base in (int, bool, str, bytes):
                 return fill, taken
@@ -225,7 +230,7 @@ def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
-def _within(name: str, rows: fields.Rows | None) -> str:
+def _within(name: str, rows: field_constraints.Rows | None) -> str:
     """The rows of a repeated field, once their number is known to be right."""
     if rows is None:
         return f"m.{name}"
@@ -234,7 +239,7 @@ def _within(name: str, rows: fields.Rows | None) -> str:
     return f"bounded(m.{name}, {name!r}, {rows.most})"
 
 
-def _bounds(rows: fields.Rows | None) -> str:
+def _bounds(rows: field_constraints.Rows | None) -> str:
     """The bounds as arguments of ``packed.unpack_column``, which has defaults for them."""
     if rows is None:
         return ""
@@ -284,9 +289,9 @@ _HELPERS: Final[dict[str, Any]] = {
     **{
         function.__name__: function
         for function in (
-            packed.pack_column, packed.pack_keys, packed.unpack_column, packed.unpack_keys,
-            packed.unpack_number, packed.unpack_prefix, packed.unpack_shm_name,
-            packed.unpack_sixteen, packed.unpack_text,
+            columns.pack_column, columns.pack_keys, columns.unpack_column, columns.unpack_keys,
+            columns.unpack_number, columns.unpack_prefix, columns.unpack_shm_name,
+            columns.unpack_sixteen, columns.unpack_text,
         )
     },
 }  # fmt: skip
@@ -310,8 +315,8 @@ def _check_renewed(renewed: calls.Renewed) -> calls.Renewed:
 
 
 def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
-    columns = (moves.keys, moves.namespaces, moves.sources.sizes, moves.grants.tokens)
-    if len(set(map(len, columns))) > 1:
+    lists = (moves.keys, moves.namespaces, moves.sources.sizes, moves.grants.tokens)
+    if len(set(map(len, lists))) > 1:
         raise ProtocolError("columns of different length")
     return moves
 

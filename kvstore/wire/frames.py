@@ -31,7 +31,7 @@ from kvstore.limits import (
 MAGIC = b"kvs-lane"
 TOKEN_BYTES_MAX = 96
 """A secret of the master, or a signature, and behind it who the client is
-(``kvstore.master.gate``)."""
+(``kvstore.master.authorizer``)."""
 
 _HEAD = struct.Struct("<IQBB")
 HEAD_BYTES = _HEAD.size

@@ -20,7 +20,7 @@ from kvstore.calls import Reply, Request
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
 from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.codec import decoder, encoder
-from kvstore.wire.packed import UNENCODABLE
+from kvstore.wire.columns import UNENCODABLE
 
 JOIN_METADATA = "kvstore-join-bin"
 """Metadata of a gRPC call: the token that its client got when it joined."""

@@ -13,7 +13,7 @@ from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
 from kvstore.v1 import node_pb2
 from kvstore.wire.codec import codec
-from kvstore.wire.packed import UNENCODABLE
+from kvstore.wire.columns import UNENCODABLE
 
 NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
 SESSION_PATH = f"/{NODE_SERVICE}/Session"

@@ -2,7 +2,7 @@
 
 They are written and read by hand (``kvstore.wire.codec`` does the rest): places and grants because
 every get and put waits for them, rows of numbers in one field of bytes; an inventory because its
-columns belong together. Errors as in ``kvstore.wire.packed``.
+columns belong together. Errors as in ``kvstore.wire.columns``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.limits import (
     check_namespace,
 )
 from kvstore.v1 import common_pb2
-from kvstore.wire.packed import (
+from kvstore.wire.columns import (
     COLUMN_ROWS_MAX,
     pack_column,
     pack_keys,

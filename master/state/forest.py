@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.events import Event, Survey, removed, stored
-from kvstore.master.state.missing import Missing
+from kvstore.master.state.missing_objects import Missing
+from kvstore.master.state.object_events import Event, Survey, removed, stored
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 from kvstore.master.state.tenants import Tenants
 

@@ -15,9 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.master.state.common import Common
-from kvstore.master.state.jobs import RELEASE
+from kvstore.master.state.background_jobs import RELEASE
 from kvstore.master.state.records import ObjectRecord
+from kvstore.master.state.state_context import Common
 
 LEASED_MAX: Final = 1 << 18
 """Objects under numbers, of all clients; the memory for more is not spent: further leases end by

@@ -36,28 +36,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore import calls
-from kvstore.master.state import jobs
-from kvstore.master.state.asking import Asking
-from kvstore.master.state.common import Common
-from kvstore.master.state.copying import Copying
+from kvstore.master.state import background_jobs
+from kvstore.master.state.background_sweep import Sweeping
 from kvstore.master.state.effects import Effect, Notice
-from kvstore.master.state.events import Event, Survey
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.granting import Granting
-from kvstore.master.state.keeping import Keeping
+from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.inventory_loading import Returning
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
-from kvstore.master.state.putting import Putting
+from kvstore.master.state.object_events import Event, Survey
+from kvstore.master.state.put_queue import WaitingPuts
+from kvstore.master.state.puts import Putting
+from kvstore.master.state.queries import Asking
 from kvstore.master.state.records import EvictionPolicy
-from kvstore.master.state.removing import Removing
-from kvstore.master.state.repairing import Repairs
-from kvstore.master.state.returning import Returning
+from kvstore.master.state.removal_watermarks import Marks
+from kvstore.master.state.removals import Removing
+from kvstore.master.state.repair_queue import Repairs
+from kvstore.master.state.replication import Copying
+from kvstore.master.state.retention import Keeping
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.state_context import Common
 from kvstore.master.state.views.chains import ChainView
-from kvstore.master.state.views.report import Report
-from kvstore.master.state.waiting import WaitingPuts
+from kvstore.master.state.views.operator_queries import Report
 from kvstore.tenants import TenantMatcher, TenantRule
 
 
@@ -160,18 +160,18 @@ class MasterState:
         """The step for each kind of request: takes (now_ms, request), returns the reply or
         ``Later``, and raises ``KVStoreError``."""
         self._jobs: dict[int, Callable[[int], None]] = {
-            jobs.SERVE: self.putting.serve_waiting,
-            jobs.FREE: self.removing.free,
-            jobs.EXPIRE: self.keeping.expire,
-            jobs.CLAIM: self.returning.take_claims,
-            jobs.ANSWER: self.asking.answer,
-            jobs.EVICT: self.sweeping.evict_ahead,
-            jobs.SETTLE: self.sweeping.settle,
-            jobs.SWEEP: self.sweeping.sweep,
-            jobs.DRAW: self.chains.walk_on,
-            jobs.SCAN: self.copying.scan,
-            jobs.MOVE: self.sweeping.move_tables,
-            jobs.RELEASE: self.leases.end_some,
+            background_jobs.SERVE: self.putting.serve_waiting,
+            background_jobs.FREE: self.removing.free,
+            background_jobs.EXPIRE: self.keeping.expire,
+            background_jobs.CLAIM: self.returning.take_claims,
+            background_jobs.ANSWER: self.asking.answer,
+            background_jobs.EVICT: self.sweeping.evict_ahead,
+            background_jobs.SETTLE: self.sweeping.settle,
+            background_jobs.SWEEP: self.sweeping.sweep,
+            background_jobs.DRAW: self.chains.walk_on,
+            background_jobs.SCAN: self.copying.scan,
+            background_jobs.MOVE: self.sweeping.move_tables,
+            background_jobs.RELEASE: self.leases.end_some,
         }
         """The method that does a slice of each kind of background work."""
 
@@ -225,7 +225,7 @@ class MasterState:
         tenants = self.pool.tenants
         assert tenants is not None, "this master has no tenants"
         tenants.change(rules, matcher or TenantMatcher(rules))
-        self.common.jobs.note(jobs.MOVE, tenants.moving)
+        self.common.jobs.note(background_jobs.MOVE, tenants.moving)
         self.common.room_made()
         fields: dict[str, str | int] = {"tenants": len(rules), "guaranteed": tenants.guaranteed}
         self.common.effect(Notice("tenants_changed", fields))

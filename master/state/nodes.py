@@ -10,15 +10,15 @@ from kvstore import calls
 from kvstore.calls import DrainStep
 from kvstore.errors import ProtocolError, UnavailableError
 from kvstore.master.state import liveness
-from kvstore.master.state.asking import JOINING_MS
-from kvstore.master.state.common import Common
-from kvstore.master.state.copying import Copying, not_draining
+from kvstore.master.state.background_sweep import Sweeping
 from kvstore.master.state.effects import Notice, Outrun, Send
-from kvstore.master.state.marks import Marks
+from kvstore.master.state.inventory_loading import Returning
 from kvstore.master.state.membership import describe
+from kvstore.master.state.queries import JOINING_MS
 from kvstore.master.state.records import MountedSegment
-from kvstore.master.state.returning import Returning
-from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.removal_watermarks import Marks
+from kvstore.master.state.replication import Copying, not_draining
+from kvstore.master.state.state_context import Common
 
 WATCH_MS = 1_000
 """How often the master checks that nodes carry out its orders and send their claims."""

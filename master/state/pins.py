@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.limits import Namespace
-from kvstore.master.state.ends import Ends
-from kvstore.master.state.jobs import EXPIRE, Jobs
+from kvstore.master.state.background_jobs import EXPIRE, Jobs
+from kvstore.master.state.expiry_index import Ends
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 from kvstore.master.state.tenants import Tenants
 from kvstore.memory.header import extent_bytes

@@ -1,270 +1,480 @@
-"""Puts under way: puts that were granted memory, and puts that wait for space.
+"""Puts in two phases, and allocations, which become objects with a key when they are written.
 
-    put_start ──► granted ──put_end──► stored
-                    │ ├─────put_revoke──► revoked: extents free at once (settled) or quarantined
-                    │ └─────deadline────► expired: token refused, extents quarantined
-                    └ segment lost ─────► refused at put_end
-
-An abandoned attempt that is not settled is cut and wiped at once: its node ends the data
-connections that may carry its bytes, and then wipes the header. Removals of the key wait
-for that. A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put, and
-is wiped once more: a writer through shared memory that respects its deadline has stopped by then.
+put_start ──► grants (or waits for room) ──► the client writes ──► put_end ──► objects
+allocate  ──► a grant                    ──► the client writes ──► commit  ──► an object
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Sequence
 
-from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, ObjectRecord, Residue, Writer
-from kvstore.master.state.tenant import Tenant
-from kvstore.memory.header import extent_bytes
+from kvstore import calls
+from kvstore.calls import PutOutcome, Version
+from kvstore.errors import InvalidArgumentError, ValueTooLargeError
+from kvstore.limits import REPLICAS_MAX, Key
+from kvstore.master.state import no_space_report
+from kvstore.master.state.effects import Later
+from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.grants import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
+from kvstore.master.state.leases import ReaderLeases
+from kvstore.master.state.memory_pool import Shortage
+from kvstore.master.state.put_queue import WaitingPuts, Wanting
+from kvstore.master.state.reclaim import Wiping
+from kvstore.master.state.records import Extent, ObjectRecord, Residue
+from kvstore.master.state.removals import Removing
+from kvstore.master.state.replication import Copying
+from kvstore.master.state.retention import Keeping
+from kvstore.master.state.state_context import Common
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
+
+MAKING_ROOM_MS = 1_000
+"""A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
 
 
-class Granted:
-    """Memory that a client may write until a deadline, under a token: the counter of the version
-    that it writes."""
-
-    # Made for each object that is put; a dataclass would not be compiled.
-    __slots__ = ("client_number", "deadline_ms", "extents", "length", "size", "token")
+class Putting:
+    """See the module."""
 
     def __init__(
-        self, token: int, extents: list[Extent], size: int, deadline_ms: int, client_number: int
+        self,
+        common: Common,
+        leases: ReaderLeases,
+        granting: Granting,
+        waiting: WaitingPuts,
+        removing: Removing,
+        copying: Copying,
+        keeping: Keeping,
     ) -> None:
-        self.token = token
-        self.extents = extents
-        self.length = extent_bytes(size)
-        """Bytes of each extent."""
-        self.size = size
-        """Payload bytes granted."""
-        self.deadline_ms = deadline_ms
-        self.client_number = client_number
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._pending = common.pending
+        self._traffic = common.traffic
+        self._reclaim = common.reclaim
+        self._leases = leases
+        self._granting = granting
+        self._waiting = waiting
+        self._removing = removing
+        self._copying = copying
+        self._keeping = keeping
 
-    def residue(self, epoch: int) -> Residue:
-        """The granted extents, in which the writer may have left bytes."""
-        return Residue(None, self.size, epoch, self.token, self.extents, forbid=True)
+    # --- the first phase ----------------------------------------------------------------------
 
-    def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        """Connections whose bytes may still land; by default all of the client."""
-        return [(self.client_number, number) for number in connections or (0,)]
+    def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
+        self._forest.begin_step()
+        if request.released:
+            self._leases.release(now_ms, request.released)
+        keys = request.keys
+        count = len(keys)
+        if len(request.sizes) != count:
+            raise InvalidArgumentError("put_start needs one size per key")
+        if not 1 <= request.replicas <= REPLICAS_MAX:
+            raise InvalidArgumentError(
+                f"replicas is 1 to {REPLICAS_MAX}, not {request.replicas}",
+                replicas=request.replicas,
+            )
+        if request.parent is not None and request.parent in keys:
+            raise InvalidArgumentError("a key cannot be its own parent")
+        self._check_sizes(request.sizes)
+        putter = self._traffic.puts(now_ms, request.namespace)
+        putter.keys += count
+        if count:
+            putter.key = keys[0]
+        tried, found = self._try_put(now_ms, request)
+        result = self._answer_or_wait(now_ms, request, tried)
+        putter.found += found
+        return result
 
+    def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
+        self._forest.begin_step()
+        self._check_sizes([request.size])
+        return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 
-@final
-class GrantedAllocation(Granted):
-    """Memory of an allocation: ``commit`` makes it an object; until then it has no key."""
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        capacity_max = self._pool.capacity_max
+        if capacity_max and sizes and extent_bytes(max(sizes)) > capacity_max:
+            raise ValueTooLargeError(
+                f"a value of {max(sizes)} bytes does not fit into any segment, "
+                f"the largest has room for {capacity_max}",
+                advice="Split it into smaller values, or start a node with more --memory.",
+                size_bytes=max(sizes),
+                segment_bytes_max=capacity_max,
+            )
 
-    __slots__ = ("namespace", "tenant")
+    def _answer_or_wait(
+        self, now_ms: int, request: Wanting, result: calls.Grants | Shortage
+    ) -> calls.Grants | Later:
+        if isinstance(result, calls.Grants):
+            earlier = self._common.unread(request, result)
+            return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
+        wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
+        if result.goes_on:
+            wait_ms = max(wait_ms, MAKING_ROOM_MS)
+        if (
+            wait_ms <= 0
+            or result.never
+            or not self._could_take(request)
+            or self._waiting.only_pins_end(now_ms + wait_ms, request)
+        ):
+            raise no_space_report.refused(self._common, now_ms, request, result)
+        later = self._waiting.add(now_ms, request, wait_ms)
+        if result.goes_on:
+            self._common.room_made()
+        return later
 
-    def __init__(
-        self, token: int, extents: list[Extent], size: int, deadline_ms: int, client_number: int,
-        namespace: str, tenant: Tenant | None,
-    ) -> None:  # fmt: skip
-        super().__init__(token, extents, size, deadline_ms, client_number)
-        self.namespace = namespace
-        self.tenant = tenant
-        """That of the namespace since the last renewal; None: the master has no tenants."""
-
-
-class GrantedObject(Granted):
-    """Memory of a put, or of a copy."""
-
-    __slots__ = ("missing", "overwrite", "record")
-
-    def __init__(
-        self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
-        client_number: int, overwrite: bool, missing: int,
-    ) -> None:  # fmt: skip
-        super().__init__(token, extents, size, deadline_ms, client_number)
-        self.record = record
-        self.overwrite = overwrite
-        """Whether this version replaces one that is stored already."""
-        self.missing = missing
-        """Replicas that were asked for and found no node."""
-
-    def residue(self, epoch: int) -> Residue:
-        return super().residue(epoch)._replace(name=(self.record.namespace, self.record.key))
-
-
-@final
-class GrantedPut(GrantedObject):
-    """A put by a client. Its token is the ``writer`` of its record."""
-
-    __slots__ = ("ttl_ms",)
-
-    def __init__(
-        self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
-        client_number: int, overwrite: bool, missing: int, ttl_ms: int,
-    ) -> None:  # fmt: skip
-        # Not by super().__init__(), which makes put_start and put_end 5 % slower.
-        self.token = token
-        self.extents = extents
-        self.length = extent_bytes(size)
-        self.size = size
-        self.deadline_ms = deadline_ms
-        self.client_number = client_number
-        self.record = record
-        self.overwrite = overwrite
-        self.missing = missing
-        self.ttl_ms = ttl_ms
-        """How long the object lives once it is stored; 0: no end."""
-
-
-@final
-class GrantedCopy(GrantedObject):
-    """A copy of a stored object, which changes neither its lifetime nor who writes it."""
-
-    __slots__ = ("copied", "repairs")
-
-    def __init__(
-        self, token: int, record: ObjectRecord, extents: list[Extent], deadline_ms: int,
-        client_number: int, repairs: bool, missing: int,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            token, record, extents, record.size, deadline_ms, client_number, not repairs, missing
+    def _could_take(self, request: Wanting) -> bool:
+        """Whether a node that the client can reach may ever have room. True if there is no node:
+        one may join."""
+        segments = self._pool.segments.values()
+        return not segments or any(
+            segment.offer.uuid not in request.avoid
+            and (not request.here_only or segment.node.host == request.host)
+            and (segment.offer.device is None or not isinstance(request, calls.Allocate))
+            for segment in segments
         )
-        self.copied = Version(record.epoch, record.counter)
-        self.repairs = repairs
-        """Whether the copy keeps the copied version, and becomes one more replica of it."""
 
-    def residue(self, epoch: int) -> Residue:
-        if not self.repairs:
-            return super().residue(epoch)
-        (copied_epoch, counter), residue = self.copied, super().residue(epoch)
-        return residue._replace(epoch=copied_epoch, counter=counter, forbid=False)
+    def serve_waiting(self, now_ms: int) -> None:
+        self._waiting.serve(now_ms, self._try_grant)
 
+    def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | Shortage:
+        if isinstance(request, calls.Allocate):
+            return self._try_allocation(now_ms, request)
+        return self._try_put(now_ms, request)[0]
 
-@dataclass(slots=True, eq=False)
-class WaitingPut:
-    """A request that found no room and may wait for it."""
+    def _try_put(self, now_ms: int, request: calls.PutStart) -> tuple[calls.Grants | Shortage, int]:
+        """Tries to grant a put. Also returns how many of its keys are stored already."""
+        keys = list(request.keys)
+        self._keeping.make_room(now_ms, request.namespace, keys)
+        table = self._forest.table(request.namespace)
+        outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
+        granted: list[int] = []
+        there = 0
+        known = [None] * len(keys) if table is None else table.get_many(keys)
+        for index, found in enumerate(known):
+            if found is None:
+                granted.append(index)
+                continue
+            outcome = _outcome(found, request.overwrite)
+            outcomes[index] = outcome
+            if outcome is PutOutcome.WRITE:
+                granted.append(index)
+            elif outcome is PutOutcome.FOUND:
+                there += 1
+                found.last_used_ms = now_ms
+                found.keep_until(now_ms + 1)  # this request does not evict it
+        if not granted:
+            self._count_not_written(outcomes)
+            return self._granting.reply(bytes(outcomes), []), there
+        near = None
+        first = granted[0]
+        parent_key = keys[first - 1] if request.chain and first else request.parent
+        parent = None if parent_key is None or table is None else table.get(parent_key)
+        if parent is not None and parent.complete:
+            parent.keep_until(now_ms + 1)
+            near = next(segment for segment, _ in parent.extents() if segment.alive)
+        sizes = [request.sizes[index] for index in granted]
+        self._common.changing = True
+        taken = self._granting.reserve(
+            now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
+            here_only=request.here_only, owner=self._pool.tenant_of(request.namespace),
+        )  # fmt: skip
+        if isinstance(taken, Shortage):
+            if parent is not None and request.wait_ms:
+                parent.keep_until(now_ms + self._common.rules.lease_ms)
+            return taken, there
+        puts = self._place(now_ms, request, keys, granted, sizes, taken)
+        if len(puts) < len(outcomes):
+            self._count_not_written(outcomes)
+        return self._granting.reply(bytes(outcomes), puts), there
 
-    ticket: int
-    request: PutStart | Allocate
-    deadline_ms: int
-    tenant: Tenant | None = None
-    """None: the master has no tenants."""
+    def _place(
+        self,
+        now_ms: int,
+        request: calls.PutStart,
+        keys: list[Key],
+        granted: list[int],
+        sizes: list[int],
+        taken: list[list[Extent]],
+    ) -> list[GrantedPut]:
+        """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
+        in the forest. If the forest refuses one of them, all is as before.
 
-
-class PutCounts:
-    """Is told of each grant, of its renewal and of its end, and of extents in quarantine:
-    ``Tenants``."""
-
-    def granted(self, put: Granted) -> None:
-        raise NotImplementedError
-
-    def renewed(self, put: Granted) -> None:
-        raise NotImplementedError
-
-    def ended(self, put: Granted) -> None:
-        raise NotImplementedError
-
-    def owner(self, put: Granted) -> Tenant | None:
-        """The tenant that holds the extents of a put; None: of a copy."""
-        raise NotImplementedError
-
-    def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
-        """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
-        raise NotImplementedError
-
-
-class Pending:
-    """Grants by token, in the order of their deadlines; and extents in quarantine."""
-
-    def __init__(self) -> None:
-        self.tenants: PutCounts | None = None
-        """None: the master has no tenants."""
-        self.last_token = 0
-        """The highest token that was ever given out."""
-        self._by_token: OrderedDict[int, Granted] = OrderedDict()
-        self._quarantine: OrderedDict[int, tuple[int, Residue, Tenant | None]] = OrderedDict()
-        """By token: the time when the extents are free, the extents, and who holds them."""
-
-    def __len__(self) -> int:
-        return len(self._by_token)
-
-    def __iter__(self) -> Iterator[Granted]:
-        return iter(self._by_token.values())
-
-    def get(self, token: int) -> Granted | None:
-        return self._by_token.get(token)
-
-    def take_tokens(self, count: int) -> int:
-        """Returns the token before the first of ``count`` new ones."""
-        before = self.last_token
-        self.last_token += count
-        return before
-
-    def add(self, put: Granted) -> None:
-        """Adds a grant. No other may have a later deadline; the same holds for ``renew``."""
-        self._by_token[put.token] = put
-        for segment, _ in put.extents:
-            segment.pending_bytes += put.length
-        if self.tenants is not None:
-            self.tenants.granted(put)
-
-    def renew(self, put: Granted, deadline_ms: int) -> None:
-        put.deadline_ms = deadline_ms
-        self._by_token.move_to_end(put.token)
-        if self.tenants is not None:
-            self.tenants.renewed(put)
-
-    def pop(self, token: int) -> Granted | None:
-        put = self._by_token.pop(token, None)
-        if put is not None:
-            self._ended(put)
-        return put
-
-    def pop_expired(self, now_ms: int) -> Iterator[Granted]:
-        """Removes and yields the puts whose deadline has passed."""
-        while self._by_token:
-            put = next(iter(self._by_token.values()))
-            if put.deadline_ms >= now_ms:
-                return
-            del self._by_token[put.token]
-            self._ended(put)
-            yield put
-
-    def _ended(self, put: Granted) -> None:
-        for segment, _ in put.extents:
-            segment.pending_bytes -= put.length
-        if self.tenants is not None:
-            self.tenants.ended(put)
-
-    def first_token(self) -> int | None:
-        """The lowest token: every put that was granted before it has ended. O(puts)."""
-        return min(self._by_token, default=None)
-
-    def quarantine(self, put: Granted, residue: Residue, until_ms: int) -> None:
-        """Keeps the extents of a put that has ended; its tenant holds them until then."""
-        owner = None
-        if self.tenants is not None:
-            owner = self.tenants.owner(put)
-            if owner is not None:
-                self.tenants.quarantined(owner, put.extents, put.length)
-        self._quarantine[put.token] = until_ms, residue, owner
-        for segment, _ in residue.extents:
-            segment.quarantined_bytes += put.length
-
-    def quarantined(self, token: int) -> Residue | None:
-        held = self._quarantine.get(token)
-        return None if held is None else held[1]
-
-    def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
-        """Removes and yields the extents whose quarantine is over.
-
-        They come in the order of their arrival: an entry with a later end than those behind it
-        delays these by less than one put deadline, which is simpler than a heap.
+        Raises:
+            InvalidArgumentError: the objects would form a ring.
         """
-        while self._quarantine:
-            token, (until_ms, residue, owner) = next(iter(self._quarantine.items()))
-            if until_ms > now_ms:
-                return
-            del self._quarantine[token]
-            length = extent_bytes(residue.size)
-            for segment, _ in residue.extents:
-                segment.quarantined_bytes -= length
-            if owner is not None and self.tenants is not None:
-                self.tenants.quarantined(owner, residue.extents, -length)
-            yield residue
+        puts: list[GrantedPut] = []
+        record: ObjectRecord | None = None
+        table = self._forest.ensure_table(request.namespace)
+        deadline_ms = now_ms + self._common.rules.put_deadline_ms
+        token = self._pending.take_tokens(len(granted))
+        chain, root, overwrite = request.chain, request.parent, request.overwrite
+        client, replicas, ttl_ms = request.client_number, request.replicas, request.ttl_ms
+        for extents, index, size in zip(taken, granted, sizes, strict=True):
+            parent_key = keys[index - 1] if chain and index else root
+            if parent_key is None:
+                above = None
+            elif record is not None and record.key is parent_key:
+                above = record
+            else:
+                above = table.get(parent_key) or table.add(parent_key)
+            found = table.get(keys[index])  # making room may have dropped the record
+            record = table.add(keys[index]) if found is None else found
+            token += 1
+            put = GrantedPut(
+                token, record, extents, size, deadline_ms, client, overwrite,
+                replicas - len(extents), ttl_ms,
+            )  # fmt: skip
+            record.writer = token
+            self._pending.add(put)
+            puts.append(put)
+            if found is None and above is None:
+                continue  # a new root
+            try:
+                self._common.adopt(now_ms, record, above)
+            except InvalidArgumentError:
+                for given, of_size in zip(taken, sizes, strict=True):
+                    self._pool.free(given, extent_bytes(of_size))
+                for made in reversed(puts):
+                    self._pending.pop(made.token)
+                    self._granting.unclaim(made)
+                raise
+        return puts
+
+    def _try_allocation(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Shortage:
+        self._common.changing = True
+        self._keeping.make_room(now_ms, "", [])
+        segments = self._pool.segments.values()
+        of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
+        avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
+        owner = self._pool.tenant_of(request.namespace)
+        taken = self._granting.reserve(
+            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only,
+            owner=owner,
+        )  # fmt: skip
+        if isinstance(taken, Shortage):
+            return taken
+        put = self._granting.allocation(now_ms, request, taken[0], owner)
+        return self._granting.reply(bytes([PutOutcome.WRITE]), [put])
+
+    # --- the second phase ---------------------------------------------------------------------
+
+    def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
+        """Stores the objects of puts, and of copies, unless the copied object has changed since.
+        Answers when no client reads an earlier version that was removed or replaced: after the
+        answer, a get anywhere finds the stored version, or nothing."""
+        common = self._common
+        self._forest.begin_step()
+        outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
+        was_stored = int(PutOutcome.STORED)
+        replaced: list[Residue] = []
+        outdated: list[GrantedCopy] = []
+        ended: list[tuple[GrantedObject, list[Extent]]] = []
+        still_read: list[Wiping] = []
+        pending = self._pending
+        common.changing = True
+        for index, token in enumerate(request.tokens if request.epoch == common.epoch else ()):
+            put = pending.get(token)
+            if put is None:
+                self._granting.wipe_again(token)
+                continue
+            if now_ms > put.deadline_ms or not isinstance(put, GrantedObject):
+                continue
+            self._granting.end(put)
+            alive = put.extents
+            if len(alive) > 1 or not alive[0][0].alive:
+                alive = [extent for extent in put.extents if extent[0].alive]
+            if not alive:
+                self._granting.abandon(put, now_ms)
+                continue
+            if isinstance(put, GrantedCopy):
+                if not self._granting.still_there(put) or any(
+                    put.record is other.record for other, _ in ended
+                ):
+                    outdated.append(put)
+                    continue
+                if put.repairs:
+                    if self._copying.add_replica(now_ms, put):
+                        outcomes[index] = was_stored
+                    else:
+                        outdated.append(put)
+                    continue
+            ended.append((put, alive))
+            if put.overwrite:
+                still_read += self._reclaim.still_read(put.record)
+            elif self._reclaim.names_orders:
+                still_read += self._reclaim.being_read((put.record.namespace, put.record.key))
+            outcomes[index] = was_stored
+        self._granting.give_back(outdated)
+        for put, alive in ended:
+            used_ms = put.record.last_used_ms
+            replaced += self._store(put, alive, now_ms)
+            if isinstance(put, GrantedCopy):
+                self._pool.note_brought(put.record)  # the object may have lost a replica meanwhile
+                put.record.last_used_ms = used_ms  # a move does not count as a use
+                common.counters["moved_objects"] += 1
+                common.counters["moved_bytes"] += put.size
+        stored = [put for put, _ in ended if isinstance(put, GrantedPut)]
+        if stored:  # clients end the puts of one namespace at a time
+            size = sum([put.size for put in stored])
+            self._count_stored(len(stored), size)
+            putter = self._traffic.puts(now_ms, stored[0].record.namespace)
+            putter.stored += len(stored)
+            putter.stored_bytes += size
+        for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
+            if not put.record.children:
+                self._pool.settle(put.record)
+            if put.record.more:
+                self._copying.note_stored(put.record)
+        if ended:
+            self._common.room_made()  # they can be evicted
+        reply = calls.PutEnded(bytes(outcomes))
+        overwriting = [put for put, _ in ended if put.overwrite]
+        if overwriting or replaced:
+            return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
+        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
+
+    def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
+        common = self._common
+        given_up: list[Residue] = []
+        common.changing = True
+        for token in request.tokens:
+            put = self._granting.granted(now_ms, request.epoch, token)
+            if put is None:
+                if request.settled and request.epoch == common.epoch:
+                    self._granting.wipe_again(token)
+                continue
+            self._granting.end(put)
+            residue = put.residue(common.epoch)
+            if request.settled:
+                self._pool.free(put.extents, put.length)
+            else:
+                self._granting.quarantine(put, put.deadline_ms)
+                residue = residue._replace(writers=put.writers(request.connections), kept=True)
+            given_up.append(residue)
+            self._granting.unclaim(put)
+        common.wipe(given_up)
+        common.counters["revoked_puts"] += len(given_up)
+        return calls.Revoked(len(given_up))
+
+    def commit(self, now_ms: int, request: calls.Commit) -> calls.Committed | Later:
+        """Makes an allocation an object; memory that the object does not need is free at once."""
+        common = self._common
+        self._forest.begin_step()
+        given = self._granting.granted(now_ms, request.epoch, request.token)
+        if not isinstance(given, GrantedAllocation) or request.size > given.size:
+            return calls.Committed(PutOutcome.REFUSED)
+        namespace, key, parent = request.namespace, request.key, request.parent
+        if parent == key:
+            raise InvalidArgumentError("a key cannot be its own parent")
+        common.changing = True
+        self._keeping.make_room(now_ms, namespace, [key])
+        outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
+        alive = [extent for extent in given.extents if extent[0].alive]
+        if outcome is not PutOutcome.WRITE or not alive:
+            self._granting.end(given)
+            # The owner may still read what it computed, so the extents are not free at once.
+            self._granting.quarantine(given, given.deadline_ms)
+            common.wipe([given.residue(common.epoch)._replace(kept=True)])
+            return calls.Committed(outcome if alive else PutOutcome.REFUSED)
+        self._keep_bound(now_ms, request, given, len(alive))
+        above = None if parent is None else self._forest.ensure(namespace, parent)
+        record = self._forest.ensure(namespace, key)
+        common.adopt(now_ms, record, above)
+        if request.overwrite:
+            still_read = self._reclaim.still_read(record)
+        else:
+            still_read = self._reclaim.being_read((namespace, key))
+        self._granting.end(given)
+        put = GrantedPut(
+            given.token, record, given.extents, request.size, given.deadline_ms,
+            given.client_number, request.overwrite, 0, request.ttl_ms,
+        )  # fmt: skip
+        if put.length < given.length:
+            tails = [(segment, offset + put.length) for segment, offset in alive]
+            self._pool.free(tails, given.length - put.length)
+            # The owner's right to write the whole extent ends; no header has this version.
+            right = Residue(None, given.size, 0, 0, alive, kept=True)
+            zeroed = [extent for extent in tails if extent[0].zeroes]
+            size = given.length - put.length - HEADER_BYTES
+            common.wipe([right, Residue(None, size, 0, 0, zeroed)])
+        replaced = self._store(put, alive, now_ms)
+        self._count_stored(1, request.size)
+        putter = self._traffic.puts(now_ms, namespace)
+        putter.keys += 1
+        putter.stored += 1
+        putter.stored_bytes += request.size
+        putter.key = key
+        # The owner has the allocation mapped, and relies on it until this reply arrives.
+        lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
+        record.keep_until(lease_until_ms)
+        if not record.children:
+            self._pool.settle(record)
+            self._common.room_made()  # it can be evicted
+        reply = calls.Committed(PutOutcome.STORED)
+        overwriting = [put] if request.overwrite else []
+        if overwriting or replaced:
+            return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
+        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
+
+    def _keep_bound(
+        self, now_ms: int, request: calls.Commit, given: GrantedAllocation, replicas: int
+    ) -> None:
+        """Makes room for the bytes of an allocation of another tenant within the bound of the
+        tenant whose object it becomes.
+
+        Raises:
+            NoSpaceError: that would bring it above its bound. The allocation lives on.
+        """
+        owner = self._pool.tenant_of(request.namespace)
+        if owner is given.tenant:
+            return
+        assert owner is not None
+        if request.parent is not None:
+            until_ms = now_ms + self._common.rules.lease_ms
+            self._common.lease(request.namespace, request.parent, until_ms)
+        wanted = extent_bytes(request.size) * replicas
+        missing = self._granting.keep_bound(now_ms, owner, wanted)
+        if missing is not None:
+            raise no_space_report.over_bound(self._common, owner, wanted, missing)
+
+    def _store(self, put: GrantedObject, extents: list[Extent], now_ms: int) -> list[Residue]:
+        """Gives the put's record these extents. Returns the residue of the replaced version, whose
+        extents are still allocated. The caller calls ``Pool.settle`` afterwards."""
+        record = put.record
+        replaced: list[Residue] = []
+        if record.segment is not None:
+            replaced.append(Residue.of(record))
+            self._pool.strip(record, replaced=True)
+        else:
+            self._pool.pins.drop(record)  # the pin of an object that was lost
+        if record.writer == put.token:
+            record.writer = 0
+        lacks = put.missing + len(put.extents) - len(extents)
+        version = Version(self._common.epoch, put.token)
+        self._pool.store(record, extents, put.size, version, now_ms, lacks)
+        for segment, _ in extents:
+            segment.node.stored_bytes += put.size
+        if version <= self._common.tombstones.newest:  # something was removed during the put
+            self._common.allow(record, version)
+        if isinstance(put, GrantedPut):
+            self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
+            if put.ttl_ms:
+                self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
+        return replaced
+
+    def _count_not_written(self, outcomes: bytearray) -> None:
+        counters = self._common.counters
+        counters["found_puts"] += outcomes.count(PutOutcome.FOUND)
+        counters["overlapping_puts"] += outcomes.count(PutOutcome.BEING_WRITTEN)
+
+    def _count_stored(self, objects: int, size: int) -> None:
+        self._common.counters["stored_objects"] += objects
+        self._common.counters["stored_bytes"] += size
+
+
+def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
+    """The outcome of a put, given the object's record, if there is one."""
+    if record is None:
+        return PutOutcome.WRITE
+    if not overwrite and record.complete:
+        return PutOutcome.FOUND
+    return PutOutcome.BEING_WRITTEN if record.writer else PutOutcome.WRITE

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvstore.calls import Presence, SegmentOffer
-from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
+from kvstore.packed_keys import PackedKeys
 
 if TYPE_CHECKING:
     from kvstore.master.state.liveness import JoinedNode

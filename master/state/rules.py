@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.master.state.liveness import LivenessRules
-from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.repair_queue import RepairRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import final
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
 from kvstore.master.state.eviction import ORDERS_MAX, order_of
-from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, PutCounts
+from kvstore.master.state.grants import Granted, GrantedAllocation, GrantedPut, PutCounts
 from kvstore.master.state.records import (
     Extent,
     MountedSegment,

@@ -154,7 +154,7 @@ class Caller:
         """Who the client has proved to be; None: without authentication."""
         self.holder = holder
         """The number of its identity, for which the master makes capabilities
-        (``kvstore.master.sealing``); 0: it has none, and gets the segments' tokens."""
+        (``kvstore.master.capabilities``); 0: it has none, and gets the segments' tokens."""
         self.number = number
         """Of the client, as its puts have it, if it has an identity and has joined."""
         self.asks: ClientRow | None = None

@@ -20,16 +20,16 @@ from typing import Any, Self, TypeVar
 from kvstore import calls
 from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
-from kvstore.client.calling.stub import MasterStub
-from kvstore.clocks import uptime
+from kvstore.client.rpc.stub import MasterStub
+from kvstore.clock import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import FRAME_BYTES_MAX, Key, Namespace
-from kvstore.master.carriers import Carriers, Endpoints
-from kvstore.master.gate import token_for
-from kvstore.master.lane import LaneSettings
-from kvstore.master.spin import new_event_loop
+from kvstore.master.authorizer import token_for
+from kvstore.master.busy_poll import new_event_loop
+from kvstore.master.lane_server import LaneSettings
+from kvstore.master.rpc_servers import Carriers, Endpoints
 from kvstore.master.state import traffic
-from kvstore.process.stopping import Stop
+from kvstore.process.cancellation import Stop
 from kvstore.wire.frames import Frame, FrameReader, hello
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port import NodeEnd
-from kvstore.auth.revoked import Revoked
+from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.auth.revocation_list import Revoked
 from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
-from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.segment import NodeSegment
+from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
@@ -21,12 +21,12 @@ from kvstore.errors import (
     MemoryQuarantinedError,
     NodeUnreachableError,
 )
-from kvstore.memory.raw import address_of
+from kvstore.memory.process_memory import address_of
+from kvstore.transport.common import Move
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
-from kvstore.transport.mooncake.station import Buffer
+from kvstore.transport.mooncake.engine_session import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
-from kvstore.transport.pieces import Move
 from tests.conformance.peer import Peer
 from tests.conformance.test_transports import acting, empty, noise, soon
 from tests.support.metadata_servers import metadata_server
@@ -76,11 +76,11 @@ def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path)
 
 
 MEET = """
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.calls import EngineAddress, SegmentInfo
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 from kvstore.transport.mooncake.engine import EngineSettings
-from kvstore.transport.mooncake.station import Buffer
+from kvstore.transport.mooncake.engine_session import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 mover = MooncakeTransport(EngineSettings("tcp", metadata_server={url!r}))
 info = {info}

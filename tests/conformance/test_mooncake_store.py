@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvstore.mooncake
+import kvstore.mooncake_shim
 from bench import mooncake
 from kvstore.bench.processes import Children
 from kvstore.connectors.mooncake import (
@@ -26,8 +26,8 @@ from kvstore.connectors.mooncake import (
     MooncakeDistributedStore,
     MooncakeHostMemAllocator,
 )
-from kvstore.connectors.mooncake.names import Code, code_of
-from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.mooncake_types import Code, code_of
+from kvstore.connectors.mooncake.put_sessions import PutSessions
 from kvstore.connectors.mooncake.store import _size
 from kvstore.errors import (
     ClosedError,
@@ -39,10 +39,10 @@ from kvstore.errors import (
     PutRefusedError,
     UnavailableError,
 )
-from kvstore.process.children import start_master
+from kvstore.process.child_process import start_master
 from tests.support import leaks
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
-from tests.support.issuing import Identities
 from tests.support.processes import run_python
 from tests.support.programs import need_engine
 
@@ -923,7 +923,7 @@ def test_a_command_finds_this_store() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_only_store_is_replaced() -> None:
-    path = kvstore.mooncake.python_path({})
+    path = kvstore.mooncake_shim.python_path({})
     code = "import mooncake.engine as e, mooncake.store; print(e.__file__)"
     done = python(code, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
@@ -936,11 +936,11 @@ def test_env_prints_what_a_shell_evaluates() -> None:
     done = subprocess.run(command, env=rest, capture_output=True, text=True, check=True, timeout=60)
     script = f'{done.stdout}\nprintf %s "$PYTHONPATH"'
     shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert shell.stdout == f"{kvstore.mooncake.DIRECTORY}:/with a space"
+    assert shell.stdout == f"{kvstore.mooncake_shim.DIRECTORY}:/with a space"
 
 
 def test_install_in_a_program() -> None:
-    again = f"import kvstore.mooncake as m; m.install(); m.install(); {WHOSE}"
+    again = f"import kvstore.mooncake_shim as m; m.install(); m.install(); {WHOSE}"
     done = python(again)
     assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
     children = "import os; assert os.environ['PYTHONPATH'].count('as_mooncake') == 1"
@@ -950,7 +950,7 @@ def test_install_in_a_program() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_install_comes_first() -> None:
-    late = "import mooncake.store, kvstore.mooncake; kvstore.mooncake.install()"
+    late = "import mooncake.store, kvstore.mooncake_shim; kvstore.mooncake_shim.install()"
     done = python(late)
     assert "UsageError" in done.stderr
     assert "before anything imports" in done.stderr

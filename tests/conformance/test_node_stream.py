@@ -25,7 +25,7 @@ from kvstore.errors import (
     NodeNameTakenError,
     ProtocolError,
 )
-from kvstore.node.stream import NodeStream
+from kvstore.node.session import NodeStream
 from kvstore.wire.node_messages import SESSION_PATH
 from tests.conformance.carrier_peers import ScriptedService, Server
 

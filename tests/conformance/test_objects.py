@@ -19,12 +19,12 @@ import pytest
 
 from kvstore import native
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.devices import DeviceReads, DeviceWrites
-from kvstore.client.flows.objects import ObjectReads, ObjectWrites
-from kvstore.client.flows.placements import Placed
-from kvstore.client.flows.reading import Target
+from kvstore.client.flows.device_io import DeviceReads, DeviceWrites
+from kvstore.client.flows.location_cache import Placed
+from kvstore.client.flows.object_transfers import ObjectReads, ObjectWrites
+from kvstore.client.flows.read_objects import Target
 from kvstore.client.flows.steps import Transfer
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device import drivers
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
@@ -38,9 +38,9 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
-from kvstore.memory.raw import address_of
-from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, CORRUPT, STALE
+from kvstore.memory.process_memory import address_of
+from kvstore.native import pure_python
+from kvstore.native.interface import CAPABILITY_BYTES, CORRUPT, STALE
 from kvstore.network.tcp_protocol import Op
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
@@ -48,9 +48,9 @@ from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
+from tests.support.capabilities import capability, held
 from tests.support.encryption import shared_ends
 from tests.support.fake_device import FakeDriver
-from tests.support.sealing import capability, held
 
 MIB = 1 << 20
 SPACE = Namespace("space")
@@ -69,7 +69,7 @@ class Way:
     @classmethod
     def compiled(cls, make: Callable[[], Transport]) -> Way:
         if not native.is_compiled:
-            pytest.skip("kvstore.native.fast is not built here")
+            pytest.skip("kvstore.native._native is not built here")
         return cls(make())
 
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
@@ -158,24 +158,24 @@ class HolderDeviceWay(HolderWay, DeviceWay):
 WAYS: dict[str, dict[str, Callable[[], Way]]] = {
     "host": {
         "shm-compiled": lambda: Way.compiled(ShmTransport),
-        "shm-slow": lambda: Way(ShmTransport(), slow),
+        "shm-slow": lambda: Way(ShmTransport(), pure_python),
         "shm-device": lambda: DeviceWay(ShmTransport()),
         "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
-        "tcp-slow": lambda: Way(TcpTransport(), slow),
+        "tcp-slow": lambda: Way(TcpTransport(), pure_python),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
     "held": {
-        "shm-slow": lambda: Way(ShmTransport(), slow),
+        "shm-slow": lambda: Way(ShmTransport(), pure_python),
         "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
-        "tcp-holder-slow": lambda: HolderWay(TcpTransport(), slow),
+        "tcp-holder-slow": lambda: HolderWay(TcpTransport(), pure_python),
     },
     "device": {
         "same-device": SameDeviceWay,
         "other-device": lambda: DeviceWay(DeviceTransport(8 * MIB)),
         "host": lambda: Way(DeviceTransport(8 * MIB)),
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
-        "tcp-slow": lambda: Way(TcpTransport(), slow),
+        "tcp-slow": lambda: Way(TcpTransport(), pure_python),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
     "held-device": {

@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from kvstore import native
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
@@ -31,14 +31,14 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.native import slow
-from kvstore.native.kinds import STALE, ReadRow
+from kvstore.native import pure_python
+from kvstore.native.interface import STALE, ReadRow
 from kvstore.network.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from kvstore.transport import tcp_client
 from kvstore.transport.base import PIECE_BYTES, Transport
+from kvstore.transport.common import Move
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.mooncake.transport import MooncakeTransport
-from kvstore.transport.pieces import Move
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
@@ -425,9 +425,9 @@ def test_a_node_that_moves_no_byte_is_given_up(
 ) -> None:
     """Long before the deadline, also on a connection that has worked."""
     if way == "slow":
-        monkeypatch.setattr(tcp_client, "steps", slow)
+        monkeypatch.setattr(tcp_client, "steps", pure_python)
     elif way == "compiled" and not native.is_compiled:
-        pytest.skip("kvstore.native.fast is not built here")
+        pytest.skip("kvstore.native._native is not built here")
     transport = TcpTransport(stall_s=1.0)
     payload = [noise(size)]
     write = (MIB, size, 1, 1, b"key", payload, b"", b"", b"")
@@ -482,7 +482,7 @@ def test_bytes_that_come_slowly_are_progress(
         transport = TcpTransport(stall_s=1.5)
         transport.read(info, [Move(MIB, empty(HEADER_BYTES))], soon())
         row: ReadRow = (MIB, 0, 1, 1, b"key", [], b"")
-        for each in (native.steps, slow):
+        for each in (native.steps, pure_python):
             monkeypatch.setattr(tcp_client, "steps", each)
             assert transport.read_objects(info, "n", [row], True, soon()) == [STALE]
         transport.close()

@@ -19,8 +19,8 @@ import yaml
 
 from tests.containers.docker import ROOT, Container, Docker
 from tests.containers.test_containers import GET, PUT
-from tests.support.issuing import Identities
-from tests.support.waiting import until
+from tests.support.certificates import Identities
+from tests.support.wait import until
 
 BASE_PACKAGES = "python3,python3-venv,python3-dev,gcc,libc6-dev"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
@@ -116,7 +116,7 @@ def test_a_store_of_one_container_is_healthy_compiled_and_stops_cleanly(docker: 
     assert get(store, "127.0.0.1:50001", "key") == ["shm"]
     assert store.run("id", "-u", user="10001").stdout == "10001\n"
     parts = (
-        "from kvstore.diagnosis.software import installation as i; print(f'\"{i()[-1].state}\"')"
+        "from kvstore.diagnostics.software import installation as i; print(f'\"{i()[-1].state}\"')"
     )
     assert python(store, parts) == "ok"
     assert "pip" not in store.run("ls", "/opt/kvstore/bin").stdout

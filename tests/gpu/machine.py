@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from kvstore.client.arguments import Stream
+from kvstore.client.validation import Stream
 from kvstore.device.drivers import driver_of, use
 from tests.support.fake_device import FakeDriver
 

@@ -15,7 +15,7 @@ import torch
 
 from kvstore import AsyncClient, Client
 from kvstore.calls import PutOutcome
-from kvstore.device import ring
+from kvstore.device import staging_ring
 from kvstore.device.device import Device
 from kvstore.device.driver import DeviceDriver
 from kvstore.errors import DeadlineExceededError, DeviceError
@@ -78,7 +78,7 @@ def test_a_get_that_is_cancelled_while_it_waits_touches_nothing(
 def test_an_error_in_the_middle_leaves_nothing(
     gpu: GPU, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring, "RING_BYTES", 32 * MIB)
+    monkeypatch.setattr(staging_ring, "RING_BYTES", 32 * MIB)
     client = connect()
     device = client.device(NAME)
     size = (40 if IS_REAL else 2) * MIB

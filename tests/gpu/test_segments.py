@@ -18,7 +18,7 @@ from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME, tensor
 from tests.gpu.test_caches import blocks_come_back_into_others
 from tests.gpu.test_values import same, values
 from tests.support.cluster import SHORT, Cluster, Node
-from tests.support.waiting import until
+from tests.support.wait import until
 
 POOLED = NAME if IS_REAL else "fake:0"
 POOL_BYTES = 8 * GIB if IS_REAL else 64 * MIB

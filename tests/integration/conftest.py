@@ -14,9 +14,9 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from tests.support.browser import Browser, browsing
+from tests.support.certificates import Identities
 from tests.support.cluster import SHORT, Cluster
-from tests.support.hosts import Island, island_with
-from tests.support.issuing import Identities
+from tests.support.network_namespaces import Island, island_with
 
 
 class Blocking:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from kvstore.cli import master
-from kvstore.master import app
+from kvstore.master import main
 
 OFFSET_MS = int(os.environ["OFFSET_MS"])
-true_clock_ms = app.wall_clock_ms
-app.wall_clock_ms = lambda: true_clock_ms() + OFFSET_MS
+true_clock_ms = main.wall_clock_ms
+main.wall_clock_ms = lambda: true_clock_ms() + OFFSET_MS
 
 if __name__ == "__main__":
     master.main()

@@ -24,17 +24,17 @@ from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.calls import Clear, Join
-from kvstore.client.calling import lane
+from kvstore.client.rpc import lane_client
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import Key, Namespace
-from kvstore.web.events.following import follow
+from kvstore.web.events.sse_client import follow
 from kvstore.wire.messages import CALLS, encode_request
+from tests.support.certificates import Identities, utc_now
 from tests.support.cluster import Cluster
 from tests.support.http import request
-from tests.support.issuing import Identities, utc_now
 from tests.support.processes import KVSTORE, children_of, free_port, run_python
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import content
 
 OURS, THEIRS = "ours", "theirs"
 WITHIN_MS = 3_000
@@ -55,7 +55,7 @@ def engine(identities: Identities, name: str = "engine", space: str = OURS) -> s
 def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """How calls of this process go to the master: settings of a client."""
     if request.param == "tcp":
-        monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
+        monkeypatch.setattr(lane_client, "_connect_unix", lambda *_: None)
     return {"lane": request.param != "grpc"}
 
 
@@ -185,9 +185,9 @@ def test_the_lanes_socket_of_another_user_is_not_believed(
     """Any user of a host may take the name of the socket that a master has elsewhere."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert lane._is_trusted(ours)
+        assert lane_client._is_trusted(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
-        assert lane._is_trusted(ours) == (os.getuid() == 0), "root's is"
+        assert lane_client._is_trusted(ours) == (os.getuid() == 0), "root's is"
 
 
 # --- changes while all runs ----------------------------------------------------------------------

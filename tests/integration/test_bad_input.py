@@ -24,7 +24,7 @@ from kvstore.errors import (
 from kvstore.limits import BATCH_KEYS_MAX, MATCH_KEYS_MAX
 from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
-from tests.support.hosts import need_own_shm, own_shm
+from tests.support.network_namespaces import need_own_shm, own_shm
 from tests.support.processes import free_port
 
 STORED = PutOutcome.STORED

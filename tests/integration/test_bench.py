@@ -12,7 +12,7 @@ from bench import mooncake, redis
 from bench.tables import TABLES
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.harness import Plan, Result, measure, page_of
-from kvstore.bench.ours import own_store
+from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import ChildError, Children
 from kvstore.bench.rows import MODES, SHM, TCP, choose
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
@@ -20,7 +20,7 @@ from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY
 GIB = 1 << 30
 POOL = 256 << 20
 MEMORY = 64 << 16
-OURS = "kvstore.bench.ours:OurDriver"
+OURS = "kvstore.bench.kvstore_driver:OurDriver"
 MOONCAKE = "bench.mooncake:MooncakeDriver"
 REDIS = "bench.redis:RedisDriver"
 MISSING = mooncake.missing()

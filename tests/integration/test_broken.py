@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.process.background import EXIT_BROKEN
+from kvstore.process.tasks import EXIT_BROKEN
 from tests.support.cluster import entry, unique_name
 from tests.support.processes import ROOT, run_python
 
 NODE = """
 import sys
-from kvstore.node import app, agent
+from kvstore.node import agent, main
 async def beat(self, link, accepted):
     raise MemoryError("no more")
 agent.NodeAgent._beat = beat
 from kvstore.process import logs
 logs.configure("info")
-sys.exit(app.run(app.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))
+sys.exit(main.run(main.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))
 """
 
 

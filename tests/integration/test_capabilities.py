@@ -13,7 +13,7 @@ import pytest
 from kvstore import Client, PutOutcome, calls
 from kvstore.auth.certificates import Wanted, inspect
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     CapabilityRefusedError,
     KVStoreError,
@@ -21,14 +21,14 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
-from tests.integration.test_repairing import dead, nodes_of
+from tests.integration.test_repair_queue import dead, nodes_of
+from tests.support.certificates import Identities
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
-from tests.support.issuing import Identities
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import content
 
 STORED = PutOutcome.STORED
 SIZE = 70_001

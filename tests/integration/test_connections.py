@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore import Client
 from tests.support.cluster import MASTER
 from tests.support.processes import ROOT, Server
-from tests.support.waiting import until
+from tests.support.wait import until
 
 BOUND = 20
 

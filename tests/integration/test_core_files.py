@@ -12,24 +12,24 @@ import pytest
 
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
-from tests.support.issuing import Identities
 from tests.support.processes import children_of, free_port, run_python
 from tests.support.programs import skip
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WITHOUT_TRACING = ["setpriv", "--bounding-set", "-sys_ptrace"] if os.geteuid() == 0 else []
 """As root a process may look into every other one, unless it gives up that right."""
 
 DIES = """
 import os, resource, sys
-from kvstore.process import dumps
+from kvstore.process import memory_protection
 os.chdir(sys.argv[2])
 child = os.fork()
 if not child:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if sys.argv[1] == "hidden":
-        dumps.hide_memory()
+        memory_protection.hide_memory()
     os.abort()
 _, status = os.waitpid(child, 0)
 assert os.WIFSIGNALED(status)

@@ -19,18 +19,18 @@ import pytest
 from kvstore._version import __version__
 from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet import Record
+from kvstore.fleet_records import Record
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.dashboard.paths import FILES, NAMESPACES_SHOWN
+from kvstore.web.dashboard.routes import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
 from tests.support.accessibility import barriers
 from tests.support.browser import DESK, PHONE, TABLET, Browser, browsing
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.etcd import running
 from tests.support.http import request
-from tests.support.issuing import Identities
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 VIEWS = ("overview", "nodes", "prefixes", "namespaces", "misses", "events")
 PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")

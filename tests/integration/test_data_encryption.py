@@ -18,12 +18,12 @@ from kvstore.auth.credentials import NODE_NAME, Credentials
 from kvstore.errors import PutRefusedError
 from kvstore.network.addresses import split_address
 from tests.integration.test_drain import drain
-from tests.integration.test_repairing import nodes_of
+from tests.integration.test_repair_queue import nodes_of
+from tests.support.certificates import Identities
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
-from tests.support.issuing import Identities
 from tests.support.processes import free_port, run_python
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import content
 
 STORED = PutOutcome.STORED
 SIZE = 70_001

@@ -26,7 +26,7 @@ from kvstore import AsyncClient, Client
 from kvstore.errors import InvalidArgumentError, KVStoreError
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
-from tests.support.hosts import Island
+from tests.support.network_namespaces import Island
 
 TIMEOUT_MS = 1_200
 SLACK_S = 0.8

@@ -16,7 +16,7 @@ from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get
 from tests.support.processes import Server, free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 @contextlib.contextmanager

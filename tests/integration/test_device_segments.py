@@ -23,8 +23,8 @@ from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.support.cluster import Cluster, Node
 from tests.support.fake_device import FakeDriver
-from tests.support.traffic import content, kill_while_used
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import content, kill_while_used
 
 torch = pytest.importorskip("torch")
 STORED = PutOutcome.STORED

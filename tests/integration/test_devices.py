@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.calls import PutOutcome
-from kvstore.client.sync import Client
-from kvstore.device import ring
+from kvstore.client.client import Client
+from kvstore.device import staging_ring
 from kvstore.device.device import Device
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
@@ -76,7 +76,7 @@ def make(
     request: pytest.FixtureRequest, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """Makes a device by a seed, with a client of its own."""
-    monkeypatch.setattr(ring, "RING_BYTES", RING)
+    monkeypatch.setattr(staging_ring, "RING_BYTES", RING)
     made: list[OnDevice] = []
 
     def new(seed: int) -> OnDevice:

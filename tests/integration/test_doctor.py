@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.hosts import need_own_shm, own_shm
+from tests.support.network_namespaces import need_own_shm, own_shm
 from tests.support.processes import KVSTORE, free_port, run_python
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 class Report(NamedTuple):

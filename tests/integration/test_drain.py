@@ -15,8 +15,8 @@ import pytest
 from kvstore.calls import PutOutcome
 from tests.support.cluster import SHORT, Cluster, Node
 from tests.support.processes import KVSTORE, ROOT, run_python
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import content
 
 SIZE, MIB = 200 << 10, 1 << 20
 SETTINGS = SHORT | {"put_deadline_ms": 20_000}

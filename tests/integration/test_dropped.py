@@ -12,7 +12,7 @@ import pytest
 from kvstore import AsyncClient, Client
 from tests.support.cluster import Cluster
 from tests.support.leaks import leaked, snapshot
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

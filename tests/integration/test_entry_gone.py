@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import KVSTORE, run_python
-from tests.support.waiting import until
+from tests.support.wait import until
 
 KEYS = [f"k{number}" for number in range(20)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     EtcdUnreachableError,
     NotLeaderError,
@@ -17,7 +17,7 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.etcd.client import Etcd
-from kvstore.etcd.finding import find_leader
+from kvstore.etcd.leader_lookup import find_leader
 from kvstore.network.addresses import EtcdPlace
 from tests.support.etcd import EtcdServer, running
 from tests.support.processes import free_port

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
-from kvstore.etcd.finding import MemberSeen, find_leader, look_at
+from kvstore.etcd.leader_lookup import MemberSeen, find_leader, look_at
 from kvstore.master import times
 from kvstore.network.addresses import EtcdPlace
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import START_S, EtcdServer
 from tests.support.processes import KVSTORE, Server, children_of, free_port, run_python
 from tests.support.programs import need_program
-from tests.support.waiting import until
+from tests.support.wait import until
 
 LEASE_S = times.ETCD_LEASE_S
 HANGS_S = 2.5 * LEASE_S

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, KVStoreError
-from kvstore.web.events.following import follow
+from kvstore.web.events.sse_client import follow
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.etcd import running
 from tests.support.http import get
 from tests.support.processes import ROOT, Server, flags_of, free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 Name = tuple[str, str]
 

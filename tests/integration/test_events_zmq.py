@@ -17,7 +17,7 @@ from kvstore.limits import FLEET_NAMESPACE
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 class Subscriber:

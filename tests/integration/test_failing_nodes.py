@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.client.flows.placements import AVOID_FIRST_S
-from kvstore.clocks import uptime
+from kvstore.client.flows.location_cache import AVOID_FIRST_S
+from kvstore.clock import uptime
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
-from tests.support.hosts import Island
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.network_namespaces import Island
+from tests.support.wait import until
+from tests.support.workload import content
 
 STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
 KEYS = [f"key-{number}" for number in range(20)]

@@ -14,18 +14,18 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.auth.credentials import Credentials
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     KVStoreError,
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.http import request
-from tests.support.issuing import Identities
 from tests.support.processes import free_port
-from tests.support.traffic import at_work, content
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import at_work, content
 
 HONEST = ("ada", "bob", "cyd", "dan")
 EVIL = "evil"

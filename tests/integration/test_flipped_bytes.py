@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.client.flows.reading import ATTEMPTS
+from kvstore.client.flows.read_objects import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.process.logs import BURST
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster, Node
-from tests.support.traffic import content
+from tests.support.workload import content
 
 STORED = PutOutcome.STORED
 FLIPS = 600

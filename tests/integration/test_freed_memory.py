@@ -10,17 +10,17 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_capabilities import asked_of
+from tests.support.certificates import Identities
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
-from tests.support.issuing import Identities
-from tests.support.waiting import until
+from tests.support.wait import until
 
 SECRET = b"\xa5" * 1_900_000
 SIZE = len(SECRET)

@@ -13,7 +13,7 @@ from kvstore import PutOutcome
 from kvstore.errors import DeadlineExceededError, KVStoreError
 from kvstore.transport import tcp_client
 from tests.support.cluster import SHORT, Cluster
-from tests.support.traffic import content
+from tests.support.workload import content
 
 STORED = PutOutcome.STORED
 SLOW: dict[str, Any] = {"dead_ms": 60_000}

@@ -17,12 +17,12 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
-from kvstore.etcd.finding import find_leader
+from kvstore.etcd.leader_lookup import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
-from kvstore.master.carriers import Endpoints
+from kvstore.master.rpc_servers import Endpoints
 from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
@@ -32,8 +32,8 @@ from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import KVSTORE, Server, free_port, run_python
-from tests.support.traffic import at_work, content, getter
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import at_work, content, getter
 
 STORED = PutOutcome.STORED
 LEASE_S = times.ETCD_LEASE_S

@@ -19,8 +19,8 @@ import grpc
 import pytest
 
 from kvstore import calls
-from kvstore.client.calling.lane import LaneConnection, connect
-from kvstore.clocks import uptime
+from kvstore.client.rpc.lane_client import LaneConnection, connect
+from kvstore.clock import uptime
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.network.addresses import split_address
@@ -30,8 +30,7 @@ from kvstore.wire.messages import CALLS, JOIN_METADATA, decode_reply, encode_req
 from kvstore.wire.node_messages import SESSION_PATH, encode_node_message
 from kvstore.wire.status import decode_error, detail_of
 from tests.support.cluster import Cluster
-from tests.support.processes import free_port
-from tests.support.twin import (
+from tests.support.message_tampering import (
     MINE,
     Lie,
     Theirs,
@@ -40,7 +39,8 @@ from tests.support.twin import (
     true_join,
     true_messages,
 )
-from tests.support.waiting import until
+from tests.support.processes import free_port
+from tests.support.wait import until
 
 HONEST = "honest"
 CHAIN = [bytes([number]) * 16 for number in range(1, 9)]

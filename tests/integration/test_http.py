@@ -16,7 +16,7 @@ from tests.support.cluster import NODE, Cluster
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import Server, children_of, free_port, is_running
 from tests.support.programs import need_program
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 def child_of(server: Server) -> int:
@@ -25,7 +25,7 @@ def child_of(server: Server) -> int:
     def found() -> int:
         for pid in children_of(server.pid):
             with contextlib.suppress(OSError):
-                if b"kvstore.web.of_master" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"kvstore.web.master_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
 

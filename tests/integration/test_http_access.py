@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from kvstore.errors import PermissionDeniedError
-from kvstore.web.api.questions import PIN_PATH, REMOVE_PATH, UNPIN_PATH
-from kvstore.web.events.following import follow
+from kvstore.web.api.lookups import PIN_PATH, REMOVE_PATH, UNPIN_PATH
+from kvstore.web.events.sse_client import follow
 from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
 from tests.support.browser import browsing
 from tests.support.cluster import SHORT, Cluster
-from tests.support.hosts import Island
 from tests.support.http import Reply, certificate, request
+from tests.support.network_namespaces import Island
 from tests.support.processes import children_of, free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 TOKEN = "s3cret-0123456789abcdef"
 WRITES = (REMOVE_PATH, PIN_PATH, UNPIN_PATH)

@@ -17,7 +17,7 @@ from kvstore.errors import (
 )
 from tests.support.cluster import MASTER, Cluster
 from tests.support.processes import children_of, is_running
-from tests.support.waiting import until
+from tests.support.wait import until
 
 STORED = PutOutcome.STORED
 

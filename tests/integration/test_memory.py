@@ -13,9 +13,9 @@ import pytest
 
 from kvstore.calls import PutOutcome
 from tests.support.cluster import NODE, Cluster, Node, unique_name
-from tests.support.hosts import need_own_shm, own_shm
+from tests.support.network_namespaces import need_own_shm, own_shm
 from tests.support.processes import ROOT, Server, run_python
-from tests.support.waiting import until
+from tests.support.wait import until
 
 MIB = 1 << 20
 MEMORY = 32 * MIB

@@ -13,17 +13,17 @@ import pytest
 from kvstore import Client
 from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet import Record
+from kvstore.fleet_records import Record
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.api.reasons import TRAFFIC_PATH, WHY_PATH
-from kvstore.web.server.endpoints import PATH as OPENAPI_PATH
+from kvstore.web.api.diagnostics import TRAFFIC_PATH, WHY_PATH
+from kvstore.web.server.operations import PATH as OPENAPI_PATH
 from tests.integration.test_dashboard import asked, told
 from tests.support.browser import Browser
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.http import request
-from tests.support.issuing import Identities
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 BLOCKS = [bytes([number]) * 32 for number in range(1, 9)]
 

@@ -10,7 +10,7 @@ from kvstore import Client, PutOutcome
 from kvstore.errors import ConfigError
 from tests.support.cluster import Cluster
 from tests.support.programs import need_engine
-from tests.support.traffic import content
+from tests.support.workload import content
 
 STORED = PutOutcome.STORED
 ENGINE = {"transports": ("mooncake",), "protocol": "tcp"}

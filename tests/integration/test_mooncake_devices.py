@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from kvstore.client import sync
-from kvstore.connectors.mooncake.names import Code
+from kvstore.client import client as client_module
+from kvstore.connectors.mooncake.mooncake_types import Code
 from kvstore.connectors.mooncake.store import MooncakeDistributedStore
 from kvstore.device.drivers import use
 from tests.support.fake_device import FakeDriver
@@ -26,14 +26,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         is_there = any(at <= address < at + size for at, size in fake.memory.items())
         return NAME if is_there else ""
 
-    monkeypatch.setattr(sync, "cuda_device_at", device_at)
+    monkeypatch.setattr(client_module, "cuda_device_at", device_at)
     yield fake
     use(NAME, None)
 
 
 @pytest.fixture
 def store(fake: FakeDriver) -> Iterator[MooncakeDistributedStore]:
-    with sync.Client.embedded("16MiB") as client:
+    with client_module.Client.embedded("16MiB") as client:
         store = MooncakeDistributedStore()
         assert store.setup(master_server_addr=client.config.master) == Code.OK
         yield store

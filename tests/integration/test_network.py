@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import SHORT, Cluster
-from tests.support.hosts import ip
-from tests.support.remote import Remote, RemoteError
-from tests.support.waiting import until
+from tests.support.network_namespaces import ip
+from tests.support.remote_clients import Remote, RemoteError
+from tests.support.wait import until
 
 pytestmark = pytest.mark.netns
 

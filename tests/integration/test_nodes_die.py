@@ -13,8 +13,8 @@ from kvstore import PutOutcome
 from kvstore.errors import NoSpaceError
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import ROOT
-from tests.support.traffic import at_work, content, getter, putter
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import at_work, content, getter, putter
 
 STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
 BEING_WRITTEN = PutOutcome.BEING_WRITTEN
@@ -164,7 +164,7 @@ def test_a_client_is_killed_while_it_writes(cluster: Cluster) -> None:
     cluster.start(memory="64MiB")
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from kvstore import Client\nfrom tests.support.traffic import content\n"
+        "from kvstore import Client\nfrom tests.support.workload import content\n"
         "client = Client(sys.argv[1], transports=(sys.argv[2],))\n"
         "for number in range(10**6):\n"
         "    key = f'new-{number % 40}'\n"

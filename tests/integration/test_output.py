@@ -17,7 +17,7 @@ from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 STRANGERS = 3 * BURST
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.sync import Client
-from kvstore.texts import key_text
+from kvstore.client.client import Client
+from kvstore.formatting import key_text
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from tests.integration.test_api import post
 from tests.integration.test_dashboard import told
 from tests.support.browser import Browser
 from tests.support.cluster import Cluster
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 SYSTEM = [b"system %d" % number for number in range(4)]
 FIRST = [b"first %d" % number for number in range(3)]

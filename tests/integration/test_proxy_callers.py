@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.proxy.salts import Salts
+from kvstore.proxy.cache_salts import Salts
 from tests.support.engines import World, play, tokens_of
 
 BODY = {"model": "m", "prompt": "a prompt of five words", "stream": True}

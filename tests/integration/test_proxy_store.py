@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy.records import block_hashes
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.engines import World, play
-from tests.support.issuing import Identities
-from tests.support.waiting import until
+from tests.support.wait import until
 
 BLOCK = 8
 NONE_HASH = bytes(range(32))

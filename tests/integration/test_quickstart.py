@@ -15,7 +15,7 @@ from kvstore import Client
 from tests.support.http import get
 from tests.support.processes import ROOT, STOP_S, is_running
 from tests.support.quickstarts import Quickstart
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from kvstore.memory import header as layout
 from kvstore.transport import tcp_client
 from tests.support.cluster import NODE, SHORT, Cluster, Node
 from tests.support.processes import Server, flags_of
-from tests.support.traffic import at_work, content, getter, putter
-from tests.support.waiting import until
+from tests.support.wait import until
+from tests.support.workload import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 SIZE = 20_000

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from kvstore import Client
-from kvstore.client.calling import lane as lane_module
-from kvstore.native import slow
+from kvstore.client.rpc import lane_client as lane_module
+from kvstore.native import pure_python
 from kvstore.transport import shm, tcp_client
 from tests.support.cluster import Cluster
-from tests.support.cuts import cut
 from tests.support.leaks import leaked, snapshot
-from tests.support.waiting import until
+from tests.support.signal_injection import cut
+from tests.support.wait import until
 
 PLACES = 120
 """Of each kind of call, evenly over the call; a get by shared memory has some 200."""
@@ -126,7 +126,7 @@ def test_a_call_may_be_cut_anywhere(
     lane = how != "grpc"
     if how == "lane-slow":  # as where no step is compiled
         for module in (lane_module, tcp_client, shm):
-            monkeypatch.setattr(module, "steps", slow)
+            monkeypatch.setattr(module, "steps", pure_python)
     before = snapshot()
     client = Client(stored.address, transports=(transport,), lane=lane, timeout_ms=10_000)
     check(client)

@@ -15,8 +15,8 @@ from tests.integration.test_restarts import (
     objects,
     restarted,
 )
+from tests.support.certificates import Identities
 from tests.support.cluster import SHORT, Cluster
-from tests.support.issuing import Identities
 
 
 @pytest.fixture

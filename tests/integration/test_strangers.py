@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvstore import PutOutcome
 from kvstore.network.addresses import split_address
 from tests.support.cluster import Cluster
-from tests.support.traffic import at_work, content, getter, putter
+from tests.support.workload import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 GIB_4 = 0xFFFF_FFFF

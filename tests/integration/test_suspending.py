@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.remote import Remote, RemoteError
+from tests.support.remote_clients import Remote, RemoteError
 
 SHIM = """
 #include <fcntl.h>

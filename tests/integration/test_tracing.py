@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from kvstore import Client
 from kvstore.errors import NoSpaceError, ValueTooLargeError
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 @pytest.fixture

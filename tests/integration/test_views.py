@@ -21,7 +21,7 @@ from kvstore.errors import (
 from tests.integration.conftest import either_client
 from tests.support.cluster import SHORT, Cluster, entry
 from tests.support.processes import children_of, is_running
-from tests.support.waiting import until
+from tests.support.wait import until
 
 STORED = PutOutcome.STORED
 LEASE_S = SHORT["lease_ms"] / 1000

@@ -13,10 +13,10 @@ import pytest
 from kvstore import Client
 from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet import Record
+from kvstore.fleet_records import Record
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import KVSTORE, run_python
-from tests.support.waiting import until
+from tests.support.wait import until
 
 MODEL = "/models/Llama-3.1-8B"
 BLOCKS = [bytes([number]) * 32 for number in range(16)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore import Client, ports
+from kvstore import Client, port_probe
 from kvstore.errors import MasterUnreachableError
 from tests.support.cluster import Cluster
 from tests.support.http import http_port_of
@@ -24,21 +24,21 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         cluster.node()
         [node] = cluster.status().nodes
         yield {
-            ports.GRPC: cluster.address,
-            ports.LANE: f"127.0.0.1:{cluster.lane_port}",
-            ports.HTTP: f"127.0.0.1:{http}",
-            ports.DATA: node.address,
+            port_probe.GRPC: cluster.address,
+            port_probe.LANE: f"127.0.0.1:{cluster.lane_port}",
+            port_probe.HTTP: f"127.0.0.1:{http}",
+            port_probe.DATA: node.address,
         }
     finally:
         cluster.close()
 
 
-OTHERS = [ports.LANE, ports.HTTP, ports.DATA]
+OTHERS = [port_probe.LANE, port_probe.HTTP, port_probe.DATA]
 
 
-@pytest.mark.parametrize("what", [ports.GRPC, *OTHERS])
+@pytest.mark.parametrize("what", [port_probe.GRPC, *OTHERS])
 def test_a_port_says_what_it_is(others: dict[str, str], what: str) -> None:
-    assert ports.what_answers(others[what]) == what
+    assert port_probe.what_answers(others[what]) == what
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -76,7 +76,7 @@ def plant(fault: Fault, tree: Path) -> bool:
         "-shared",
         "-fPIC",
         f"-I{include}",
-        f"{NATIVE}/fast.c",
+        f"{NATIVE}/_native.c",
         "-o",
         str(LIBRARY),
     ]

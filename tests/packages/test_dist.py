@@ -104,7 +104,7 @@ def test_a_wheel_holds_the_packages_and_their_files_and_nothing_else(wheel: str)
     if wheel == PURE:
         assert not libraries
         return
-    assert any(re.match(r"kvstore/native/fast\..*\.so$", name) for name in libraries)
+    assert any(re.match(r"kvstore/native/_native\..*\.so$", name) for name in libraries)
     assert any(re.match(r"kvstore/master/state/of_\w+__mypyc\..*\.so$", name) for name in libraries)
 
 

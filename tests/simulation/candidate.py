@@ -1,6 +1,6 @@
 """One of several master processes: the production ``Role``, and a ``Master`` while it leads.
 
-Stands in for ``kvstore.master.election.Election`` and ``kvstore.master.app``: carries out the
+Stands in for ``kvstore.master.election.Election`` and ``kvstore.master.main``: carries out the
 role's actions on the simulated etcd. A process that does not lead answers who does.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError, NotLeaderError
-from kvstore.master.outruns import Outruns
 from kvstore.master.role import (
     Campaign,
     Grant,
@@ -22,6 +21,7 @@ from kvstore.master.role import (
     StepDown,
     Watch,
 )
+from kvstore.master.superseded_epochs import Outruns
 from kvstore.wire.status import encode_error
 from tests.simulation.etcd import ASK_US, TTL_S, WATCH_US, EtcdStub
 from tests.simulation.master import Master

@@ -15,13 +15,13 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
-from kvstore.client.calling import retries
-from kvstore.client.calling.retries import CarrierBrokenError, MasterLink, attempts
 from kvstore.client.devices import ClientDevices
-from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
-from kvstore.client.leases.leases import Lease, Mounted, Named
+from kvstore.client.leases.lease_table import Lease, Mounted, Named
 from kvstore.client.leases.read_leases import IDLE_S, ReadLeases
+from kvstore.client.rpc import retries
+from kvstore.client.rpc.retries import CarrierBrokenError, MasterLink, attempts
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -32,7 +32,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import EXTENT_ALIGN, HEADER_BYTES, unpack
-from kvstore.transport.pieces import Move, check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.common import Move, check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import CONNECT_STALLS
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error
@@ -41,7 +41,7 @@ from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.oracle import Believed, Oracle, View
 from tests.simulation.scheduler import Process, TimedOutError
 from tests.simulation.views import Held, SimViews
-from tests.support.moves import moves_of
+from tests.support.range_copies import moves_of
 
 ResultT = TypeVar("ResultT")
 

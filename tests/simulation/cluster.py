@@ -16,12 +16,12 @@ from typing import Any
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, highest_believed
-from kvstore.master.outruns import Outruns
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
-from tests.simulation import inside
+from kvstore.master.superseded_epochs import Outruns
+from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
 from tests.simulation.etcd import Etcd, EtcdStub, Store
@@ -173,7 +173,7 @@ class SimulatedCluster:
         if self.master is None:
             self.oracle.broken("liveness", f"nobody leads when {when}")
             return
-        left = {what: n for what, n in inside.leftovers(self.master.state).items() if n}
+        left = {what: n for what, n in state_access.leftovers(self.master.state).items() if n}
         if left:
             self.oracle.broken("liveness", f"left over when {when}: {left}")
         for client in self.clients.values():
@@ -191,8 +191,8 @@ class SimulatedCluster:
         until_us = self.scheduler.now_us + BACK_US
         while self.master is not None:  # else ``_nothing_is_left`` says so
             state, now_ms = self.master.state, self.master.now_ms
-            short = inside.could_be_repaired(state, now_ms)
-            copies = [put.token for put in inside.repairs(state)]
+            short = state_access.could_be_repaired(state, now_ms)
+            copies = [put.token for put in state_access.repairs(state)]
             if not short and not copies:
                 return
             if self.scheduler.now_us >= until_us:
@@ -205,7 +205,7 @@ class SimulatedCluster:
         assert self.master is not None
         for node in self.nodes:
             self.oracle.nothing_is_forgotten(node.memory)
-        names = sorted(inside.complete_objects(self.master.state))
+        names = sorted(state_access.complete_objects(self.master.state))
         worker = next(each for each in self.workers if each.client.process.alive)
         tasks = []
         for namespace in NAMESPACES:
@@ -311,7 +311,7 @@ class SimulatedCluster:
     def _begin_alone(
         self, process: Process, least: int, clock: Callable[[], float], outruns: Outruns
     ) -> None:
-        """A term of the single master: as ``kvstore.master.app``."""
+        """A term of the single master: as ``kvstore.master.main``."""
         epoch = max(least, self.wall_clock_us + self.scheduler.now_us)
         self._alone = master = self._new_master(process, epoch, clock)
 

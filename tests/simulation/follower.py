@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.master.state.events import GONE_SIZE, Survey
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.object_events import GONE_SIZE, Survey
 
 Name = tuple[str, bytes]
 

@@ -18,7 +18,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
-from tests.simulation import inside
+from tests.simulation import state_access
 from tests.simulation.network import BrokenStreamError, End
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import MS, Future, Process
@@ -254,10 +254,10 @@ class Master:
             if not self.leads:
                 self.cease()
                 return
-            before = inside.outline(self.state)
+            before = state_access.outline(self.state)
             self.state.tick(self.now_ms)
-            changed = before != inside.outline(self.state)
-            if changed or self.state.effects or inside.waiting(self.state):
+            changed = before != state_access.outline(self.state)
+            if changed or self.state.effects or state_access.waiting(self.state):
                 self._stepped()  # else it had nothing to do
             self._settle()
 

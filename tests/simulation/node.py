@@ -16,7 +16,7 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
-from kvstore.client.flows import moving
+from kvstore.client.flows import copy_objects
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.node import inventory
@@ -197,12 +197,12 @@ class Node:
                     task.cancel()
 
     async def _copy(self) -> None:
-        """As ``kvstore.repairer``."""
+        """As ``kvstore.repair``."""
         copier = self.copier
         assert copier is not None
         while True:
             try:
-                copied = await copier.run(moving.repair_some(copier.context, self.name))
+                copied = await copier.run(copy_objects.repair_some(copier.context, self.name))
             except KVStoreError as error:
                 self._oracle.note(f"{self.name} puts a repair off: {error.message}")
                 return

@@ -35,11 +35,11 @@ from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
-from tests.simulation import inside
+from tests.simulation import state_access
 from tests.simulation.follower import Follower
-from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
 from tests.simulation.scheduler import MS, Scheduler
+from tests.simulation.state_access import Name
 from tests.support.invariants import check_invariants
 
 
@@ -202,8 +202,10 @@ class Oracle:
                     self._ended.update(self._history.get((namespace, key), ()))
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
-                names = [inside.replaced_by(state, token) for token in tokens]
-                copies = {row for row, each in enumerate(tokens) if inside.is_copy(state, each)}
+                names = [state_access.replaced_by(state, token) for token in tokens]
+                copies = {
+                    row for row, each in enumerate(tokens) if state_access.is_copy(state, each)
+                }
             case calls.Commit():
                 names = [(request.namespace, request.key)] if request.overwrite else []
             case _:
@@ -220,12 +222,12 @@ class Oracle:
                 its += [row for row in rows if row[1] != "given_up_read" and row not in its]
         for row, ended in enumerate(names):
             if ended is not None and row not in copies:  # a copy gives no other one up
-                for version in inside.moved_to(state, ended):
+                for version in state_access.moved_to(state, ended):
                     self.count("copies_given_up")
                     doomed[row].append((version, "given_up_read"))
         repairs: set[int] = set()
         if isinstance(request, calls.PutEnd) and request.epoch == state.epoch:
-            repairs = {token for token in request.tokens if inside.is_repair(state, token)}
+            repairs = {token for token in request.tokens if state_access.is_repair(state, token)}
         self._calls[call_id] = _Call(request, doomed, repairs)
 
     def _put_by(self, state: MasterState, request: calls.Request) -> list[Name | None]:
@@ -234,7 +236,7 @@ class Oracle:
             case calls.PutStart(namespace, keys):
                 return [(namespace, key) for key in keys]
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
-                return [inside.put_by(state, token) for token in tokens]
+                return [state_access.put_by(state, token) for token in tokens]
             case calls.Commit():
                 return [(request.namespace, request.key)]
             case _:
@@ -249,14 +251,14 @@ class Oracle:
         for version in self._history.get(name, ()):
             rule = "removed_read" if version == present else "removed_twice_read"
             places = self._places.get(version, ())
-            if not all(inside.mounted(state, segment.offer.uuid) for segment, _ in places):
+            if not all(state_access.mounted(state, segment.offer.uuid) for segment, _ in places):
                 rule = "removed_read_from_dead"
             rows.append((version, rule))
         # Nor may a version be read that a put of before has given up: it may have been stored under
         # another one, which is removed now. Of a put under way nobody knows.
         complete = self._history.get(name, ())
         given_up = (v for v in self._attempts.get(name, ()) if v not in complete)
-        ended = (v for v in given_up if not inside.is_pending(state, v))
+        ended = (v for v in given_up if not state_access.is_pending(state, v))
         return rows + [(version, "given_up_read") for version in ended]
 
     def master_stepped(
@@ -283,13 +285,15 @@ class Oracle:
             for ends in self._promised.values():
                 if ends.pop(number, None) is not None:
                     self.count("released")
-        complete = inside.complete_objects(state)
+        complete = state_access.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
         replicas = state.counters["claimed_objects"] + state.counters["repaired_objects"]
         if replicas != self._claimed:  # further ones may be known
             self._claimed = replicas
-            self._places.update((v, inside.extents_of(state, name)) for name, v in complete.items())
+            self._places.update(
+                (v, state_access.extents_of(state, name)) for name, v in complete.items()
+            )
         repaired = state.counters["repaired_objects"]
         if repaired != self._repaired:
             self.count("repaired", repaired - self._repaired)
@@ -355,13 +359,13 @@ class Oracle:
                         self.count("claimed_unended")
                     self._history.setdefault(name, []).append(version)
                     self._stored.add(version)
-                self._places[version] = inside.extents_of(state, name)
+                self._places[version] = state_access.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
 
     def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
         """What memory is believed to hold again, it holds."""
-        for segment, offset in inside.extents_of(state, name):
+        for segment, offset in state_access.extents_of(state, name):
             memory = self._memories(segment.offer.uuid)
             if memory is None or not segment.alive:
                 continue
@@ -435,7 +439,7 @@ class Oracle:
         """New grants must not lie on what somebody believes to be leased."""
         newest = self._last_token
         believed: list[Believed] | None = None
-        for token, segment, offset, length in inside.pending_extents(state):
+        for token, segment, offset, length in state_access.pending_extents(state):
             if token <= self._last_token:
                 continue
             newest = max(newest, token)
@@ -516,10 +520,10 @@ class Oracle:
         self, memory: Memory, offset: int, length: int, version: Version, by_hand: bool
     ) -> None:
         state = self._state
-        segment = None if state is None else inside.mounted(state, memory.uuid)
+        segment = None if state is None else state_access.mounted(state, memory.uuid)
         if state is None or segment is None:
             return
-        owner = inside.owner_of(state, segment, offset, length, version)
+        owner = state_access.owner_of(state, segment, offset, length, version)
         if owner == "quarantine":
             self.count("landed_in_quarantine")
         if owner in ("writer", "quarantine"):
@@ -548,7 +552,7 @@ class Oracle:
             self.broken("later_wiped", f"{order} of a master of epoch {epoch}")
         if order.mark != NO_VERSION and epoch == self._epoch:
             had = self._had.setdefault(epoch, set())
-            had |= {memory.uuid} | inside.mounted_uuids(self._state)
+            had |= {memory.uuid} | state_access.mounted_uuids(self._state)
             self._kept.setdefault(memory.uuid, []).append((order.mark, set(had)))
         self.check_views(memory)
 
@@ -601,13 +605,13 @@ class Oracle:
                     self._marked[version] = self._epoch, self._memory_that_knows()
 
     def _memory_that_knows(self) -> set[bytes]:
-        newest = inside.newest_mark(self._state)
+        newest = state_access.newest_mark(self._state)
         kept = {
             uuid
             for uuid, marks in self._kept.items()
             if NO_VERSION < newest <= max(mark for mark, _ in marks)
         }
-        return kept | inside.mounted_uuids(self._state)
+        return kept | state_access.mounted_uuids(self._state)
 
     def _was_stored(self, version: Version) -> None:
         if version not in self._stored:
@@ -649,7 +653,7 @@ class Oracle:
             return False
         marks = [each for uuid in places for each in self._kept.get(uuid, ())]
         outranked = any(mark.epoch > epoch and not knew & had for mark, had in marks)
-        return outranked or not knew & inside.mounted_uuids(self._state)
+        return outranked or not knew & state_access.mounted_uuids(self._state)
 
 
 def _removes(request: calls.Request | None, name: Name) -> bool:

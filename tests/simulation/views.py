@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.leases.leases import (
+from kvstore.client.leases.lease_table import (
     Granted,
     Lease,
     LeasedPlace,

@@ -8,11 +8,11 @@ from random import Random
 
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, Version
-from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
-from kvstore.client.flows.reading import GetOptions, Target
+from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
+from kvstore.client.flows.read_objects import GetOptions, Target
 from kvstore.client.flows.steps import ask
-from kvstore.client.flows.writing import PutOptions
-from kvstore.client.leases.leases import Granted, Lease, Named
+from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.leases.lease_table import Granted, Lease, Named
 from kvstore.client.values import Storable, Value, View, described_as
 from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError
 from kvstore.limits import Key, Namespace
@@ -130,7 +130,9 @@ class Worker:
         namespace = self.random.choice(NAMESPACES)
         keys = self._chain()
         matched = (
-            await self.client.run(asking.match_prefix(self.client.context, [namespace], keys))
+            await self.client.run(
+                control_calls.match_prefix(self.client.context, [namespace], keys)
+            )
         )[0].matched
         self._note(f"match {keys[0].decode()}..: {matched}")
         if matched:
@@ -189,12 +191,14 @@ class Worker:
 
     async def _views(self, keys: list[Key], namespace: Namespace) -> list[View | None]:
         options = GetOptions(namespace, "bytes", copy=False)
-        return await self.client.run(getting.get_many(self.client.context, keys, options))
+        return await self.client.run(get.get_many(self.client.context, keys, options))
 
     async def _exists(self) -> None:
         keys = [self._a_key() for _ in range(3)]
         namespace, leases = self.random.choice(NAMESPACES), self.random.random() < 0.3
-        there = await self.client.run(asking.exists(self.client.context, namespace, keys, leases))
+        there = await self.client.run(
+            control_calls.exists(self.client.context, namespace, keys, leases)
+        )
         if leases and self.random.random() < 0.5:
             await self.read(
                 namespace, [key for key, found in zip(keys, there, strict=True) if found]
@@ -204,22 +208,22 @@ class Worker:
         namespace = self.random.choice(NAMESPACES)
         keys = list(dict.fromkeys(self._a_key() for _ in range(self.random.randint(1, 2))))
         self._note(f"remove {namespace} {_names(keys)}")
-        removed = await self.client.run(asking.remove(self.client.context, namespace, keys))
+        removed = await self.client.run(control_calls.remove(self.client.context, namespace, keys))
         self._note(f"remove {namespace} {_names(keys)}: {removed}")
 
     async def _clear(self) -> None:
         namespace = self.random.choice(NAMESPACES)
-        await self.client.run(asking.clear_some(self.client.context, namespace))
+        await self.client.run(control_calls.clear_some(self.client.context, namespace))
 
     async def _look(self) -> None:
-        await self.client.run(asking.status())
+        await self.client.run(control_calls.status())
         await self.client.run(ask(calls.ListObjects("", b"", 0, 1_000), calls.Listed))
         key, namespace = self._a_key(), self.random.choice(NAMESPACES)
-        await self.client.run(asking.stat(self.client.context, namespace, key))
+        await self.client.run(control_calls.stat(self.client.context, namespace, key))
 
     async def _drain(self) -> None:
         """As an operator who moves what a node holds, and then changes their mind."""
-        status = await self.client.run(asking.status())
+        status = await self.client.run(control_calls.status())
         if not status.nodes:
             return
         node = self.random.choice(status.nodes).name
@@ -229,7 +233,7 @@ class Worker:
         for _ in range(self.random.choice((1, 3, 10))):
             try:
                 moved = await self.client.run(
-                    moving.move_some(self.client.context, node, cursor, begun.began)
+                    copy_objects.move_some(self.client.context, node, cursor, begun.began)
                 )
             except KVStoreError as error:
                 failed = error
@@ -246,7 +250,7 @@ class Worker:
 
     async def undo_drains(self) -> None:
         """Of everybody, whose drains may have died with them."""
-        for node in (await self.client.run(asking.status())).nodes:
+        for node in (await self.client.run(control_calls.status())).nodes:
             await self._undo_drain(node.name)
 
     async def _undo_drain(self, node: str) -> None:
@@ -259,7 +263,7 @@ class Worker:
         # Some are put in another namespace than they were allocated for.
         of = namespace if len(data) % 4 else NAMESPACES[0]
         array = await self.client.run(
-            allocating.allocate(self.client.context, of, descriptor, size, self._wait_ms())
+            allocate.allocate(self.client.context, of, descriptor, size, self._wait_ms())
         )
         lease = self.client.views.of(memoryview(array))  # type: ignore[arg-type]
         assert lease is not None
@@ -308,7 +312,7 @@ class Worker:
         """Get, and have the oracle look at what came."""
         started_us = self.client.process.scheduler.now_us
         targets = [Target(key) for key in keys]
-        await self.client.run(reading.read(self.client.context, namespace, targets))
+        await self.client.run(read_objects.read(self.client.context, namespace, targets))
         values: list[bytes | None] = []
         for target in targets:
             if target.placed is None or target.data is None:
@@ -358,12 +362,12 @@ class Worker:
         return data
 
     async def _put_one(self, key: Key, value: Storable, options: PutOptions) -> PutOutcome:
-        return await self.client.run(putting.put(self.client.context, key, value, options))
+        return await self.client.run(put.put(self.client.context, key, value, options))
 
     async def _put_many(
         self, keys: list[Key], values: list[bytes], options: PutOptions
     ) -> list[PutOutcome]:
-        return await self.client.run(putting.put_many(self.client.context, keys, values, options))
+        return await self.client.run(put.put_many(self.client.context, keys, values, options))
 
     def _wait_ms(self) -> int:
         return self.random.choice((0, 200, 1_500))

@@ -19,7 +19,7 @@ from tests.support.accessibility import barriers
 from tests.support.browser import Browser, browsing
 from tests.support.processes import free_port
 from tests.support.programs import skip
-from tests.support.waiting import until
+from tests.support.wait import until
 
 HTML: Final = Path(__file__).parents[2] / "build/docs/html"
 

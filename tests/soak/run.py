@@ -35,13 +35,13 @@ from kvstore import Client
 from kvstore.config.base import AUTH_VARIABLE
 from kvstore.errors import KVStoreError
 from tests.soak.checker import Checker, Violation
-from tests.soak.hands import Settings
 from tests.soak.journal import Reader
 from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule
 from tests.soak.processes import Forked, Process, SoakedCluster, need
-from tests.soak.roles import ROLES
+from tests.soak.recording_client import Settings
 from tests.soak.worker import work
-from tests.support.issuing import Identities
+from tests.soak.workloads import ROLES
+from tests.support.certificates import Identities
 
 INSIDE: Final = "SOAK_INSIDE"
 SHM_SIZE: Final = "800m"

@@ -14,9 +14,9 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.soak.hands import Clock, Settings
 from tests.soak.journal import Journal
-from tests.soak.roles import ROLES
+from tests.soak.recording_client import Clock, Settings
+from tests.soak.workloads import ROLES
 
 
 def main() -> int:

@@ -19,16 +19,16 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.errors import KVStoreError, NoSpaceError
-from kvstore.web.api.questions import REMOVE_PATH
-from kvstore.web.events.following import follow
+from kvstore.web.api.lookups import REMOVE_PATH
+from kvstore.web.events.sse_client import follow
 from tests.integration.test_network import Net, far, near, net
 from tests.support.cluster import SHORT, Cluster, Node
 from tests.support.engines import World, play, stored
 from tests.support.http import request
 from tests.support.processes import Server, free_port
-from tests.support.remote import Remote, RemoteError
-from tests.support.traffic import content
-from tests.support.waiting import until
+from tests.support.remote_clients import Remote, RemoteError
+from tests.support.wait import until
+from tests.support.workload import content
 
 __all__ = ["far", "near", "net"]  # fixtures: two hosts with a network between them
 

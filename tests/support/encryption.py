@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from kvstore.auth import certificates
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port import ClientEnd, NodeEnd
-from kvstore.auth.revoked import Revoked
+from kvstore.auth.data_port_tls import ClientEnd, NodeEnd
+from kvstore.auth.revocation_list import Revoked
 from tests.support.identities import ENGINE, NODE, authority, content, credentials, write
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.etcd.finding import find_leader
+from kvstore.etcd.leader_lookup import find_leader
 from kvstore.network.addresses import EtcdPlace
 from tests.support.processes import free_port
 from tests.support.programs import need_program
-from tests.support.waiting import until
+from tests.support.wait import until
 
 START_S: Final = 20.0
 

@@ -24,7 +24,7 @@ import numpy as np
 from kvstore.device.driver import Event, Numbers, Way
 from kvstore.device.drivers import add_kind
 from kvstore.errors import DeviceError
-from kvstore.memory.raw import address_of
+from kvstore.memory.process_memory import address_of
 
 if TYPE_CHECKING:
     import torch

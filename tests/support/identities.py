@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.auth import certificates
-from kvstore.auth.authority import content_of
+from kvstore.auth.ca import content_of
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, Pems, alternative_names
 

@@ -11,31 +11,34 @@ from functools import singledispatch
 from typing import Any
 
 from kvstore.limits import Namespace
+from kvstore.master.fair_scheduler import Turns
 from kvstore.master.role import Role
 from kvstore.master.state import (
+    background_jobs,
     eviction,
     inventory,
-    jobs,
     leases,
-    missing,
-    repairing,
+    missing_objects,
+    repair_queue,
 )
 from kvstore.master.state.allocator import Allocator
-from kvstore.master.state.asking import Asking
-from kvstore.master.state.ends import NO_END_MS, Ends
+from kvstore.master.state.background_jobs import Jobs
+from kvstore.master.state.background_sweep import Sweeping
 from kvstore.master.state.eviction import LRU, TicketOrder, order_of
+from kvstore.master.state.expiry_index import NO_END_MS, Ends
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.granting import Granting
+from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.grants import GrantedAllocation, GrantedCopy, GrantedPut, Pending
 from kvstore.master.state.inventory import Ranges
-from kvstore.master.state.jobs import Jobs
+from kvstore.master.state.inventory_loading import Returning
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.membership import Membership
-from kvstore.master.state.missing import Missing
-from kvstore.master.state.orders import TenantOrders
+from kvstore.master.state.memory_pool import Pool
+from kvstore.master.state.missing_objects import Missing
 from kvstore.master.state.pins import Pins, bytes_held
-from kvstore.master.state.pool import Pool
-from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedPut, Pending
+from kvstore.master.state.put_queue import WaitingPuts
+from kvstore.master.state.queries import Asking
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import (
     MountedSegment,
@@ -43,15 +46,12 @@ from kvstore.master.state.records import (
     ObjectRecord,
     Residue,
 )
-from kvstore.master.state.repairing import Repairs
-from kvstore.master.state.returning import Returning
-from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.repair_queue import Repairs
 from kvstore.master.state.tenant import Tenant
+from kvstore.master.state.tenant_lru import TenantOrders
 from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.traffic import Recent, TrafficCounts
 from kvstore.master.state.views.chains import ChainView
-from kvstore.master.state.waiting import WaitingPuts
-from kvstore.master.turns import Turns
 from kvstore.memory.header import extent_bytes
 
 Range = tuple[MountedSegment, int, int]
@@ -227,9 +227,9 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
 def _(it: Missing) -> None:
     assert all(it._named.values())
     entries = [entry for named in it._named.values() for entry in named.values()]
-    assert len(entries) == it._names <= missing.NAMES_MAX
+    assert len(entries) == it._names <= missing_objects.NAMES_MAX
     assert all(gone in it._gone.values() for gone in it._by_memory.values())
-    assert len(it._gone) <= missing.NODES_MAX
+    assert len(it._gone) <= missing_objects.NODES_MAX
     named = Counter([id(entry.gone) for entry in entries])
     for gone in it._gone.values():
         assert gone.unnamed >= 0
@@ -241,7 +241,7 @@ def _(it: Missing) -> None:
 @check_invariants.register
 def _(it: Pins) -> None:
     check_invariants(it.ends)
-    assert not it.unsettled or it._jobs.due & jobs.EXPIRE
+    assert not it.unsettled or it._jobs.due & background_jobs.EXPIRE
     pins = {record: pin for shard in it._shards for record, pin in shard.items()}
     below: dict[int, int] = {}
     for pin in pins.values():
@@ -281,7 +281,7 @@ def _(it: ReaderLeases) -> None:
         assert record.kept_until_ms <= record.lease_until_ms
     ends = [group.until_ms for group in it._groups.values()]
     assert ends == sorted(ends)
-    _check_due(it._common.jobs, jobs.RELEASE, bool(it._ending))
+    _check_due(it._common.jobs, background_jobs.RELEASE, bool(it._ending))
 
 
 @check_invariants.register
@@ -338,7 +338,7 @@ def _(it: Membership) -> None:
 @check_invariants.register
 def _(it: Pool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
     """``others``: extents that no object owns, as (segment, offset, length)."""
-    _check_due(it._jobs, jobs.SETTLE, bool(it.unsettled))
+    _check_due(it._jobs, background_jobs.SETTLE, bool(it.unsettled))
     check_invariants(it.forest, it.unsettled)
     check_invariants(it.pins)
     check_invariants(it.lifetimes)
@@ -431,10 +431,12 @@ def _(it: Repairs) -> None:
     assert 0 <= it.copies <= rules.copies_max, "more copies than allowed"
     assert it.copied_bytes <= rules.bytes_max or it.copies == 1, "more bytes than allowed"
     assert (
-        it._queued == sum(map(len, it._queues.values())) <= repairing.QUEUE_MAX + rules.copies_max
+        it._queued
+        == sum(map(len, it._queues.values()))
+        <= repair_queue.QUEUE_MAX + rules.copies_max
     )
     assert all(it._queues.values())
-    assert len(it._heap) <= repairing.QUEUE_MAX
+    assert len(it._heap) <= repair_queue.QUEUE_MAX
 
 
 @check_invariants.register
@@ -457,24 +459,26 @@ def _(it: Granting) -> None:
 
 @check_invariants.register
 def _(it: Sweeping) -> None:
-    _check_due(it._jobs, jobs.EVICT, bool(it._pressed))
-    _check_due(it._jobs, jobs.MOVE, it._pool.tenants is not None and it._pool.tenants.moving)
-    _check_due(it._jobs, jobs.SWEEP, it._sweeps_more())
+    _check_due(it._jobs, background_jobs.EVICT, bool(it._pressed))
+    _check_due(
+        it._jobs, background_jobs.MOVE, it._pool.tenants is not None and it._pool.tenants.moving
+    )
+    _check_due(it._jobs, background_jobs.SWEEP, it._sweeps_more())
 
 
 @check_invariants.register
 def _(it: Asking) -> None:
-    assert not it._asking or it._gathering or it._jobs.due & jobs.ANSWER
+    assert not it._asking or it._gathering or it._jobs.due & background_jobs.ANSWER
 
 
 @check_invariants.register
 def _(it: ChainView) -> None:
-    _check_due(it._jobs, jobs.DRAW, bool(it._questions))
+    _check_due(it._jobs, background_jobs.DRAW, bool(it._questions))
 
 
 @check_invariants.register
 def _(it: Returning) -> None:
-    _check_due(it._common.jobs, jobs.CLAIM, it._has_claims())
+    _check_due(it._common.jobs, background_jobs.CLAIM, it._has_claims())
     mounted = [s for segments in it._common.membership.segments.values() for s in segments]
     assert {s for s in mounted if not s.whole} == it._inventories.keys()
     assert {wiping.segment for wiping in it._common.reclaim.held()} == it._inventories.keys()
@@ -483,7 +487,7 @@ def _(it: Returning) -> None:
 @check_invariants.register
 def _(it: WaitingPuts) -> None:
     assert len(it._queue) <= it._common.rules.waiting_puts_max
-    assert it._queue or not it._jobs.due & jobs.SERVE
+    assert it._queue or not it._jobs.due & background_jobs.SERVE
 
 
 @check_invariants.register
@@ -504,7 +508,7 @@ def _(it: MasterState) -> None:
         assert not lost, "lost, and in no event yet"
     check_invariants(it.granting)
     check_invariants(it.repairs)
-    _check_due(it.common.jobs, jobs.SCAN, it.repairs.scanning)
+    _check_due(it.common.jobs, background_jobs.SCAN, it.repairs.scanning)
     check_invariants(it.sweeping)
     check_invariants(it.leases)
     check_invariants(it.asking)

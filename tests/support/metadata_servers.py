@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support import etcd
 from tests.support.processes import START_S, free_port
 from tests.support.programs import need_engine, need_program
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 @contextlib.contextmanager

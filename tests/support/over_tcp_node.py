@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore import repairer
+from kvstore import repair
 from kvstore.cli import node
 from kvstore.config import ClientConfig
 from tests.support import fake_device
@@ -17,5 +17,5 @@ def over_tcp(**settings: Any) -> ClientConfig:
 
 if __name__ == "__main__":
     fake_device.add()
-    repairer.ClientConfig = over_tcp  # type: ignore[assignment, attr-defined]
+    repair.ClientConfig = over_tcp  # type: ignore[assignment, attr-defined]
     node.main()

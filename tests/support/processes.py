@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.support.waiting import SOON_S
+from tests.support.wait import SOON_S
 from tests.support.with_constants import arguments_of
 
 ROOT: Final = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX
 from tests.support.processes import ROOT
-from tests.support.waiting import until
+from tests.support.wait import until
 
 READY = re.compile(rb"Dashboard: http://127\.0\.0\.1:(\d+)/\n")
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from hypothesis import strategies as st
 
 from kvstore import calls
-from kvstore.calls import fields
+from kvstore.calls import field_constraints
 from kvstore.limits import KEY_BYTES_MAX, Key, Namespace
 from kvstore.wire.messages import CALLS
 from kvstore.wire.node_messages import OF_MASTER, OF_NODE
@@ -83,8 +83,8 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     rules: list[Any] = []
     if typing.get_origin(hint) is Annotated:
         hint, *rules = typing.get_args(hint)
-    bounds = [rule for rule in rules if isinstance(rule, fields.Rows)]
-    rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
+    bounds = [rule for rule in rules if isinstance(rule, field_constraints.Rows)]
+    rule = next((rule for rule in rules if not isinstance(rule, field_constraints.Rows)), None)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kind = next(each for each in typing.get_args(hint) if each is not types.NoneType)
         return st.none() | _field(kind, row)
@@ -93,7 +93,7 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     (item,) = typing.get_args(hint)
     if item is int and not bounds:
         return BYTES
-    bound = bounds[0] if bounds else fields.Rows()
+    bound = bounds[0] if bounds else field_constraints.Rows()
     least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
     if bound.like:
         least = most = len(row[bound.like])
@@ -104,9 +104,9 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     rows = st.lists(_one(item, rule), min_size=least, max_size=most)
     if default == () and not hasattr(item, "_fields"):
         return rows.map(
-            lambda rows: tuple(rows) if isinstance(rule, fields.Sixteen) else rows or ()
+            lambda rows: tuple(rows) if isinstance(rule, field_constraints.Sixteen) else rows or ()
         )
-    return rows.map(tuple) if isinstance(rule, fields.Sixteen) else rows
+    return rows.map(tuple) if isinstance(rule, field_constraints.Sixteen) else rows
 
 
 def _one(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
@@ -115,17 +115,17 @@ def _one(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     match rule:
-        case fields.Between(least, most):
+        case field_constraints.Between(least, most):
             return st.integers(least, most)
-        case fields.Text(empty):
+        case field_constraints.Text(empty):
             return st.just("") | NAME if empty else NAME
-        case fields.FileName():
+        case field_constraints.FileName():
             return st.just("") | ENTRY
-        case fields.Sixteen(empty):
+        case field_constraints.Sixteen(empty):
             return st.just(b"") | SIXTEEN if empty else SIXTEEN
-        case fields.KeyPrefix():
+        case field_constraints.KeyPrefix():
             return st.binary(max_size=KEY_BYTES_MAX)
-        case fields.AnyNamespace():
+        case field_constraints.AnyNamespace():
             return st.just("") | NAMESPACE
     return {int: U64, bool: FLAGS, str: TEXT, bytes: BYTES, Key: KEY, Namespace: NAMESPACE}[hint]
 

@@ -11,8 +11,8 @@ import pytest
 from kvstore import native
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES
+from kvstore.native import pure_python
+from kvstore.native.interface import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES
 from kvstore.network import tcp_protocol as protocol
 
 VECTORS = """
@@ -58,9 +58,9 @@ KEY = bytes(range(16))
 @pytest.fixture(params=["compiled", "slow"])
 def steps(request: pytest.FixtureRequest) -> Any:
     if request.param == "slow":
-        return slow
+        return pure_python
     if not native.is_compiled:
-        pytest.skip("kvstore.native.fast is not built here")
+        pytest.skip("kvstore.native._native is not built here")
     return native.steps
 
 
@@ -77,7 +77,8 @@ def test_a_capability_is_of_all_that_it_says(steps: Any) -> None:
     made = steps.seal(mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 6, 2)
     assert len(made) == 4 * CAPABILITY_BYTES
     expected = b"".join(
-        struct.pack("<2Q", expires, 6) + slow.siphash(key, protocol.sealed(*said, expires, 6, 2))
+        struct.pack("<2Q", expires, 6)
+        + pure_python.siphash(key, protocol.sealed(*said, expires, 6, 2))
         for key, expires, said in (
             (KEY, 5_000, (3, 99, 4096, HEADER_BYTES)),
             (KEY[::-1], 2**64 - 1, (4, 99, 1 << 40, HEADER_BYTES + 100)),
@@ -85,7 +86,7 @@ def test_a_capability_is_of_all_that_it_says(steps: Any) -> None:
     )
     assert made[:64] == expected
     assert made[64:96] == bytes(32), "a segment without a mount gets none"
-    last = slow.siphash(KEY, protocol.sealed(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 6, 2))
+    last = pure_python.siphash(KEY, protocol.sealed(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 6, 2))
     assert made[112:] == last
 
 
@@ -96,7 +97,7 @@ def test_the_last_order_of_an_extent_counts(steps: Any) -> None:
     for order in chance.sample(range(1 << 40), 200):
         offsets = [chance.randrange(1 << 48) & -1024 for _ in range(3)] + [4096]
         steps.call_back(ours, offsets, order)
-        slow.call_back(theirs, offsets, order)
+        pure_python.call_back(theirs, offsets, order)
     assert ours == theirs
     assert 500 < sum(map(bool, ours.cast("Q"))) <= 601, "offsets are spread over the table"
 
@@ -117,10 +118,10 @@ def test_a_stamp_is_of_all_that_a_grant_says(steps: Any) -> None:
         numbers = struct.pack("<5Q", *(column[row] for column in rows[1:]), len(name))
         return b"KVhead\0\1" + numbers + name + keys[row]
 
-    assert made[:16] == slow.siphash(KEY, said(0))
-    assert made[16:32] == slow.siphash(KEY[::-1], said(1))
+    assert made[:16] == pure_python.siphash(KEY, said(0))
+    assert made[16:32] == pure_python.siphash(KEY[::-1], said(1))
     assert made[32:48] == bytes(16), "a segment without a key gets none"
-    assert made[48:] == slow.siphash(KEY, said(3))
+    assert made[48:] == pure_python.siphash(KEY, said(3))
 
 
 def test_each_field_of_a_header_changes_its_stamp(steps: Any) -> None:

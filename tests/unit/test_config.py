@@ -16,8 +16,8 @@ from kvstore.config import (
     NodeConfig,
     ProxyConfig,
     load,
+    loader,
     parse_size,
-    reading,
     settings,
 )
 from kvstore.errors import ConfigError, InvalidArgumentError
@@ -189,7 +189,7 @@ def test_what_is_unknown_is_warned_of_once_and_left_out(
     home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be of the next release, which has read the same before an upgrade was taken back."""
-    monkeypatch.setattr(reading, "_told", set())
+    monkeypatch.setattr(loader, "_told", set())
     (home / "kvstore.toml").write_text('[node]\nmemroy = "4GiB"\nmemory = "2GiB"\n[nodez]\nx = 1\n')
     environ = environment(home, KVSTORE_NODE_KEEPS="1")
     for _ in range(2):

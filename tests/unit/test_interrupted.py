@@ -1,4 +1,5 @@
-"""What waits and works in the threads of callers, cut short everywhere (``tests.support.cuts``)."""
+"""What waits and works in the threads of callers, cut short everywhere
+(``tests.support.signal_injection``)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import ClosedError
-from kvstore.process.background import Job, Workers, in_one_piece
-from tests.support.cuts import cut
+from kvstore.process.tasks import Job, Workers, in_one_piece
 from tests.support.leaks import leaked, snapshot
+from tests.support.signal_injection import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

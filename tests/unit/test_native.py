@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from kvstore import native
 from kvstore.auth.credentials import MASTER_NAME
 from kvstore.calls import Presence, SegmentOffer
-from kvstore.clocks import uptime
-from kvstore.keys import PackedKeys, packed_keys
+from kvstore.clock import uptime
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import JoinedNode
@@ -38,9 +37,10 @@ from kvstore.memory.header import (
     extent_bytes,
     unpack,
 )
-from kvstore.native import kinds, slow
-from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, WriteRow
+from kvstore.native import interface, pure_python
+from kvstore.native.interface import CAPABILITY_BYTES, ReadRow, WriteRow
 from kvstore.network.stream import Stream
+from kvstore.packed_keys import PackedKeys, packed_keys
 from tests.support.encryption import shared_ends
 from tests.support.identities import ENGINE, MASTER
 
@@ -48,7 +48,7 @@ SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
 
 
-SLOW: Final[Any] = slow
+SLOW: Final[Any] = pure_python
 
 
 @pytest.fixture(params=["compiled", "slow"])
@@ -56,7 +56,7 @@ def steps(request: pytest.FixtureRequest) -> Any:
     if request.param == "slow":
         return SLOW
     if not native.is_compiled:
-        pytest.skip("kvstore.native.fast is not built here")
+        pytest.skip("kvstore.native._native is not built here")
     return native.steps
 
 
@@ -162,7 +162,7 @@ def test_any_flipped_bit_is_noticed(steps: Any, memory: memoryview) -> None:
         flipped = SUPERBLOCK_BYTES + at
         memory[flipped] ^= 1 << chance.randrange(8)
         (outcome,) = read(steps, memory, reads)  # type: ignore[misc]
-        assert outcome == (kinds.STALE if at < HEADER_BYTES else kinds.CORRUPT), at
+        assert outcome == (interface.STALE if at < HEADER_BYTES else interface.CORRUPT), at
         write(steps, memory, writes)
     assert read(steps, memory, reads) == [b'{"kind":"bytes"}']
 
@@ -179,7 +179,7 @@ def test_what_is_verified_is_what_was_copied(steps: Any, memory: memoryview, siz
         target = memory[start + shift : start + shift + size]
         read: ReadRow = (*row[:5], [target], b"")
         outcomes = steps.read_objects(memory, GENERATION, SEED, SPACE, [read], True, math.inf, 1)
-        assert outcomes == [kinds.CORRUPT] or target == data, f"{size} bytes, {shift} further"
+        assert outcomes == [interface.CORRUPT] or target == data, f"{size} bytes, {shift} further"
         assert size > 240 or target == data, "short ones are read before any of them is copied"
 
 
@@ -195,7 +195,7 @@ def test_a_row_of_another_object_is_stale(steps: Any, memory: memoryview, change
         (offset, size, epoch, counter + 1, key, into, none),
         (offset, size, epoch, counter, b"other", into, none),
     ][change]
-    assert read(steps, memory, [row]) == [kinds.STALE]
+    assert read(steps, memory, [row]) == [interface.STALE]
     assert not any(targets[0][0])
 
 
@@ -217,22 +217,22 @@ def test_payloads_that_are_in_their_places(
     assert not any(any(part) for parts in targets for part in parts)  # nothing was copied
     if sizes[0]:
         memory[reads[0][0] + HEADER_BYTES] ^= 1
-        assert read(steps, memory, looks)[0] == kinds.CORRUPT  # type: ignore[index]
+        assert read(steps, memory, looks)[0] == interface.CORRUPT  # type: ignore[index]
 
 
 def test_fenced_late_and_outside(steps: Any, memory: memoryview) -> None:
     writes, reads, _ = rows([100])
     before = bytes(memory)
-    assert write(steps, memory, writes, generation=4) == kinds.GONE
-    assert write(steps, memory, writes, deadline=uptime() - 1) == kinds.LATE
+    assert write(steps, memory, writes, generation=4) == interface.GONE
+    assert write(steps, memory, writes, deadline=uptime() - 1) == interface.LATE
     for offset in (0, SUPERBLOCK_BYTES - 1, SIZE - HEADER_BYTES, SIZE, 2**63):
         moved = (offset, *writes[0][1:])
-        assert write(steps, memory, [moved]) == kinds.OUTSIDE
-        assert read(steps, memory, [(offset, *reads[0][1:])]) == kinds.OUTSIDE
+        assert write(steps, memory, [moved]) == interface.OUTSIDE
+        assert read(steps, memory, [(offset, *reads[0][1:])]) == interface.OUTSIDE
     with pytest.raises(ValueError, match="differ in size"):
         read(steps, memory, [(SUPERBLOCK_BYTES, 2, 1, 1, b"k", [memoryview(bytearray(1))], b"")])
     huge = (SUPERBLOCK_BYTES, 2**64 - 1, 1, 1, b"k", None, b"")
-    assert read(steps, memory, [huge]) == kinds.OUTSIDE
+    assert read(steps, memory, [huge]) == interface.OUTSIDE
     assert memory == before
 
 
@@ -350,15 +350,15 @@ def test_an_exchange(
     thread.start()
     status, spun, kind, data = exchange(steps, ours, spin_s=spin_s)
     thread.join()
-    assert (status, kind, data) == (kinds.ANSWERED, 3, payload)
+    assert (status, kind, data) == (interface.ANSWERED, 3, payload)
     assert spun == 0 or spin_s > 0
 
 
 def test_how_an_exchange_fails(steps: Any, ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    assert exchange(steps, ours, 0.05)[0] == kinds.TIMED_OUT
+    assert exchange(steps, ours, 0.05)[0] == interface.TIMED_OUT
     theirs.sendall(b"x")
-    assert exchange(steps, ours)[0] == kinds.UNASKED
+    assert exchange(steps, ours)[0] == interface.UNASKED
     assert ours.recv(1) == b"x"
     assert theirs.recv(100) == b"request"
 
@@ -376,9 +376,9 @@ def test_how_an_exchange_fails(steps: Any, ends: tuple[socket.socket, socket.soc
         return status
 
     for wrong in (reply(6, 3, b"x"), reply(5, 3, b"x", 1), b"\0" * 14, b"\xff" * 14):
-        assert answered(wrong) == kinds.GARBLED
-    assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
-    assert exchange(steps, ours)[0] == kinds.UNASKED
+        assert answered(wrong) == interface.GARBLED
+    assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == interface.ENDED
+    assert exchange(steps, ours)[0] == interface.UNASKED
 
 
 @pytest.fixture
@@ -406,11 +406,11 @@ def test_an_exchange_within_tls(tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], s
     thread = threading.Thread(target=answer)
     thread.start()
     for _ in range(2):
-        assert exchange(SLOW, ours) == (kinds.ANSWERED, 0, 3, payload)
+        assert exchange(SLOW, ours) == (interface.ANSWERED, 0, 3, payload)
     thread.join()
     theirs.sendall(reply(5, 3, b"") * 2)
     assert ours.recv(14) == reply(5, 3, b""), "and the other one is decrypted"
-    assert exchange(SLOW, ours)[0] == kinds.UNASKED
+    assert exchange(SLOW, ours)[0] == interface.UNASKED
 
 
 class Raised(BaseException):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvstore
-import kvstore.mooncake
+import kvstore.mooncake_shim
 from kvstore._version import __version__
 from kvstore.cli.as_mooncake import COMMANDS
 from kvstore.cli.main import LATE, cli
@@ -126,7 +126,7 @@ def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
 
 
 def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None:
-    programs = sorted(Path(kvstore.mooncake.PROGRAMS).iterdir())
+    programs = sorted(Path(kvstore.mooncake_shim.PROGRAMS).iterdir())
     assert [each.name for each in programs] == sorted(COMMANDS)
     assert all(os.access(each, os.X_OK) for each in programs)
     assert SETUPTOOLS["package-data"]["kvstore.as_mooncake"] == ["bin/*"]

@@ -1,4 +1,4 @@
-"""The lies of the hostile twin (``tests/support/twin.py``): every field has some."""
+"""The lies of the hostile twin (``tests/support/message_tampering.py``): every field has some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.wire.messages import CALLS
-from tests.support.twin import Theirs, lies, true_calls, true_join, true_messages
+from tests.support.message_tampering import Theirs, lies, true_calls, true_join, true_messages
 
 THEIRS = Theirs([b"their key"], ["theirs"], [4711], ["their node"], [b"u" * 16])
 

@@ -38,15 +38,15 @@ from time import sleep
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import EngineAddress
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
-from kvstore.network import names
+from kvstore.network import resolver
 from kvstore.network.addresses import split_address
 from kvstore.process.descriptors import sockets
-from kvstore.wire.spinning import HIT, SpinGauge, polling_outcome
+from kvstore.wire.busy_poll_gauge import HIT, SpinGauge, polling_outcome
 
-log = logging.getLogger("kvstore.mooncake")
+log = logging.getLogger("kvstore.mooncake_shim")
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 """Or ``mooncake-transfer-engine``, which needs CUDA's libraries."""
@@ -350,7 +350,7 @@ def _check_metadata_server(server: str) -> None:
     try:
         default = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}[kind]
         by = uptime() + METADATA_TIMEOUT_S
-        names.connect(*split_address(place, default_port=default), by).close()
+        resolver.connect(*split_address(place, default_port=default), by).close()
     except (OSError, InvalidArgumentError) as error:
         raise TransferEngineError(
             f"the metadata server {server} cannot be reached: {error}",

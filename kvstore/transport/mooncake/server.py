@@ -45,7 +45,7 @@ SWEEP_S: Final = 0.5
 _TCP_INFO: Final = struct.Struct("@44xI4xI")  # tcpi_last_data_sent and tcpi_last_data_recv
 _PROT_NONE, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0, 2, 0x10, 0x20, 0x4000
 
-log = logging.getLogger("kvstore.mooncake")
+log = logging.getLogger("kvstore.mooncake_shim")
 
 
 class EngineServer:

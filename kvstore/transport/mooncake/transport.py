@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     ClosedError,
@@ -32,14 +32,14 @@ from kvstore.errors import (
     NodeUnreachableError,
     TransferEngineError,
 )
-from kvstore.memory.raw import address_of
+from kvstore.memory.process_memory import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.process.stopping import current
+from kvstore.process.cancellation import current
 from kvstore.transport.base import Transport
-from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
+from kvstore.transport.common import Move, check_moves, deadline_exceeded
 from kvstore.transport.mooncake.engine import EngineSettings
-from kvstore.transport.mooncake.station import Buffer, Station
-from kvstore.transport.pieces import Move, check_moves, deadline_exceeded
+from kvstore.transport.mooncake.engine_call import EngineCall, TransferFailedError
+from kvstore.transport.mooncake.engine_session import Buffer, Station
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 
@@ -66,7 +66,7 @@ SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
 again; a batch that failed has returned, and only calls of other threads are waited for."""
 
-log = logging.getLogger("kvstore.mooncake")
+log = logging.getLogger("kvstore.mooncake_shim")
 
 
 class MooncakeTransport(Transport):

@@ -17,15 +17,15 @@ from typing import Final
 from pydantic import BaseModel, Field
 
 from kvstore import calls
-from kvstore.auth.acting import acting, check_acting
-from kvstore.auth.rights import shown_status
-from kvstore.client.aio import AsyncClient
+from kvstore.auth.impersonation import acting, check_acting
+from kvstore.auth.permissions import shown_status
+from kvstore.client.async_client import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
+from kvstore.formatting import HEX, key_from_text
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
-from kvstore.texts import HEX, key_from_text
-from kvstore.web.api.questions import TIMEOUT_MS, NodesOf, QueryThrottle
-from kvstore.web.api.shapes import Hex, KeyText, Shape, shaped
-from kvstore.web.server.endpoints import HexKey, Question, endpoint
+from kvstore.web.api.lookups import TIMEOUT_MS, NodesOf, QueryThrottle
+from kvstore.web.api.schemas import Hex, KeyText, Shape, shaped
+from kvstore.web.server.operations import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
 BLOCKS_PATH: Final = "/api/v1/blocks"

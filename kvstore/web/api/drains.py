@@ -17,15 +17,15 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
-from kvstore.auth.acting import check_acting
+from kvstore.auth.impersonation import check_acting
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.client.aio import AsyncClient
-from kvstore.client.sync import Client
-from kvstore.drainer import DrainOutcome, check_room, drain_node
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
+from kvstore.drain import DrainOutcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
-from kvstore.process.background import start_task
-from kvstore.web.api.shapes import Node, Shape, shaped
-from kvstore.web.server.endpoints import Question, endpoint
+from kvstore.process.tasks import start_task
+from kvstore.web.api.schemas import Node, Shape, shaped
+from kvstore.web.server.operations import Question, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"

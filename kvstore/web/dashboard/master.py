@@ -9,19 +9,19 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from kvstore.auth.acting import acting_for, check_acting
+from kvstore.auth.impersonation import acting_for, check_acting
 from kvstore.calls import ClusterStatus
-from kvstore.client.aio import AsyncClient
-from kvstore.client.sync import Client
-from kvstore.diagnosis.gathering import read_records
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
+from kvstore.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import Record, fleets_of
+from kvstore.fleet_records import Record, fleets_of
 from kvstore.metrics import exposition
 from kvstore.network.limiter import Limiter
 from kvstore.process import logs
-from kvstore.process.background import start_task
+from kvstore.process.tasks import start_task
 from kvstore.process.watched_files import refused_files
-from kvstore.web.channel import ChildEnd
+from kvstore.web.ipc_channel import ChildEnd
 from kvstore.web.server.serving import Readiness
 
 log = logging.getLogger("kvstore.web")
@@ -61,7 +61,7 @@ class MasterSeen(NamedTuple):
 
 
 class Noticed(NamedTuple):
-    """The master's last notices; see ``kvstore.master.notices.NoticeLog.after``."""
+    """The master's last notices; see ``kvstore.master.cluster_events.NoticeLog.after``."""
 
     run: int
     last: int

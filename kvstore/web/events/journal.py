@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.web.channel import GONE_SIZE, ChildEnd, Event, Frame
+from kvstore.web.ipc_channel import GONE_SIZE, ChildEnd, Event, Frame
 
 JOURNAL_BYTES_MAX: Final = 64 << 20
 """Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
@@ -30,7 +30,7 @@ FRAME_BYTES: Final = 250
 
 HEARTBEAT_S: Final = 2.0
 """How often a stream without events says that it lives: a subscriber takes a stream that is silent
-for several such periods for dead (``kvstore.web.events.following``)."""
+for several such periods for dead (``kvstore.web.events.sse_client``)."""
 
 CHUNK_EVENTS: Final = 8_192
 """About how many events are written to a subscriber at once."""

@@ -10,15 +10,15 @@ from typing import Annotated, Final
 from aiohttp import web
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvstore.auth.acting import acting
-from kvstore.auth.rights import check_events
+from kvstore.auth.impersonation import acting
+from kvstore.auth.permissions import check_events
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
 from kvstore.network.limiter import Limiter
-from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
-from kvstore.web.server.access import is_still_known
-from kvstore.web.server.endpoints import Endpoint, Question, endpoint, endpoints_of
+from kvstore.web.ipc_channel import ChildEnd
+from kvstore.web.server.access_control import is_still_known
+from kvstore.web.server.operations import Endpoint, Question, endpoint, endpoints_of
 from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"

@@ -27,10 +27,10 @@ from kvstore.errors import AddressInUseError, BusyError, StartupError, Unavailab
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter, WaitPreemptedError
-from kvstore.network.listening import listen
-from kvstore.ports import what_answers
-from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
-from kvstore.web.server.doors import (
+from kvstore.network.listeners import listen
+from kvstore.port_probe import what_answers
+from kvstore.web.server.access_control import HEADERS, NOT_SECURED, Access, Secured
+from kvstore.web.server.connection_limiter import (
     BUFFER_BYTES,
     RETRY_AFTER_S,
     Doors,

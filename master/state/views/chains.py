@@ -20,10 +20,10 @@ from typing import Final
 from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key
-from kvstore.master.state.common import Common
+from kvstore.master.state.background_jobs import DRAW
 from kvstore.master.state.effects import Answer, Later
-from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import NEVER_MS, NamespaceTable, ObjectRecord
+from kvstore.master.state.state_context import Common
 from kvstore.master.state.traffic import Tip
 
 STEPS = 6_000

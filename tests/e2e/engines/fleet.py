@@ -20,7 +20,7 @@ from examples.fleet import MODEL, RequestError, counters
 from tests.e2e.engines.engine import transfer_config
 from tests.e2e.engines.preloaded import Fork, Preloaded
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 START_S = 240.0
 REQUEST_S = 120.0

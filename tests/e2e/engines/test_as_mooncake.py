@@ -16,7 +16,7 @@ from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.preloaded import ENVIRONMENT, ROOT, Preloaded
 from tests.e2e.engines.test_engine import WHOLE, cached, tokens
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WRITTEN_S = 30.0
 """For what an engine saves in the background to arrive."""

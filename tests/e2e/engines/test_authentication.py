@@ -19,10 +19,10 @@ from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import transfer_config
 from tests.e2e.engines.offloading import BLOCK_TOKENS as CHUNK_TOKENS
 from tests.e2e.engines.offloading import Engine as Offloading
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
-from tests.support.issuing import Identities
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WHOLE = 4 * BLOCK_TOKENS
 """Of a prompt of 600 tokens: its full blocks."""

@@ -17,7 +17,7 @@ from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.fleet import Fleet, Process, ask
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WHOLE = 4 * BLOCK_TOKENS
 Proxy = Callable[[list[Process], list[Process]], Process]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.demonstrations import Demonstration
 from tests.support.processes import children_of, is_running
-from tests.support.waiting import until
+from tests.support.wait import until
 
 MODULE = "examples.demo_vllm"
 PROMPTS = 2

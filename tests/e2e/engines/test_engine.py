@@ -10,7 +10,7 @@ from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WHOLE = 4 * BLOCK_TOKENS
 """Of a prompt of 600 tokens: its full blocks."""

@@ -13,7 +13,7 @@ from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.test_shapes import THREADS
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 WHOLE = 4 * BLOCK_TOKENS
 NOTICED_S = 0.05

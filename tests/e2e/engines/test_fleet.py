@@ -14,7 +14,7 @@ from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.fleet import Fleet
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 TOKENS = 8
 AT_ONCE = 8

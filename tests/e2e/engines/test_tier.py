@@ -25,17 +25,17 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.connectors.engine.guard import BYTES_PER_MS, DEADLINE_MS
+from kvstore.connectors.engine.guarded_client import BYTES_PER_MS, DEADLINE_MS
 from kvstore.connectors.vllm import weights as live
 from kvstore.connectors.vllm_plugin import register
-from kvstore.connectors.vllm_tier import KVStoreTier, identity
-from kvstore.connectors.vllm_tier.identity import ENGINE
+from kvstore.connectors.vllm_tier import KVStoreTier, namespace
+from kvstore.connectors.vllm_tier.namespace import ENGINE
 from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
+from tests.support.wait import until
 
 BREAKER_S = 12.0
 """The longest that a breaker stays open, and a little more."""
@@ -222,7 +222,7 @@ def test_workers_that_cannot_be_identified_or_reached_share_nothing(
         monkeypatch.setattr(live, "weights_of", unknown)
     else:
         hosts = map(str, itertools.count())
-        monkeypatch.setattr(identity, "host_id", lambda: next(hosts))
+        monkeypatch.setattr(namespace, "host_id", lambda: next(hosts))
     tokens = prompt(30)
     with caplog.at_level(logging.WARNING, "vllm.kvstore"):
         assert [start().run(tokens), start().run(tokens)] == [0, 0]

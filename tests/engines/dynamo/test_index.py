@@ -13,7 +13,7 @@ from kvstore.errors import NoSpaceError
 from tests.engines.dynamo.index import Index, Router
 from tests.support.cluster import Cluster
 from tests.support.processes import free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 NAMESPACE = "vllm/f/g0/p0t0"
 TOPIC = f"kv@pool:kvstore@{NAMESPACE}"

@@ -46,7 +46,7 @@ from tests.engines.lmcache.tasks import (
 )
 from tests.support.cluster import Cluster
 from tests.support.processes import ROOT, free_port
-from tests.support.waiting import until
+from tests.support.wait import until
 
 StartAdapter = Callable[..., Adapter]
 
@@ -280,7 +280,7 @@ def test_keys_of_the_adapter_for_mooncake_count(store: Cluster) -> None:
 
 
 def test_a_full_pool_takes_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.sync.PUT_WAIT_MS", 0)
+    monkeypatch.setattr("kvstore.client.client.PUT_WAIT_MS", 0)
     cluster = Cluster(tmp_path, settings={"lease_ms": 60_000})
     adapter: Adapter | None = None
     try:

@@ -12,9 +12,9 @@ import pytest
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.conftest import StartAdapter
 from tests.engines.lmcache.tasks import chunk, key, same
+from tests.support.certificates import Identities
 from tests.support.cluster import SHORT, Cluster
-from tests.support.issuing import Identities
-from tests.support.waiting import until
+from tests.support.wait import until
 
 KEYS = [key(number) for number in range(8)]
 OF_LMCACHE = ("lmcache/*", FLEET_NAMESPACE)

@@ -12,7 +12,7 @@ import kvstore
 from bench import mooncake
 from bench.tables import LMCACHE_ROWS
 from kvstore.bench.client import ClientProcess, Settings
-from kvstore.bench.ours import own_store
+from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import ChildError, Children
 from kvstore.bench.rows import SHM, TCP, Row
 from kvstore.bench.session import EXIST

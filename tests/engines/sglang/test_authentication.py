@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.sglang.hicache import attach, bytes_at, host_pool, indices
+from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
-from tests.support.issuing import Identities
-from tests.support.waiting import until
+from tests.support.wait import until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 OF_SGLANG = ("sglang/*", FLEET_NAMESPACE)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.runtime_context import get_context
 
-from kvstore.connectors.sglang import KVStoreHiCache, identity
+from kvstore.connectors.sglang import KVStoreHiCache, fingerprint
 from kvstore.connectors.sglang.pools import bytes_of
 from kvstore.errors import ConfigError
 from tests.engines.sglang.conftest import MakeBackend, make_model
@@ -33,7 +33,7 @@ from tests.engines.sglang.hicache import (
 )
 from tests.support.cluster import Cluster
 from tests.support.processes import ROOT, Server
-from tests.support.waiting import until
+from tests.support.wait import until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
@@ -253,8 +253,10 @@ class TestIdentity:
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
-        live, draft = identity.live, make_model(tmp_path / "draft", 3)
-        monkeypatch.setattr(identity, "live", lambda model: live(model)._replace(draft=str(draft)))
+        live, draft = fingerprint.live, make_model(tmp_path / "draft", 3)
+        monkeypatch.setattr(
+            fingerprint, "live", lambda model: live(model)._replace(draft=str(draft))
+        )
         saved(backend(pool), pool)
         assert backend(pool).batch_exists(KEYS) == len(KEYS)
         make_model(draft, 4)
@@ -269,8 +271,8 @@ class TestIdentity:
             replace(of_all, tp_rank=t, pp_rank=p, attn_cp_rank=c)
             for t, p, c in itertools.product(range(2), repeat=3)
         ]
-        own = {identity.parts(rank, pages, replicated=False) for rank in ranks}
-        shared = {identity.parts(rank, pages, replicated=True) for rank in ranks}
+        own = {fingerprint.parts(rank, pages, replicated=False) for rank in ranks}
+        shared = {fingerprint.parts(rank, pages, replicated=True) for rank in ranks}
         assert (len(own), len(shared)) == (8, 4)
 
         latent = replace(
@@ -278,7 +280,7 @@ class TestIdentity:
             logical_page_size=2 * PAGE_TOKENS,
         )  # fmt: skip
         shards = [replace(latent, tp_rank=rank, dcp_rank=rank) for rank in range(2)]
-        assert len({identity.parts(shard, pages, replicated=True) for shard in shards}) == 2
+        assert len({fingerprint.parts(shard, pages, replicated=True) for shard in shards}) == 2
 
     def test_a_name_for_the_weights(
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
@@ -298,9 +300,9 @@ class TestIdentity:
         """The controller's threads of before have pages of before: they get misses."""
         one = backend(pool)
         saved(one, pool)
-        live = identity.live
+        live = fingerprint.live
         monkeypatch.setattr(
-            identity, "live", lambda model: live(model)._replace(version="of today")
+            fingerprint, "live", lambda model: live(model)._replace(version="of today")
         )
         assert one.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
@@ -440,7 +442,7 @@ class TestFailures:
     def test_a_full_pool_takes_the_first_pages(
         self, cluster: Cluster, backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvstore.client.sync.PUT_WAIT_MS", 0)
+        monkeypatch.setattr("kvstore.client.client.PUT_WAIT_MS", 0)
         cluster.start(memory="1MiB")
         pool = host_pool(filled=1)
         one = backend(pool)

@@ -6,7 +6,7 @@ import pytest
 
 from bench.tables import DROP_IN, NATIVE
 from kvstore.bench.client import ClientProcess, Settings
-from kvstore.bench.ours import own_store
+from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import Children
 from kvstore.bench.session import EXIST, GET, PUT
 

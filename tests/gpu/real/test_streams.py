@@ -14,7 +14,7 @@ from kvstore import AsyncClient, Client
 from kvstore.device.cuda import CUDADriver
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of
-from kvstore.memory.raw import cuda_device_at
+from kvstore.memory.process_memory import cuda_device_at
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
 from tests.gpu.test_values import same, values
 from tests.support.cluster import Cluster

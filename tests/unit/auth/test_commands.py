@@ -16,11 +16,11 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from kvstore.auth import authority, certificates
+from kvstore.auth import ca, certificates
 from kvstore.auth.certificates import inspect, loaded, names_of
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.identity import Identity, identity, identity_of
-from kvstore.auth.revoked import Revoked
+from kvstore.auth.revocation_list import Revoked
 from kvstore.cli import auth as commands
 from kvstore.cli.main import cli
 from kvstore.cli.options import run
@@ -306,7 +306,7 @@ def test_revoke_adds_the_numbers_of_a_name_or_one_number(there: Shell) -> None:
 
 
 def _revoke(number: int) -> None:
-    assert authority.revoke(FOLDER, f"e{number}", NOW)
+    assert ca.revoke(FOLDER, f"e{number}", NOW)
 
 
 def test_commands_at_once_lose_nothing(there: Shell) -> None:

@@ -19,13 +19,13 @@ from kvstore.bench.rows import Table
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
 from kvstore.cli.main import LATE, cli
-from kvstore.client.flows.asking import ObjectStat
+from kvstore.client.flows.control_calls import ObjectStat
 from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.memory import entries
-from kvstore.memory.entries import LeftOver
+from kvstore.memory import shm_entries
 from kvstore.memory.header import Header, Owner
+from kvstore.memory.shm_entries import LeftOver
 from tests.support.processes import run_python
 from tests.unit.cli.conftest import KV, Result
 
@@ -482,6 +482,6 @@ def test_asked_wrongly(kv: KV, arguments: list[str], says: str) -> None:
 
 def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [LeftOver(f"/dev/shm/kvstore.{each}", each, Owner(each), 1, 1) for each in "ab"]
-    monkeypatch.setattr(entries, "left_overs", lambda: left)
+    monkeypatch.setattr(shm_entries, "left_overs", lambda: left)
     shown = [json.loads(line) for line in kv("--cluster", "b", "clean", "--json").out.splitlines()]
     assert [each["node"] for each in shown] == ["b"]

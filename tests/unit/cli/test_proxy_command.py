@@ -13,12 +13,12 @@ from kvstore.cli.proxy_flags import EXAMPLE, IGNORED
 from kvstore.config import ProxyConfig
 from tests.support.processes import run_python
 
-APP = "kvstore.proxy.app"
+APP = "kvstore.proxy.main"
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
-    """Stands for ``kvstore.proxy.app``: the settings it was run with."""
+    """Stands for ``kvstore.proxy.main``: the settings it was run with."""
     calls: list[ProxyConfig] = []
 
     def serve(config: ProxyConfig) -> int:

@@ -15,11 +15,11 @@ from kvstore.cli import master, node
 from kvstore.cli.options import run
 from kvstore.config import Config, MasterConfig, NodeConfig, settings
 from kvstore.errors import AddressInUseError
-from kvstore.process.children import ParentLink
+from kvstore.process.child_process import ParentLink
 
 
 class Served:
-    """Stands for ``kvstore.master.app`` and ``kvstore.node.app``."""
+    """Stands for ``kvstore.master.main`` and ``kvstore.node.main``."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Config, dict[str, Any]]] = []
@@ -37,7 +37,7 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     fake = Served()
-    for name in ("kvstore.master.app", "kvstore.node.app"):
+    for name in ("kvstore.master.main", "kvstore.node.main"):
         module = ModuleType(name)
         module.run = fake  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)

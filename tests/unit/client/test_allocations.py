@@ -10,12 +10,12 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.devices import ClientDevices
-from kvstore.client.flows import allocating, putting
-from kvstore.client.flows.writing import PutOptions
-from kvstore.client.leases.leases import Unneeded
+from kvstore.client.flows import allocate, put
+from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.leases.lease_table import Unneeded
 from kvstore.client.leases.views import Views
 from kvstore.client.values import Bytes1D, described_as
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError
 from kvstore.limits import DEFAULT_NAMESPACE, check_key
 from tests.unit.client.world import EPOCH, World, grants
@@ -45,12 +45,12 @@ class Store(World):
 
     def allocate(self) -> Bytes1D:
         descriptor, size = described_as(100, "uint8", "numpy")
-        flow = allocating.allocate(self.context, DEFAULT_NAMESPACE, descriptor, size, 0)
+        flow = allocate.allocate(self.context, DEFAULT_NAMESPACE, descriptor, size, 0)
         return cast(Bytes1D, self.run(flow))
 
     def put(self, key: str, array: Bytes1D) -> PutOutcome:
         options = PutOptions(namespace=DEFAULT_NAMESPACE)
-        return self.run(putting.put(self.context, check_key(key), array, options))
+        return self.run(put.put(self.context, check_key(key), array, options))
 
     def _renew(self, request: calls.Request, seconds: float) -> calls.Reply:
         del seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvstore.client.calling.channels import Channels
+from kvstore.client.rpc.channels import Channels
 
 ADDRESS = "127.0.0.1:1"
 

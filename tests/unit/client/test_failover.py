@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows import reading
-from kvstore.client.flows.placements import AVOID_FIRST_S
-from kvstore.client.flows.reading import ATTEMPTS, Target
+from kvstore.client.flows import read_objects
+from kvstore.client.flows.location_cache import AVOID_FIRST_S
+from kvstore.client.flows.read_objects import ATTEMPTS, Target
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -17,7 +17,7 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.limits import Key
-from tests.support.moves import moves_of
+from tests.support.range_copies import moves_of
 from tests.unit.client.world import EPOCH, A, B, N, World, found, segment
 
 GONE = NodeUnreachableError("refused", settled=1)
@@ -26,7 +26,7 @@ SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, settl
 
 def get(world: World, *keys: Key) -> list[bytes | None]:
     targets = [Target(key) for key in keys]
-    world.run(reading.read(world.context, N, targets))
+    world.run(read_objects.read(world.context, N, targets))
     return [
         None if target.descriptor is None or target.data is None else target.data.tobytes()
         for target in targets
@@ -208,7 +208,7 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     world.answers[calls.Lookup] = found((10, 5, [(1, 4096)]))
     pieces = [bytearray(4), bytearray(0), bytearray(3), bytearray(5), bytearray(2)]
     target = Target(A, [memoryview(piece) for piece in pieces])
-    world.run(reading.read(world.context, N, [target]))
+    world.run(read_objects.read(world.context, N, [target]))
     assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
     assert target.data is None
     assert target.descriptor is not None

@@ -8,10 +8,10 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import allocating, writing
-from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.writing import PutOptions
-from kvstore.client.leases.leases import Granted
+from kvstore.client.flows import allocate, write_objects
+from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.leases.lease_table import Granted
 from kvstore.errors import (
     DeadlineExceededError,
     MasterUnreachableError,
@@ -35,7 +35,7 @@ ON_5 = NodeUnreachableError("reset", settled=0, connection=5)
 
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
     pairs = ((key, b"payload of " + key) for key in keys)
-    return world.run(writing.write(world.context, items(*pairs), options))
+    return world.run(write_objects.write(world.context, items(*pairs), options))
 
 
 def test_what_is_there_or_being_written_is_not_written() -> None:
@@ -120,7 +120,7 @@ def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
     world.answers[calls.PutStart] = grants([FOUND], [], [])
     put(world, A)
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
-    world.run(allocating.grant(world.context, N, 100, 0))
+    world.run(allocate.grant(world.context, N, 100, 0))
     asked = world.requests(calls.PutStart) + world.requests(calls.Allocate)
     assert [request.client_number for request in asked] == [77, 77]
 
@@ -235,7 +235,7 @@ def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
     world = World()
     world.memory[1][4096 : 4096 + 64] = b"x" * 64
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)], deadline_ms=5_000)
-    granted, until = world.run(allocating.grant(world.context, N, 100, 0))
+    granted, until = world.run(allocate.grant(world.context, N, 100, 0))
     assert granted == Granted(EPOCH, 9, world.segments[1], 4096, 100)
     assert until == pytest.approx(world.now + 4.8)
     assert world.memory[1][4096 : 4096 + 64] == WIPE
@@ -246,11 +246,11 @@ def test_an_allocation_that_cannot_be_reached_is_revoked() -> None:
     world.failing[1] = [UNSETTLED]
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
     with pytest.raises(NodeUnreachableError):
-        world.run(allocating.grant(world.context, N, 100, 0))
+        world.run(allocate.grant(world.context, N, 100, 0))
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
     world.answers[calls.Allocate] = grants([WRITE], [10], [(17, 4096)])
     with pytest.raises(PutRefusedError):
-        world.run(allocating.grant(world.context, N, 100, 0))
+        world.run(allocate.grant(world.context, N, 100, 0))
     assert world.requests(calls.PutRevoke)[-1] == calls.PutRevoke(EPOCH, [10], True)
 
 
@@ -263,7 +263,7 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     written = bytearray()
 
     def commit(data: bytes) -> None:
-        flow = allocating.commit(
+        flow = allocate.commit(
             world.context, granted, items((A, data)), OPTIONS, world.now + 3, written
         )
         assert world.run(flow) is STORED
@@ -299,7 +299,7 @@ def test_a_stamp_is_written_behind_the_header_of_a_commit() -> None:
     end = 4096 + 64 + len(N) + len(A) + len(items((A, payload)).descriptors[0])
 
     def commit() -> PutOutcome:
-        flow = allocating.commit(
+        flow = allocate.commit(
             world.context, granted, items((A, payload)), OPTIONS, world.now + 3, bytearray()
         )
         return world.run(flow)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvstore.client.client import Client
 from kvstore.client.metrics import ClientMetrics
-from kvstore.client.sync import Client
 from kvstore.metrics.families import CLIENT
 
 

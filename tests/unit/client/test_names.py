@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvstore.client.state import PROGRAM_MAX, program
+from kvstore.client.client_resources import PROGRAM_MAX, program
 
 
 @pytest.mark.parametrize(

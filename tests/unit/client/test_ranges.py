@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows.getting import ObjectParts, get_ranges
-from kvstore.client.flows.reading import ATTEMPTS
+from kvstore.client.flows.get import ObjectParts, get_ranges
+from kvstore.client.flows.read_objects import ATTEMPTS
 from kvstore.errors import BufferMismatchError, DeadlineExceededError, NodeUnreachableError
 from kvstore.limits import Key
 from tests.unit.client.world import A, B, N, World, found

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows import asking, getting, reading
-from kvstore.client.flows.reading import Target
+from kvstore.client.flows import control_calls, read_objects
+from kvstore.client.flows.get import lookup
+from kvstore.client.flows.read_objects import Target
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import Views
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.limits import Key
 from tests.unit.client.world import EPOCH, A, B, N, World, found
 
@@ -30,7 +31,7 @@ def world() -> World:
 
 def get(world: World, *keys: Key) -> None:
     targets = [Target(key) for key in keys]
-    world.run(reading.read(world.context, N, targets))
+    world.run(read_objects.read(world.context, N, targets))
     assert all(target.placed is not None for target in targets)
 
 
@@ -45,7 +46,7 @@ def test_a_get_releases_its_lease_with_the_next_call(world: World) -> None:
 
 
 def test_a_failed_get_releases_its_lease_too(world: World) -> None:
-    flow = reading.read(world.context, N, [Target(A)])
+    flow = read_objects.read(world.context, N, [Target(A)])
     next(flow)
     with pytest.raises(KeyboardInterrupt):
         flow.throw(KeyboardInterrupt())
@@ -53,11 +54,11 @@ def test_a_failed_get_releases_its_lease_too(world: World) -> None:
 
 
 def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world: World) -> None:
-    world.run(getting.lookup(world.context, N, [A, B]))
+    world.run(lookup(world.context, N, [A, B]))
     get(world, A)
     assert len(world.requests(calls.Lookup)) == 1, "the read needs no call"
     assert not world.context.leases.take()
-    reading.release(world.context, N, [B])
+    read_objects.release(world.context, N, [B])
     assert world.context.leases.take() == [1]
     get(world, B)
     assert numbers(world) == [1, 2]
@@ -65,10 +66,10 @@ def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world:
 
 def test_exists_and_match_are_released_by_the_reads_after_them(world: World) -> None:
     world.answers[calls.Exists] = calls.Existing(b"\1\0")
-    world.run(asking.exists(world.context, N, [A, B], leases=True))
+    world.run(control_calls.exists(world.context, N, [A, B], leases=True))
     none = calls.NO_PLACEMENTS
     world.answers[calls.MatchPrefix] = calls.Matched(EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)])
-    world.run(asking.match_prefix(world.context, [N], [A, B]))
+    world.run(control_calls.match_prefix(world.context, [N], [A, B]))
     get(world, A)
     assert world.context.leases.take() == [1, 3]
     get(world, B)

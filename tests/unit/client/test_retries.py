@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import calls, ports
+from kvstore import calls, port_probe
 from kvstore.calls import Joined
-from kvstore.client.calling.retries import (
+from kvstore.client.rpc.retries import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     LANE_RETRY_S,
@@ -588,7 +588,7 @@ def not_grpc() -> CarrierBrokenError:
 def test_another_port_of_ours_is_named_at_once() -> None:
     world = World()
     with pytest.raises(MasterUnreachableError, match=r"m:1: that is the lane") as caught:
-        world.run(EXISTS, script(not_grpc(), ports.LANE))
+        world.run(EXISTS, script(not_grpc(), port_probe.LANE))
     assert "gRPC port" in caught.value.advice
     assert world.now < 101, "no second attempt would help"
 
@@ -596,7 +596,7 @@ def test_another_port_of_ours_is_named_at_once() -> None:
 def test_it_is_named_too_if_the_first_call_needs_no_join() -> None:
     world = World()
     with pytest.raises(MasterUnreachableError, match="that is a port for TLS") as caught:
-        world.run(STATUS, script(not_grpc(), ports.TLS))
+        world.run(STATUS, script(not_grpc(), port_probe.TLS))
     assert "KVSTORE_AUTH=FILE" in caught.value.advice
     assert world.story == ["OnGrpc!", "Identify"]
 
@@ -609,13 +609,13 @@ def test_another_program_may_make_room_for_a_master() -> None:
 
 def test_of_several_masters_the_others_are_tried() -> None:
     world = World("m:1,m:2")
-    assert world.run(EXISTS, script(not_grpc(), ports.HTTP, b"", b"reply")) == b"reply"
+    assert world.run(EXISTS, script(not_grpc(), port_probe.HTTP, b"", b"reply")) == b"reply"
     assert world.link.address == "m:2"
 
 
 def test_a_master_that_ends_meanwhile_is_no_other_port() -> None:
     world = World()
-    assert world.run(EXISTS, script(not_grpc(), ports.GRPC, b"", b"reply")) == b"reply"
+    assert world.run(EXISTS, script(not_grpc(), port_probe.GRPC, b"", b"reply")) == b"reply"
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,19 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
-from kvstore.client.leases import leases as module
-from kvstore.client.leases.leases import Granted, Lease, LeasedPlace, LeaseTable, Mounted, Named
+from kvstore.client.leases import lease_table as module
+from kvstore.client.leases.lease_table import (
+    Granted,
+    Lease,
+    LeasedPlace,
+    LeaseTable,
+    Mounted,
+    Named,
+)
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import Views
 from kvstore.client.values import Bytes1D
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import MasterUnreachableError
 from kvstore.limits import Key
 from tests.unit.client.world import N, segment

@@ -13,16 +13,16 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome, SegmentInfo
-from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
-from kvstore.client.flows.writing import Items
+from kvstore.client.flows.write_objects import Items
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
-from kvstore.transport.pieces import Move
-from tests.support.moves import moves_of
+from kvstore.transport.common import Move
+from tests.support.range_copies import moves_of
 
 ResultT = TypeVar("ResultT")
 

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 from kvstore.cli import as_mooncake, proxy_flags
 from kvstore.config import ProxyConfig
-from kvstore.connectors.engine import mooncake_keys
+from kvstore.connectors.engine import mooncake_config
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
 from tests.support.processes import ROOT
 
@@ -56,8 +56,8 @@ def ignored_in(told: dict[str, str]) -> set[str]:
 
 def test_the_keys_of_mooncake_json() -> None:
     told = table_of("master_server_address")
-    assert set(told) == {*mooncake_keys.MEANT, *mooncake_keys.IGNORED}
-    assert ignored_in(told) == set(mooncake_keys.IGNORED)
+    assert set(told) == {*mooncake_config.MEANT, *mooncake_config.IGNORED}
+    assert ignored_in(told) == set(mooncake_config.IGNORED)
 
 
 def test_the_options_of_vllms_own_connectors() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.flows.asking import Match, Reach
+from kvstore.client.flows.control_calls import Match, Reach
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups

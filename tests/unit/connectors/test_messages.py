@@ -12,7 +12,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
     under_of,
 )
-from kvstore.fleet import are_guesses
+from kvstore.fleet_records import are_guesses
 from kvstore.limits import NAMESPACE_BYTES_MAX, TENANT_BYTES_MAX, check_namespace
 
 

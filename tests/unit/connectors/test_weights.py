@@ -22,7 +22,7 @@ from kvstore.connectors.vllm.weights import (
     weights_of,
 )
 from kvstore.connectors.vllm_plugin import register
-from tests.support.waiting import until
+from tests.support.wait import until
 
 
 class Rotary(nn.Module):

@@ -28,7 +28,7 @@ from kvstore.connectors.vllm.messages import (
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.errors import DeadlineExceededError, NoSpaceError
-from tests.support.waiting import until
+from tests.support.wait import until
 from tests.unit.connectors.test_pages import Config, Group
 
 GROUPS = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})

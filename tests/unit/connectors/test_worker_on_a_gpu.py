@@ -33,7 +33,7 @@ from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.support.fake_device import COMPUTE, FakeDriver
-from tests.support.waiting import until
+from tests.support.wait import until
 from tests.unit.connectors.vllm_caches import MODELS, Model
 
 NAME = "cuda:0"

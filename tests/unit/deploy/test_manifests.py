@@ -21,13 +21,13 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from kvstore.auth.authority import REVOKED_NAME
+from kvstore.auth.ca import REVOKED_NAME
 from kvstore.auth.certificates import inspect
 from kvstore.auth.credentials import Credentials
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
-from kvstore.config.values import parse_size
-from tests.support.issuing import Identities
+from kvstore.config.setting_types import parse_size
+from tests.support.certificates import Identities
 from tests.support.programs import need_program
 
 pytestmark = pytest.mark.slow  # not for its cost: programs of others read these files

@@ -16,7 +16,7 @@ from kvstore.device.cuda import CUDADriver, Probed, probe
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
-from kvstore.memory.raw import cuda_device_at
+from kvstore.memory.process_memory import cuda_device_at
 
 CONTEXT = 0x77
 INVALID = 1

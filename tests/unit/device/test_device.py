@@ -9,14 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device import device as module
 from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.process.stopping import Stop
+from kvstore.process.cancellation import Stop
 from tests.support.fake_device import FakeDriver
 
 

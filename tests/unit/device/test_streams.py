@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.aio import AsyncClient
-from kvstore.client.sync import Client
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
 from kvstore.device import streams
 
 
@@ -95,7 +95,7 @@ def test_values_are_made_contiguous_on_the_stream_of_a_put(
         seen.append(streams.current_stream(0))
         raise ValueError("enough")
 
-    monkeypatch.setattr("kvstore.client.flows.putting.encode_all", encode_all)
+    monkeypatch.setattr("kvstore.client.flows.put.encode_all", encode_all)
     with Client("127.0.0.1:1") as client:
         for stream in (None, 7):
             with pytest.raises(ValueError, match="enough"):

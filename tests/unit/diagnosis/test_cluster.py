@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from kvstore.calls import SegmentInfo
-from kvstore.diagnosis.cluster import by_shm
-from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.diagnostics.cluster import by_shm
 from kvstore.memory.segment import NodeSegment
+from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 
 

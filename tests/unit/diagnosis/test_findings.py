@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from kvstore.cli import doctor
-from kvstore.diagnosis import findings
-from kvstore.diagnosis.findings import Finding, ok, run_all
-from kvstore.diagnosis.rows import CHECKS
+from kvstore.diagnostics import findings
+from kvstore.diagnostics.findings import Finding, ok, run_all
+from kvstore.diagnostics.rows import CHECKS
 
 
 def test_findings_come_in_the_order_of_the_checks() -> None:

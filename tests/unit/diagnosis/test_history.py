@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
-from kvstore.diagnosis.history import EVERY_S, POINTS_MAX, HistoryPoints, Sample, added, sample
+from kvstore.diagnostics.history import EVERY_S, POINTS_MAX, HistoryPoints, Sample, added, sample
 from kvstore.histograms import Histogram, quantile
 
 EVERY_MS = int(EVERY_S * 1000)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.diagnosis import host
+from kvstore.diagnostics import host
 from kvstore.errors import ConfigError
 from kvstore.memory import numa
 

@@ -17,8 +17,8 @@ from kvstore.calls import (
     SegmentStatus,
     TenantStatus,
 )
-from kvstore.diagnosis.history import HistoryPoints, sample
-from kvstore.diagnosis.problems import (
+from kvstore.diagnostics.history import HistoryPoints, sample
+from kvstore.diagnostics.problems import (
     NODES_NAMED,
     OF_NODES,
     OF_STORE,
@@ -29,7 +29,7 @@ from kvstore.diagnosis.problems import (
     of_identity,
     of_the_store,
 )
-from kvstore.diagnosis.rows import ADVICE, PROBLEMS, ROWS
+from kvstore.diagnostics.rows import ADVICE, PROBLEMS, ROWS
 from tests.unit.diagnosis.test_history import EVERY_MS, histogram, measured
 from tests.unit.diagnosis.test_why import asks, record, writes
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import native
-from kvstore.diagnosis import software
-from kvstore.diagnosis.findings import Finding
+from kvstore.diagnostics import software
+from kvstore.diagnostics.findings import Finding
 
 
 def install(place: Path, name: str, version: str, *, needs: str = "") -> None:

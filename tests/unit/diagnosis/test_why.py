@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.diagnosis.rows import CAUSES
-from kvstore.diagnosis.why import RULES, Cause, Evidence, diagnose, parties_of, select
-from kvstore.fleet import Record
+from kvstore.diagnostics.rows import CAUSES
+from kvstore.diagnostics.why import RULES, Cause, Evidence, diagnose, parties_of, select
+from kvstore.fleet_records import Record
 from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
 
 DESCRIPTION = {"dtype": "bfloat16", "weights": "files 1a", "groups": [{"block_tokens": 16}]}

@@ -9,8 +9,8 @@ import pytest
 from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key, Namespace
+from kvstore.master.state.background_jobs import DRAW
 from kvstore.master.state.effects import Later
-from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import ONE_SHARD_RECORDS
 from kvstore.master.state.traffic import TIPS_MAX, Tips
 from kvstore.master.state.views import chains

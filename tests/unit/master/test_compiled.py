@@ -16,7 +16,7 @@ from kvstore.native import compiled
 
 ROOT = Path(__file__).parents[3]
 FOLDER = state.__path__[0]
-PROGRAM = "import kvstore.master.state.pool as module; print(module.__file__)"
+PROGRAM = "import kvstore.master.state.memory_pool as module; print(module.__file__)"
 
 
 def runs(**variables: str) -> str:

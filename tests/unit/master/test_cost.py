@@ -10,10 +10,10 @@ from kvstore import calls
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import forest as forest_module
+from kvstore.master.state.background_sweep import SWEEP_STEPS
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.pool import SETTLE_STEPS
+from kvstore.master.state.memory_pool import SETTLE_STEPS
 from kvstore.master.state.records import NamespaceTable
-from kvstore.master.state.sweeping import SWEEP_STEPS
 from tests.support.invariants import check_invariants
 from tests.unit.master.conftest import NewCluster
 

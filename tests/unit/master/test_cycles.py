@@ -14,11 +14,11 @@ import pytest
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.config import MasterConfig
-from kvstore.master.carrier_base import Dispatcher
-from kvstore.master.gate import Gate
-from kvstore.master.lane import LaneServer, _LaneClient
-from kvstore.master.spin import new_event_loop
-from tests.support.issuing import Identities
+from kvstore.master.authorizer import Gate
+from kvstore.master.busy_poll import new_event_loop
+from kvstore.master.dispatcher import Dispatcher
+from kvstore.master.lane_server import LaneServer, _LaneClient
+from tests.support.certificates import Identities
 
 ResultT = TypeVar("ResultT")
 

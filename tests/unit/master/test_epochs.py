@@ -10,10 +10,10 @@ from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import ClusterMismatchError, ProtocolError, UnavailableError
 from kvstore.limits import PROTOCOL_VERSION, highest_believed
-from kvstore.master.outruns import OUTRUN_S, Outruns
-from kvstore.master.state.asking import JOINING_MS
 from kvstore.master.state.effects import Outrun, Send
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.queries import JOINING_MS
+from kvstore.master.superseded_epochs import OUTRUN_S, Outruns
 from tests.unit.master.cluster import EPOCH, HIGHEST, Cluster, told
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import claim

@@ -7,7 +7,7 @@ import pytest
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.pool import EVICTIONS_PER_STEP
+from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP
 from kvstore.master.state.records import ObjectRecord
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE

@@ -15,17 +15,17 @@ from kvstore import calls
 from kvstore.auth.identity import ENGINE, Identity
 from kvstore.config import MasterConfig
 from kvstore.limits import Key, Namespace
-from kvstore.master.carrier_base import Dispatcher
-from kvstore.master.gate import Gate
+from kvstore.master.authorizer import Gate
+from kvstore.master.busy_poll import new_event_loop
+from kvstore.master.dispatcher import Dispatcher
+from kvstore.master.fair_scheduler import SLICE_S, Turns
 from kvstore.master.grpc_server import GrpcServer
-from kvstore.master.lane import FRAMES_PER_TURN, LaneServer, LaneSettings
-from kvstore.master.spin import new_event_loop
+from kvstore.master.lane_server import FRAMES_PER_TURN, LaneServer, LaneSettings
 from kvstore.master.state.traffic import Caller
-from kvstore.master.turns import SLICE_S, Turns
 from kvstore.wire.frames import CALL, REPLY, frame, hello
 from kvstore.wire.messages import CALLS, encode_request
+from tests.support.certificates import Identities
 from tests.support.invariants import check_invariants
-from tests.support.issuing import Identities
 from tests.support.limiters import check_limiter
 
 SECRET = b"t" * 16

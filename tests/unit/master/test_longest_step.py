@@ -29,11 +29,18 @@ from kvstore.limits import (
     Key,
     Namespace,
 )
-from kvstore.master.state import draining, leases, pool, removing, repairing, sweeping
+from kvstore.master.state import (
+    background_sweep,
+    drain_scan,
+    leases,
+    memory_pool,
+    removals,
+    repair_queue,
+)
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
-from kvstore.master.state.views import chains, report
+from kvstore.master.state.views import chains, operator_queries
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.wire.pieces import CUTS
 from tests.unit.master.cluster import BEFORE, EPOCH, NAMESPACE, Cluster
@@ -47,7 +54,7 @@ WALK = ("reach", "lost", "complete")
 RING_LINES_MAX = 1_200_000
 """Of the one loop that asks for a ring, whose six lines take 26 ns compiled."""
 
-if not sweeping.__file__.endswith(".py"):
+if not background_sweep.__file__.endswith(".py"):
     pytest.skip("what is compiled has no lines to count", allow_module_level=True)
 
 
@@ -286,11 +293,11 @@ GROWING = ("match", "scan", "lookup", "exists", "renew", "pin", "unpin", "remove
 """Their requests are larger in a larger world."""
 
 SLICES = [
-    (removing, "HIDE_STEPS"), (sweeping, "SWEEP_STEPS"),
-    (pool, "SETTLE_STEPS"), (report, "LIST_STEPS_MAX"), (report, "STATUS_ROWS_MAX"),
-    (report, "TRAFFIC_ROWS_MAX"), (chains, "STEPS"), (chains, "LOOKS"), (draining, "STEPS_MAX"),
-    (draining, "LINE_MAX"), (repairing, "SCAN_STEPS"), (repairing, "SORTED_PER_SLICE"),
-    (leases, "RELEASED_PER_STEP"),
+    (removals, "HIDE_STEPS"), (background_sweep, "SWEEP_STEPS"),
+    (memory_pool, "SETTLE_STEPS"), (operator_queries, "LIST_STEPS_MAX"),
+    (operator_queries, "STATUS_ROWS_MAX"), (operator_queries, "TRAFFIC_ROWS_MAX"),
+    (chains, "STEPS"), (chains, "LOOKS"), (drain_scan, "STEPS_MAX"), (drain_scan, "LINE_MAX"),
+    (repair_queue, "SCAN_STEPS"), (repair_queue, "SORTED_PER_SLICE"), (leases, "RELEASED_PER_STEP"),
 ]  # fmt: skip
 """Made so small that what is there would show."""
 

@@ -15,10 +15,10 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import PROTOCOL_VERSION
-from kvstore.master.state import sweeping
+from kvstore.master.state import background_sweep
 from kvstore.master.state.effects import Notice
-from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
+from kvstore.master.state.object_events import GONE_SIZE
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
 from tests.support.invariants import check_invariants
@@ -454,7 +454,7 @@ def test_what_is_lost_above_a_put_under_way_is_gone_at_once(new_cluster: NewClus
 def test_lost_blocks_above_many_puts_are_found_in_slices(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeping, "SWEEP_STEPS", 2)
+    monkeypatch.setattr(background_sweep, "SWEEP_STEPS", 2)
     cluster = new_cluster(one=8, two=20)
     cluster.put("abcdefgh", host="host-one", chain=False)
     cluster.break_stream("one")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping, is_shown
 from kvstore.memory.segment import NodeSegment
+from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX
 from tests.support.processes import run_python
 
 MIB = 1 << 20

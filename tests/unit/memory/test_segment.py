@@ -20,8 +20,8 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory import entries, taking
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name
+from kvstore.memory import allocation, shm_entries
+from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -32,7 +32,7 @@ from kvstore.memory.header import (
 )
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
-from kvstore.memory.taking import MemoryOptions
+from kvstore.memory.shm_entries import SHM_DIRECTORY, free_node_name
 
 MIB = 1 << 20
 
@@ -154,13 +154,13 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
     name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_memory: object, start: int, _length: int, _advice: int) -> bool:
-        if start == step * taking.RESERVE_BYTES:
+        if start == step * allocation.RESERVE_BYTES:
             raise OSError(errno.EFAULT, "as MADV_POPULATE_WRITE says that there is no room")
         return True
 
-    monkeypatch.setattr(taking, "populate", full)
+    monkeypatch.setattr(allocation, "populate", full)
     with pytest.raises(SharedMemoryTooSmallError):
-        NodeSegment.create(name, 5 * taking.RESERVE_BYTES, options=MemoryOptions(threads=3))
+        NodeSegment.create(name, 5 * allocation.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
 
 
@@ -253,18 +253,18 @@ def test_a_free_name_is_found_by_the_entries_that_exist(
 ) -> None:
     """A master's own node is called after its port: counting up to that takes seconds."""
     asked: list[str] = []
-    is_taken = entries._is_taken
+    is_taken = shm_entries._is_taken
 
     def asks(path: str) -> bool:
         asked.append(path)
         return is_taken(path)
 
-    monkeypatch.setattr(entries, "_is_taken", asks)
+    monkeypatch.setattr(shm_entries, "_is_taken", asks)
     far = f"{name}-41293"
     segment = NodeSegment.create(far, MIB)
     assert free_node_name(name, Owner("cluster")) == name
     segment.close()
-    assert len(asked) <= 2 * len(list(entries.directories()))
+    assert len(asked) <= 2 * len(list(shm_entries.directories()))
 
 
 def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:

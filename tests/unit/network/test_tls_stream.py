@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.auth.certificates import Wanted
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.network.stream import EndedError, StalledError
 from kvstore.network.tls_stream import BUSY, TlsError, TlsStream
 from tests.support.encryption import Ends

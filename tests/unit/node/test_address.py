@@ -10,7 +10,7 @@ import pytest
 from kvstore.config import NodeConfig
 from kvstore.errors import StartupError
 from kvstore.network.host import places_of
-from kvstore.node import app
+from kvstore.node import main
 
 OURS = "10.0.0.8"
 REMOTE = "10.0.0.7:50001"
@@ -24,7 +24,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
     def towards(master: str) -> str:
         return "127.0.0.1" if master.startswith(("127.", "localhost")) else OURS
 
-    monkeypatch.setattr(app, "address_towards", towards)
+    monkeypatch.setattr(main, "address_towards", towards)
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,20 @@ def test_where_it_listens_and_what_it_says(
     settings: dict[str, Any], listens: str, advertises: str
 ) -> None:
     config = NodeConfig(**settings)
-    config = config.model_copy(update={"host": app._listens_on(config)})
+    config = config.model_copy(update={"host": main._listens_on(config)})
     assert config.host == listens
-    assert app._advertised(config, 7) == advertises
+    assert main._advertised(config, 7) == advertises
 
 
 def test_loopback_towards_a_master_elsewhere_is_refused() -> None:
     with pytest.raises(StartupError, match=f"give --host {OURS}"):
-        app._listens_on(NodeConfig(master=REMOTE, host="127.0.0.1"))
+        main._listens_on(NodeConfig(master=REMOTE, host="127.0.0.1"))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.0.8"])
 def test_an_address_of_another_family_is_refused(host: str) -> None:
     with pytest.raises(StartupError, match=r"fd00::5, which .* does not hear"):
-        app._listens_on(NodeConfig(master=REMOTE, host=host, advertise="fd00::5"))
+        main._listens_on(NodeConfig(master=REMOTE, host=host, advertise="fd00::5"))
 
 
 def test_places_are_equal_where_masters_are() -> None:

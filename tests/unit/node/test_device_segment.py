@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.device import drivers
 from kvstore.errors import (
     ConfigError,
@@ -19,13 +19,13 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner, pack_into
+from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
+from kvstore.transport.common import Move
 from kvstore.transport.device import LOCK, DeviceTransport
-from kvstore.transport.pieces import Move
 from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20

@@ -84,7 +84,7 @@ def test_a_client_leaves_the_logging_of_its_program_alone() -> None:
     program = """
 import logging, sys
 before = sys.stderr, sys.stdout, logging.getLogger().handlers[:], logging.getLogger().level
-import kvstore.client.sync, kvstore.connectors.mooncake, kvstore.mooncake
+import kvstore.client.client, kvstore.connectors.mooncake, kvstore.mooncake_shim
 from kvstore import Client
 assert before == (sys.stderr, sys.stdout, logging.getLogger().handlers, logging.getLogger().level)
 ours = [logger for name, logger in logging.root.manager.loggerDict.items()
@@ -97,7 +97,7 @@ assert ours and not any(each.handlers or each.level or not each.propagate for ea
 def test_grpc_says_nothing_of_an_idle_connection() -> None:
     """Its C core would, to descriptor 2 of whatever program has a client."""
     program = """
-import kvstore.client.sync
+import kvstore.client.client
 import time
 from concurrent.futures import ThreadPoolExecutor
 import grpc

@@ -1,5 +1,5 @@
-"""Who may change the instances: the guard of our ports (``tests/unit/web/test_access.py``) is that
-of the proxy, too."""
+"""Who may change the instances: the guard of our ports (``tests/unit/web/test_access_control.py``)
+is that of the proxy, too."""
 
 from __future__ import annotations
 

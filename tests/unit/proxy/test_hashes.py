@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.fleet import Record, parse
+from kvstore.fleet_records import Record, parse
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.proxy.records import ALGORITHMS, Held, block_hashes, is_usable, keys, serving
 

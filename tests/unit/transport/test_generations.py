@@ -11,10 +11,10 @@ import pytest
 
 from kvstore import native
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import SegmentGoneError
 from kvstore.memory.segment import NodeSegment
-from kvstore.native import slow
+from kvstore.native import pure_python
 from kvstore.network.host import host_id
 from kvstore.network.tcp_protocol import (
     STATUS_BYTES,
@@ -26,14 +26,14 @@ from kvstore.network.tcp_protocol import (
     unpack_status,
 )
 from kvstore.transport import shm, tcp_connection
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_server import DataServer
 
 AT = 8_192
 
 
-@pytest.fixture(params=[native.steps, slow], ids=["built", "slow"], autouse=True)
+@pytest.fixture(params=[native.steps, pure_python], ids=["built", "slow"], autouse=True)
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (shm, tcp_connection):
         monkeypatch.setattr(module, "steps", request.param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.transport.pieces import windows
+from kvstore.transport.common import windows
 
 buffers = st.lists(st.binary(max_size=50), max_size=20)
 

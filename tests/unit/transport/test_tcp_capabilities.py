@@ -13,10 +13,10 @@ from typing import cast
 import pytest
 
 from kvstore import native
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.memory.segment import NodeSegment
-from kvstore.native import slow
+from kvstore.native import pure_python
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.tcp_protocol import (
     NONCE_BYTES,
@@ -29,8 +29,8 @@ from kvstore.network.tcp_protocol import (
 )
 from kvstore.transport import tcp_connection
 from kvstore.transport.tcp_server import DataServer
-from tests.support.sealing import HOLDER, extent, in_ms
-from tests.support.waiting import until
+from tests.support.capabilities import HOLDER, extent, in_ms
+from tests.support.wait import until
 from tests.unit.transport.test_tcp_server import is_closed, received, status
 
 MIB = 1 << 20
@@ -81,7 +81,9 @@ class InRanges:
 def server(
     segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
-    monkeypatch.setattr(tcp_connection, "steps", slow if request.param == "slow" else native.steps)
+    monkeypatch.setattr(
+        tcp_connection, "steps", pure_python if request.param == "slow" else native.steps
+    )
     served: NodeSegment = segment
     if request.param == "ranges":
         served = cast(NodeSegment, InRanges(segment))

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import native
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import NodeSegment
-from kvstore.native import slow
+from kvstore.native import pure_python
 from kvstore.network.tcp_protocol import (
     RANGES_MAX,
     STATUS_BYTES,
@@ -46,7 +46,7 @@ def segment() -> Iterator[NodeSegment]:
     segment.close()
 
 
-@pytest.fixture(params=[native.steps, slow], ids=["built", "slow"])
+@pytest.fixture(params=[native.steps, pure_python], ids=["built", "slow"])
 def server(
     segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:

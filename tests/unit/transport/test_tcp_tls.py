@@ -15,10 +15,10 @@ import pytest
 
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import NODE_NAME
-from kvstore.auth.data_port import ClientEnd
+from kvstore.auth.data_port_tls import ClientEnd
 from kvstore.auth.identity import identity_of
 from kvstore.calls import SegmentInfo
-from kvstore.clocks import uptime
+from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     ConfigError,
@@ -28,7 +28,7 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.memory.segment import NodeSegment
-from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import (
     STATUS_BYTES,
     Hello,
@@ -36,7 +36,7 @@ from kvstore.network.tcp_protocol import (
     pack_hello,
 )
 from kvstore.network.tls_stream import NO_TLS, TlsStream
-from kvstore.transport.pieces import Move
+from kvstore.transport.common import Move
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
 from tests.support.encryption import Ends

@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.auth.credentials import MASTER_NAME
 from kvstore.network.limiter import Limiter
 from kvstore.web.server import serving
-from kvstore.web.server.access import NOT_SECURED, Access, Secured
+from kvstore.web.server.access_control import NOT_SECURED, Access, Secured
 from kvstore.web.server.serving import Answers, Readiness, Route
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvstore.web.server import endpoints
+from kvstore.web.server import operations
 from kvstore.web.server.serving import AT_WORK_MAX, Route
 from tests.unit.web.ports import Port, run
 
@@ -16,14 +16,14 @@ def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
 ) -> None:
     """A match may need a call for each namespace: each has a deadline, and so have all. Those that
     wait for their turn meanwhile have it, too."""
-    monkeypatch.setattr(endpoints, "ANSWER_S", 0.05)
+    monkeypatch.setattr(operations, "ANSWER_S", 0.05)
 
     class Store:
-        @endpoints.endpoint("GET", "/hangs", {204: "Never."})
+        @operations.endpoint("GET", "/hangs", {204: "Never."})
         async def hangs(self) -> None:
             await asyncio.Event().wait()
 
-    [hangs] = endpoints.endpoints_of(Store())
+    [hangs] = operations.endpoints_of(Store())
 
     async def test(port: Port) -> None:
         answers = await asyncio.gather(*(port.ask("/hangs") for _ in range(2 * AT_WORK_MAX)))

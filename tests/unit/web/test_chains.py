@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.formatting import key_text
 from kvstore.limits import Key
-from kvstore.texts import key_text
 from kvstore.web.api.chains import keys_of
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from kvstore.diagnosis.rows import RECORDS, ROWS
+from kvstore.diagnostics.rows import RECORDS, ROWS
 from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.metrics import Metrics

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 
 from kvstore.errors import UnavailableError
-from kvstore.web import channel as channel_module
-from kvstore.web.channel import GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
+from kvstore.web import ipc_channel as channel_module
 from kvstore.web.events import journal as journal_module
 from kvstore.web.events.journal import EventPosition, Journal, Streams
-from tests.support.waiting import until_async
+from kvstore.web.ipc_channel import GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
+from tests.support.wait import until_async
 
 
 class Rows:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.fleet import Record
-from kvstore.web.dashboard.paths import FIELDS_MAX, TEXT_MAX, compared
+from kvstore.fleet_records import Record
+from kvstore.web.dashboard.routes import FIELDS_MAX, TEXT_MAX, compared
 
 
 def record(

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 import kvstore.master
-from kvstore.diagnosis.rows import ROWS
-from kvstore.web.dashboard.paths import runbook
+from kvstore.diagnostics.rows import ROWS
+from kvstore.web.dashboard.routes import runbook
 
 PAGE = resources.files("kvstore.web.dashboard") / "page"
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.web.channel import ChildEnd
 from kvstore.web.dashboard.master import ParentMaster
+from kvstore.web.ipc_channel import ChildEnd
 from tests.support.identities import MASTER, authority, credentials
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import pytest
 
 from kvstore import calls
-from kvstore.calls.fields import Between, NameOrEmpty
+from kvstore.calls.field_constraints import Between, NameOrEmpty
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.v1 import admin_pb2, client_pb2, node_pb2

@@ -1,0 +1,270 @@
+"""``AsyncClient``: the methods of ``Client`` as coroutines, which never block the event loop.
+
+Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
+call costs less than a second client with its own code to send, wait and join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from kvstore import calls
+from kvstore.client import fork_support
+from kvstore.client.client import Client
+from kvstore.clock import uptime
+from kvstore.config import ClientConfig
+from kvstore.device import streams
+from kvstore.errors import DeadlineExceededError, InvalidArgumentError
+from kvstore.process.cancellation import Stop
+from kvstore.process.tasks import CLOSE_S, Job, Workers
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+CALLS_AT_ONCE = 64
+"""The most threads of one client, started when needed; further calls wait for a free one."""
+
+
+def _awaited(
+    method: Callable[Concatenate[Client, P], ResultT],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, ResultT]]:
+    """The coroutine method that makes this call in a thread and awaits its end."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
+        return await self._carry_out(method, *args, **named)
+
+    return call
+
+
+def _direct(
+    method: Callable[Concatenate[Client, P], ResultT],
+) -> Callable[Concatenate[AsyncClient, P], ResultT]:
+    """The same method, which makes no call."""
+
+    @functools.wraps(method)
+    def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
+        return method(self._client, *args, **named)
+
+    return call
+
+
+class AsyncClient:
+    """A client of one store, for one event loop: that of its first call.
+
+        async with AsyncClient("127.0.0.1:50001") as client:
+            await client.put("greeting", tensor)
+
+    Its methods are those of ``Client``, where they are documented. At most ``CALLS_AT_ONCE`` of
+    them are under way at once; the others wait, which counts towards their ``timeout_ms``. The
+    memory that a call stores or fills must not change until the call ends.
+
+    A cancelled call that waits for the master ends at once. One that moves bytes ends when its
+    transfer has been cut short, which takes milliseconds (if the transfer engine moves registered
+    memory: when that transfer has ended). After that the client touches no byte of the caller's
+    memory. The buffers of a cancelled ``get_into`` have undefined contents; the grant of a
+    cancelled put lapses at its deadline.
+
+    After a fork the child can use the client in an event loop of its own; see ``Client``.
+    """
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        memory: int | str | None = None,
+        config: ClientConfig | None = None,
+        **settings: object,
+    ) -> None:
+        """As ``Client``. Blocks only with ``memory``, until the contributed node has joined."""
+        self._begin(Client(master, memory=memory, config=config, **settings))
+
+    def _begin(self, client: Client) -> None:
+        self._client = client
+        self._threads = _new_threads()
+        fork_support.watch(self)
+
+    def _begin_anew(self) -> None:
+        """Called automatically in the child of a fork, as ``Client._begin_anew`` is."""
+        fork_support.keep(self._threads)
+        self._threads = _new_threads()
+
+    def _give_up(self) -> None:
+        self._client._give_up()
+
+    def __del__(self) -> None:
+        threads = self.__dict__.get("_threads")
+        if threads is not None:
+            threads.end()
+
+    @classmethod
+    async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
+        """As ``Client.embedded``."""
+        client = cls.__new__(cls)
+        client._begin(await asyncio.to_thread(Client.embedded, memory, **settings))
+        return client
+
+    @property
+    def config(self) -> ClientConfig:
+        return self._client.config
+
+    put = _awaited(Client.put)
+    put_many = _awaited(Client.put_many)
+    put_chain = _awaited(Client.put_chain)
+    allocate = _awaited(Client.allocate)
+    pin = _awaited(Client.pin)
+    unpin = _awaited(Client.unpin)
+
+    get = _awaited(Client.get)
+    get_many = _awaited(Client.get_many)
+    get_into = _awaited(Client.get_into)
+    get_ranges = _awaited(Client.get_ranges)
+
+    match_prefix = _awaited(Client.match_prefix)
+    match_prefixes = _awaited(Client.match_prefixes)
+    match_all = _awaited(Client.match_all)
+    matches = _awaited(Client.matches)
+    release_match = _awaited(Client.release_match)
+    lookup = _awaited(Client.lookup)
+    release = _awaited(Client.release)
+    exists = _awaited(Client.exists)
+    exists_many = _awaited(Client.exists_many)
+    stat = _awaited(Client.stat)
+    list_page = _awaited(Client.list_page)
+    status = _awaited(Client.status)
+    http = _awaited(Client.http)
+    traffic = _awaited(Client.traffic)
+    chains = _awaited(Client.chains)
+    blocks = _awaited(Client.blocks)
+
+    remove = _awaited(Client.remove)
+    remove_many = _awaited(Client.remove_many)
+
+    drain = _awaited(Client.drain)
+    move_some = _awaited(Client.move_some)
+
+    register = _awaited(Client.register)
+    unregister = _awaited(Client.unregister)
+    memory_at = _direct(Client.memory_at)
+    payload_at = _direct(Client.payload_at)
+    device = _direct(Client.device)
+    lease = _direct(Client.lease)
+    stats = _direct(Client.stats)
+    _check_calls = _direct(Client._check_calls)
+
+    async def list_objects(
+        self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
+    ) -> AsyncIterator[calls.ObjectRow]:
+        """As ``Client.list_objects``."""
+        cursor: int | None = 0
+        while cursor is not None:
+            page = await self.list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
+            for row in page.objects:
+                yield row
+            cursor = page.next_cursor or None
+
+    async def clear(
+        self,
+        namespace: str | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        timeout_ms: int | None = None,
+    ) -> int:
+        """As ``Client.clear``."""
+        if progress is not None and not callable(progress):
+            raise InvalidArgumentError("progress is a function of two numbers")
+        removed = 0
+        while True:
+            cleared = await self._carry_out(Client._clear_some, namespace, timeout_ms=timeout_ms)
+            removed += cleared.removed
+            if progress is not None:
+                progress(removed, cleared.remaining)
+            if not cleared.removed:
+                return removed
+
+    async def close(self) -> None:
+        """As ``Client.close``."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._client.close()
+        self._threads.close(CLOSE_S)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """As ``Client.__reduce__``."""
+        config = self.config.model_copy(update={"memory": 0})
+        return functools.partial(type(self), config=config), ()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._client)[1:]}"
+
+    async def _carry_out(
+        self,
+        method: Callable[Concatenate[Client, P], ResultT],
+        /,
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> ResultT:
+        """Makes the call in a thread. However it ends, the caller's memory is not touched
+        afterwards."""
+        timeout_ms: Any = named.get("timeout_ms")
+        timeout_s = self._client._seconds(timeout_ms)
+        stop = Stop(uptime() + timeout_s)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        theirs = streams.current_streams()
+
+        def carry_out() -> ResultT:
+            with stop.here(), streams.computing_on(theirs):
+                return method(self._client, *args, **named)
+
+        call = Job(functools.partial(copy_context().run, carry_out), tell)
+        self._threads.begin(call)
+        out_of_time = loop.call_later(timeout_s, call.cancel)  # no effect once it has begun
+        try:
+            await ended.wait()
+            if call.is_cancelled:
+                raise DeadlineExceededError(
+                    f"the call timed out after {timeout_s:.1f} s: {CALLS_AT_ONCE} calls of this "
+                    f"client were under way"
+                )
+            return call.result()
+        except asyncio.CancelledError:
+            if not call.cancel() and not stop.set():
+                while not call.is_done:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await ended.wait()
+            raise
+        except GeneratorExit:  # the loop was closed: nothing can be awaited any more
+            if not call.cancel() and not stop.set():
+                call.wait()
+            raise
+        finally:
+            out_of_time.cancel()
+            del call  # its error refers to this frame
+
+
+def _new_threads() -> Workers:
+    return Workers("kvstore-aio", CALLS_AT_ONCE)

@@ -1,0 +1,263 @@
+"""What a client owns: its placements, transports, views and the processes that it has started."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.client import fork_support
+from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
+from kvstore.client.flows.steps import Context
+from kvstore.client.leases.read_leases import ReadLeases
+from kvstore.client.leases.views import Views
+from kvstore.client.rpc.stub import MasterStub
+from kvstore.client.transport_selector import Movers
+from kvstore.clock import uptime
+from kvstore.config import ClientConfig
+from kvstore.network.host import address_towards, host_id
+from kvstore.process import descriptors
+from kvstore.process.child_process import Child, start_node
+from kvstore.process.tasks import Job, in_one_piece, start_from_finalizer
+
+if TYPE_CHECKING:
+    from kvstore.transport.mooncake.transport import MooncakeTransport
+
+UNUSED_S: Final = 0.5
+"""How often a client that was dropped looks whether its last view is gone."""
+
+
+LEASE_MARGIN_S: Final = 0.2
+"""How much earlier than promised a lease counts as over, for clocks that run at different speeds: a
+fifth of the shortest lease."""
+
+CLOSING_S: Final = 0.2
+"""How long a client that closes may take to release its leases."""
+
+PROGRAM_MAX: Final = 32
+"""Characters of a program's name that are shown."""
+
+
+def program() -> str:
+    """What an operator calls this process: the script or command that it runs."""
+    path = sys.argv[0] if getattr(sys, "argv", None) else ""
+    folder, name = os.path.split(path)
+    if name == "__main__.py":
+        name = os.path.basename(folder)  # python -m PACKAGE
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", name.removesuffix(".py"))[:PROGRAM_MAX]
+    return "python" if name in ("", "-c", "-m") else name
+
+
+class MasterHTTP(NamedTuple):
+    """Where a master serves HTTP, as it said when this client joined it."""
+
+    host: str
+    """The host at which this client reaches the master."""
+    address: str
+    """``host:port``; empty: it serves no HTTP."""
+    has_events: bool
+    """Whether events are served there (``kvstore.web.events.sse_client``)."""
+
+
+class ClientStats(NamedTuple):
+    """What a client has done since its creation."""
+
+    counters: Mapping[str, int]
+    """Events by name: ``stale_reads``, ``checksum_mismatches``, ``failed_transfers`` and so on."""
+    placements: int
+    """Leased objects whose place is remembered."""
+    views: int
+    """Views and allocations alive."""
+    epoch: int
+    """The epoch of the master that was last joined; 0 before."""
+    transports: Mapping[str, int]
+    """Transfers (of a batch of objects, from or to one segment) by transport."""
+    read_bytes: Mapping[str, int]
+    """Bytes of objects, or of ranges of them, that were read, by transport."""
+    reached: bool = False
+    """Whether a master has answered."""
+    not_mapped: Mapping[str, str] = MappingProxyType({})
+    """Why the memory of nodes on this host is not mapped, by node: their bytes come by another
+    transport."""
+
+
+class ClientState:
+    """The state of one client: placements, transports, views and leases."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        descriptors.keep_standard()
+        self.config = config
+        self.host = host_id()
+        self.name = self._new_name()
+        client_number = _new_number()
+        self.stub = self._new_stub(client_number)
+        self.is_closed = False
+        self._closing = Job(self._close)
+        self.movers = Movers(
+            config.transports,
+            self._engine if config.protocol else None,
+            client_number,
+            tls=self._tls,
+        )
+        leases = ReadLeases(config.placements_max)
+        self.views = Views(
+            lambda request, seconds: self.stub.call(request, uptime() + seconds),
+            lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch,
+        )  # fmt: skip
+        self.context = Context(
+            clock=uptime,
+            host=self.host,
+            client_number=client_number,
+            segments=SegmentTable(),
+            placements=PlacementCache(config.placements_max),
+            leases=leases,
+            pool=self.movers,
+            views=self.views,
+            lease_margin_s=LEASE_MARGIN_S,
+            verify_payload=config.verify != "header",
+            verify_views=config.verify == "all",
+            counters={},
+            client=self.name,
+            here_only=set(config.transports) <= {"shm"},
+            failover_s=config.timeout_ms / 3000,
+        )
+        self.children: list[Child] = []
+
+    def begin_anew(self) -> None:
+        """As ``forks.watch`` has it. The child processes stay the parent's."""
+        for child in self.children:
+            child.abandon()
+        fork_support.keep(self.children)
+        self.children = []
+        self.name = self._new_name()
+        self.stub.abandon()
+        client_number = _new_number()
+        self.stub = self._new_stub(client_number)
+        self._closing = Job(self._close)
+        context = self.context
+        context.client = self.name
+        context.client_number = client_number
+        context.segments = SegmentTable()
+        context.placements = PlacementCache(self.config.placements_max)
+        context.leases = ReadLeases(self.config.placements_max)
+        context.counters = {}
+        self.views.begin_anew(context.leases)
+        self.movers.begin_anew(context.client_number)
+
+    def drop_connections(self) -> None:
+        """Called after a foreign exception has cut a call, which may have left anything half done:
+        the next calls begin anew. Views and calls of other threads go on. What the call was granted
+        ends by time, as after the death of a process."""
+        self.stub.begin_anew()
+        self.context.segments = SegmentTable()
+        self.context.placements = PlacementCache(self.config.placements_max)
+        self.movers.drop_connections()
+
+    def _new_name(self) -> str:
+        return self.config.name or f"{program()}-{os.getpid()}@{socket.gethostname()}"
+
+    def _new_stub(self, client_number: int) -> MasterStub:
+        config = self.config
+        return MasterStub(
+            config.master,
+            host=self.host,
+            name=self.name,
+            lane=config.lane,
+            cluster=config.cluster,
+            auth=config.auth,
+            client_number=client_number,
+        )
+
+    def _tls(self) -> ClientEnd | None:
+        credentials = self.stub.credentials
+        if credentials is None:
+            return None
+        return ClientEnd(credentials, demands=self.config.data_encryption == "tls")
+
+    def _engine(self) -> MooncakeTransport:
+        # Imported here, because most clients have no engine, and every import takes time.
+        from kvstore.transport.mooncake.engine import EngineSettings
+        from kvstore.transport.mooncake.transport import MooncakeTransport
+
+        config = self.config
+        return MooncakeTransport(
+            EngineSettings(config.protocol, config.device_name, config.metadata_server),
+            host=lambda: address_towards(config.master),
+        )
+
+    def contribute(self) -> None:
+        """Starts the node that serves ``config.memory``, if there is to be one. Blocks. Joins
+        first, so that a missing master is reported before any memory is taken."""
+        if self.config.memory:
+            self.stub.join(uptime() + self.config.timeout_ms / 1000)
+            master = self.config.master
+            node = start_node(
+                master=master,
+                cluster=self.config.cluster,
+                memory=self.config.memory,
+                host=address_towards(master),
+                protocol=self.config.protocol,
+                device_name=self.config.device_name,
+                metadata_server=self.config.metadata_server,
+                auth=self.config.auth,
+                engine_unauthenticated=self.config.engine_unauthenticated,
+                data_encryption=self.config.data_encryption,
+            )
+            self.children.append(node)
+
+    def stats(self) -> ClientStats:
+        return ClientStats(
+            dict(self.context.counters),
+            len(self.context.placements),
+            len(self.views),
+            self.stub.epoch,
+            dict(self.movers.moved),
+            dict(self.movers.read_bytes),
+            self.stub.reached,
+            self.movers.not_mapped,
+        )
+
+    def give_up(self) -> None:
+        """Refuses all calls, without closing anything."""
+        self.is_closed = True
+        self._closing = Job(self._close)
+        self._closing.cancel()
+
+    def close(self) -> None:
+        """Blocks until threads and children have ended, but not for ever. Idempotent."""
+        self.is_closed = True
+        if not self._closing.is_done:
+            in_one_piece(self._closing.run)
+            self._closing.wait()
+
+    def let_go(self) -> None:
+        """Called by a finalizer when the program has dropped its client without closing it: closes
+        it in a thread, as soon as the program has no view and no allocation any more."""
+        if not (self.is_closed or sys.is_finalizing()):
+            start_from_finalizer("kvstore-close", self._close_when_unused)
+
+    def _close_when_unused(self) -> None:
+        while len(self.views) and not self.is_closed:
+            time.sleep(UNUSED_S)
+        self.close()
+
+    def _close(self) -> None:
+        self.views.stop_renewing()
+        if self.context.leases:
+            self.views.release_now(CLOSING_S)
+        self.stub.close()
+        self.views.close()
+        self.movers.close()
+        for child in self.children:
+            child.stop()
+
+
+def _new_number() -> int:
+    return 1 + secrets.randbits(63)

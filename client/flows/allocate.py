@@ -1,0 +1,250 @@
+"""Allocations: the flows of ``allocate``, and of the put that makes an object of one.
+
+``allocate`` leases memory of the pool, and the program computes into it. The put writes the header
+in front of the payload, commits the allocation under its key, and renews the lease.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from copy import copy
+from typing import cast
+
+import numpy as np
+from xxhash import xxh3_64
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.client.flows.steps import Context, Flow, Transfer, ask, describe
+from kvstore.client.flows.write_objects import Items, PutOptions, revoke
+from kvstore.client.leases.lease_table import Granted, Lease, LeasedPlace, Named
+from kvstore.client.values import Value, decode
+from kvstore.errors import (
+    NodeUnreachableError,
+    PutRefusedError,
+    ReservationLostError,
+    SegmentGoneError,
+    UnavailableError,
+)
+from kvstore.limits import Namespace
+from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
+from kvstore.transport.common import Move
+
+log = logging.getLogger("kvstore.client")
+
+
+def allocate(
+    context: Context, namespace: Namespace, descriptor: bytes, size: int, wait_ms: int
+) -> Flow[Value]:
+    """Allocates space for a value of ``size`` payload bytes, on this host, and leases it. Until it
+    is put, it counts for the tenant of ``namespace``.
+
+    Raises:
+        NodeUnreachableError: there is no segment on this host that the client may write to in
+            place. Otherwise as ``write``.
+    """
+    granted, until = yield from grant(context, namespace, size, wait_ms)
+    segment = granted.segment
+    memory = context.pool.view(segment, granted.offset + HEADER_BYTES, size)
+    if memory is None:
+        yield from revoke(granted.epoch, [granted.token])
+        if segment.host == context.host:
+            raise NodeUnreachableError(
+                f"the memory of node {segment.node!r} is not mapped here to write, and an "
+                "allocation is written in place",
+                advice="client.stats().not_mapped says why it is not mapped; puts need no mapping.",
+                node=segment.node,
+            )
+        raise NodeUnreachableError(
+            "no node on this host has free space, and an allocation must be on this host",
+            advice="Start a kvstore-node here, or pass memory= to the client.",
+            node=segment.node,
+        )
+    # ``np.frombuffer`` refuses to be empty.
+    array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
+    value = decode(descriptor, array)
+    watched = array, array.ctypes.data, granted, until, None, value
+    context.views.add_many([watched], context.pool.watch(segment))
+    return value
+
+
+def grant(
+    context: Context, namespace: Namespace, size: int, wait_ms: int
+) -> Flow[tuple[Granted, float]]:
+    """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
+    grant, and until when the client holds it.
+
+    Raises:
+        As ``write``.
+    """
+    started = context.clock()
+    request = calls.Allocate(
+        namespace, size, wait_ms, context.host, context.segments.avoid(), context.here_only,
+        context.client_number,
+    )  # fmt: skip
+    grants = yield from ask(request, calls.Grants)
+    segments = yield from describe(context, grants.epoch, grants.segments)
+    segment = segments.get(grants.segments[0])
+    if segment is None:
+        yield from revoke(grants.epoch, grants.tokens)
+        raise PutRefusedError("the segment went away while it was asked for")
+    until = started + grants.deadline_ms / 1000 - context.lease_margin_s
+    granted = Granted(
+        grants.epoch, grants.tokens[0], segment, grants.offsets[0], size, grants.capabilities
+    )
+    wipe = Move(granted.offset, memoryview(WIPE), extent=granted.extent)
+    errors = yield [Transfer(segment, [wipe], True, until)]
+    assert isinstance(errors, list)
+    if errors[0] is not None:
+        yield from revoke(grants.epoch, grants.tokens, errors)
+        raise copy(errors[0])  # no frame refers to the copy
+    return granted, until
+
+
+def refuse_lost(context: Context, items: Items) -> None:
+    """Raises ReservationLostError if an item is an allocation that this client has lost."""
+    if not context.views.allocated:
+        return
+    parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
+    for part in itertools.chain.from_iterable(parts):
+        lease = context.views.allocation(part)
+        if lease is not None and not lease.held:
+            raise _lost()
+
+
+def put(
+    context: Context, lease: Lease, item: Items, options: PutOptions
+) -> Flow[PutOutcome | None]:
+    """Puts the object whose payload was computed in an allocation.
+
+    Returns:
+        None: the allocation has become another object, from which the payload must be copied.
+
+    Raises:
+        ReservationLostError: the client does not hold the allocation any more.
+    """
+    named, until = yield from _settle_commit(context, lease)
+    if named is not None:
+        same = (named.namespace, named.key) == (options.namespace, item.keys[0])
+        return PutOutcome.STORED if same else None
+    granted = lease.what
+    assert isinstance(granted, Granted)
+    if not lease.held:
+        raise _lost()
+    if lease.capability:
+        granted = granted._replace(capability=lease.capability)
+    named = Named(options.namespace, item.keys[0], granted.epoch, granted.token)
+    try:
+        outcome = yield from commit(context, granted, item, options, until, lease.header)
+    except SegmentGoneError:  # its node has joined another master, or left
+        raise _lost() from None
+    except UnavailableError:
+        lease.unanswered = named
+        raise
+    if outcome is PutOutcome.REFUSED:
+        raise _lost()
+    if outcome is not PutOutcome.STORED:  # quarantined: it is readable until its deadline
+        lease.unneeded()
+        return outcome
+    asked = context.clock()
+    renewed = yield from ask(_renewal(named, granted.place), calls.Renewed)
+    held_s = renewed.lease_ms / 1000 if renewed.keys_held[0] else 0.0
+    lease.become(named, asked + held_s - context.lease_margin_s)
+    return outcome
+
+
+def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[Named | None, float]]:
+    """Returns the object that an allocation has become by a commit without an answer, or None if it
+    is still an allocation; and until when the client holds it. (That commit may still arrive. Its
+    object is leased until then, too.)
+
+    Raises:
+        ReservationLostError: it is neither.
+    """
+    named = lease.unanswered
+    if named is None:
+        return None, context.clock() + lease.seconds_left
+    asked = context.clock()
+    assert isinstance(lease.what, Granted)
+    renew = _renewal(named, lease.what.place, [named.counter])
+    renewed = yield from ask(renew, calls.Renewed)
+    until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
+    lease.capability = renewed.capabilities
+    if renewed.keys_held[0] and lease.held:
+        lease.become(named, until)
+        return named, until
+    if not renewed.tokens_held[0]:
+        raise _lost()
+    return None, min(until, context.clock() + lease.seconds_left)
+
+
+def commit(
+    context: Context,
+    granted: Granted,
+    item: Items,
+    options: PutOptions,
+    deadline: float,
+    written: bytearray,
+) -> Flow[PutOutcome]:
+    """Gives an allocation its key. Its payload is in place already, so no payload byte moves.
+
+    Args:
+        item: a single one, whose payload is in one part.
+        deadline: until when the client holds the allocation.
+        written: the header that an earlier commit of it has written, or empty; set to the new one.
+            An equal header is not written again: the earlier commit may have been executed, and
+            its object removed and wiped since.
+    """
+    epoch, token, segment, offset, _, _ = granted
+    (key,), (size,), (parts,), (descriptor,), _ = item
+    (data,) = cast("list[memoryview]", parts)
+    head = bytearray(HEADER_BYTES)
+    header = Header(
+        options.namespace, key, options.parent, size, epoch, token,
+        xxh3_64(data).intdigest(), descriptor,
+    )  # fmt: skip
+    end = pack_into(head, header, segment.seed, offset)
+    if head != written:
+        written.clear()  # until the new header is whole
+        # ``allocate`` has wiped the old header, and a half-written one is not valid.
+        move = Move(offset, memoryview(head), extent=granted.extent)
+        errors = yield [Transfer(segment, [move], True, deadline)]
+        assert isinstance(errors, list)
+        if errors[0] is not None:
+            raise copy(errors[0])  # no frame refers to the copy
+        written[:] = head
+    committed = yield from ask(
+        calls.Commit(
+            epoch, token, options.namespace, key, options.parent, size, options.overwrite,
+            options.ttl_ms,
+        ),
+        calls.Committed,
+    )  # fmt: skip
+    context.placements.forget(options.namespace, key)
+    if committed.stamp and end + len(committed.stamp) <= HEADER_BYTES:
+        # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
+        # the next master, or the next start of its node, does not find it.
+        move = Move(offset + end, memoryview(committed.stamp), extent=granted.extent)
+        errors = yield [Transfer(segment, [move], True, deadline)]
+        assert isinstance(errors, list)
+        if errors[0] is not None:
+            log.debug("not_stamped key=%s error=%s", key.hex(), errors[0])
+    return PutOutcome(committed.outcome)
+
+
+def _renewal(named: Named, place: LeasedPlace, tokens: Sequence[int] = ()) -> calls.Renew:
+    """The call that asks whether an allocation has become this object."""
+    return calls.Renew(
+        named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
+        [place.uuid], [place.offset],
+    )  # fmt: skip
+
+
+def _lost() -> ReservationLostError:
+    return ReservationLostError(
+        "this allocation is lost: its deadline passed before it could be renewed",
+        advice="Stop writing to it and allocate again; kvstore status says whether the "
+        "master answers.",
+    )

@@ -1,0 +1,234 @@
+"""The flows that move no payloads: matching, existence, removal, pins, status, traffic, stat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore import calls
+from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
+from kvstore.client.leases.read_leases import ReadLease
+from kvstore.errors import UnavailableError
+from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, Header, unpack
+from kvstore.packed_keys import keys_per_request
+from kvstore.transport.common import Move, extent_of
+
+
+class Match(NamedTuple):
+    """How much of a chain is stored, in one namespace."""
+
+    matched: int
+    """Leading keys that are present, and leased."""
+    being_written: int
+    """How many keys after the matched ones are being written at this moment, as far as the last
+    request looked."""
+
+
+class Reach(NamedTuple):
+    """How much of a chain is stored in every namespace of an engine."""
+
+    matched: int
+    """Leading keys that all of its chains have, leased; all keys, if it has no chains."""
+    being_written: bool
+    """Whether keys after those are being written at this moment."""
+    state: int
+    """Leading keys up to the last one, among the matched, at which all namespaces of states have an
+    object, leased; 0: there is none."""
+    lease: ReadLease
+    """The lease of all that was found, for ``Client.release_match``."""
+
+
+def match_all(
+    context: Context,
+    namespaces: Sequence[Namespace],
+    states: Sequence[Namespace],
+    keys: Sequence[Key],
+) -> Flow[Reach]:
+    """One call, unless there are more keys than a request may have."""
+    lease = context.leases.new()
+    state: int | None = None
+    if states and namespaces and len(keys) <= keys_per_request(keys):
+        request = calls.MatchPrefix(
+            namespaces, keys, False, states, lease.number, context.leases.take()
+        )
+        answer = yield from ask(request, calls.Matched)
+        matches = [Match(each.matched, each.being_written) for each in answer.matches]
+        state = answer.state
+    else:
+        matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
+    matched = min((each.matched for each in matches), default=len(keys))
+    if state is None or state > matched:
+        state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
+    return Reach(matched, any(each.being_written for each in matches), state, lease)
+
+
+def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
+    """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
+    end, most = len(keys), keys_per_request(keys)
+    while end > 0:
+        start = max(0, end - most)
+        request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
+        answer = yield from ask(request, calls.Matched)
+        if answer.state:
+            return start + answer.state
+        end = start
+    return 0
+
+
+def match_prefix(
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
+) -> Flow[list[Match]]:
+    """How much of a chain each namespace has; leased until the last blocks found were read."""
+    lease = context.leases.new()
+    matches = yield from _match(context, namespaces, keys, lease)
+    tips = {
+        (namespace, keys[match.matched - 1]): None
+        for namespace, match in zip(namespaces, matches, strict=True)
+        if match.matched
+    }
+    lease.unread = len(tips)
+    context.leases.expect(lease, tips)
+    return matches
+
+
+def _match(
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
+) -> Flow[list[Match]]:
+    """Matches as many keys as a request may have, from the front, as long as any namespace has all
+    of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
+    the next call."""
+    found = [Match(0, 0)] * len(namespaces)
+    whole = list(range(len(namespaces)))
+    most = keys_per_request(keys)
+    for start in range(0, len(keys), most):
+        piece = keys[start : start + most] if len(keys) > most else keys
+        asked = [namespaces[index] for index in whole]
+        released = context.leases.take()
+        request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)
+        answer = yield from ask(request, calls.Matched)
+        for index, each in zip(whole, answer.matches, strict=True):
+            found[index] = Match(start + each.matched, each.being_written)
+        whole = [index for index in whole if found[index].matched == start + len(piece)]
+        if not whole:
+            break
+    return found
+
+
+def exists(
+    context: Context, namespace: Namespace, keys: Sequence[Key], leases: bool
+) -> Flow[list[bool]]:
+    if not keys:
+        return []
+    lease = context.leases.new() if leases else None
+    request = calls.Exists(namespace, keys, lease.number if lease else 0, context.leases.take())
+    existing = yield from ask(request, calls.Existing)
+    presences = np.frombuffer(bytes(existing.presence), np.uint8)
+    there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
+    if lease is not None:
+        found = {(namespace, Key(key)): None for key in compress(keys, there)}
+        lease.unread = len(found)
+        context.leases.expect(lease, found)
+    return there
+
+
+def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+    if not keys:
+        return []
+    for key in keys:
+        context.placements.forget(namespace, key)
+    removed = yield from _removing(calls.Remove(namespace, keys), calls.Removed)
+    for key in keys:
+        context.placements.forget(namespace, key)
+    return [bool(each) for each in removed.removed]
+
+
+def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bool]]:
+    """Keeps objects from eviction; per key, whether it is there and is pinned now."""
+    pinned: list[bool] = []
+    for start in range(0, len(keys), PIN_KEYS_MAX):
+        request = calls.Pin(namespace, keys[start : start + PIN_KEYS_MAX], hold_ms)
+        pinned += map(bool, (yield from ask(request, calls.Pinned)).pinned)
+    return pinned
+
+
+def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+    unpinned: list[bool] = []
+    for start in range(0, len(keys), PIN_KEYS_MAX):
+        request = calls.Unpin(namespace, keys[start : start + PIN_KEYS_MAX])
+        unpinned += map(bool, (yield from ask(request, calls.Unpinned)).unpinned)
+    return unpinned
+
+
+CLEAR_STEP = 1_024
+"""Objects removed per call: a few milliseconds of the master, one order to each node."""
+
+
+def clear_some(context: Context, namespace: str) -> Flow[calls.Cleared]:
+    """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
+    cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.Cleared)
+    context.placements.clear()
+    return cleared
+
+
+def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
+    """Repeats the call for up to a second: a new master has no node yet to record the removal."""
+    for pause_s in (0.05, 0.15, 0.3, 0.5):
+        try:
+            return (yield from ask(request, expected))
+        except UnavailableError as error:
+            if error.code != UnavailableError.code:
+                raise
+        yield Pause(pause_s)
+    return (yield from ask(request, expected))
+
+
+def status() -> Flow[calls.ClusterStatus]:
+    """As ``Client.status``."""
+    status = yield from ask(calls.Status(), calls.ClusterStatus)
+    while status.next_cursor:
+        page = yield from ask(calls.Status(status.next_cursor), calls.ClusterStatus)
+        status = status.with_page(page)
+    return status
+
+
+def traffic(namespace: str) -> Flow[calls.TrafficReport]:
+    """As ``Client.traffic``; "": of every namespace."""
+    report = yield from ask(calls.Traffic(namespace), calls.TrafficReport)
+    while report.next_cursor:
+        request = calls.Traffic(namespace, report.next_cursor)
+        report = report.with_page((yield from ask(request, calls.TrafficReport)))
+    return report
+
+
+def reach() -> Flow[None]:
+    """The cheapest question to the master that leads. It names no namespace, so that an engine may
+    ask it whatever its namespaces are."""
+    yield from ask(calls.DescribeSegments(()), calls.Segments)
+
+
+class ObjectStat(NamedTuple):
+    detail: calls.ObjectDetail
+    header: Header | None
+    """The header of the first replica; None: it is being written, or cannot be read now."""
+
+
+def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:
+    asked = context.clock()
+    detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
+    if detail.row is None:
+        return None
+    epoch = detail.epoch or detail.version.epoch  # the object's own is wrong after a restart
+    placed = yield from learn(context, epoch, detail.placements, asked + 1.0)
+    if not placed or placed[0] is None:
+        return ObjectStat(detail, None)
+    segment, offset, capability = placed[0].replicas[0]
+    head = bytearray(HEADER_BYTES)
+    extent = extent_of(offset, placed[0].size, capability)
+    errors = yield [Transfer(segment, [Move(offset, memoryview(head), extent=extent)], False)]
+    assert isinstance(errors, list)
+    header = None if errors[0] is not None else unpack(head, segment.seed, offset)
+    return ObjectStat(detail, header)

@@ -1,0 +1,291 @@
+"""Copying objects from node to node: the flows of ``move_some`` and ``repair_some``.
+
+    start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
+                                                     │ no: given back; corrupt if it is still there
+
+An object of a draining node gets a new version at its new place; an additional replica keeps the
+version. ``put_end`` refuses both if the object was removed or replaced during the copy. So it is
+enough to verify the bytes that were read, and the copy needs no lease. Without one, the object can
+be evicted while it is read: wrong bytes are bad memory only under a header that is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64
+
+from kvstore import calls
+from kvstore.calls import NO_VERSION, PutOutcome, SegmentInfo, Version
+from kvstore.client.flows.location_cache import capability_of_each, writable_of_each
+from kvstore.client.flows.object_transfers import ObjectWrites
+from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
+from kvstore.client.flows.write_objects import revoke
+from kvstore.errors import KVStoreError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, Header, unpack
+from kvstore.transport.common import Move, extent_of
+
+log = logging.getLogger("kvstore.client")
+
+OBJECTS_MAX = 128
+"""Objects moved by one call. The master finds, and makes, room for each one: some 10 ms."""
+
+BYTES_MAX = 64 << 20
+"""Bytes moved by one call, unless one object is larger: the client holds them in memory."""
+
+REPAIRED_BYTES_MAX = 16 << 20
+"""The same for one call of ``repair_some``: the memory of a node's process may be limited to little
+more than its segment."""
+
+
+class Moved(NamedTuple):
+    """The result of one step of a pass over a node's objects."""
+
+    next_cursor: int
+    """Where the next step begins; 0: the pass is over."""
+    objects: int
+    size: int
+    """Payload bytes of the moved objects."""
+    failed: int
+    """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
+    left: int
+    """Objects for which other nodes have no space but that of objects that may not be evicted."""
+    left_size: int
+    evicted: int
+    """Less recently used objects on other nodes that were evicted to make room."""
+    corrupt: int
+    """Objects whose bytes do not match their checksum; they stay where they are."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    namespace: Namespace
+    key: Key
+    size: int
+    version: tuple[int, int]
+    new_version: tuple[int, int]
+    token: int
+    source: tuple[int, int, bytes]
+    """Segment, offset, and the capability for the extent."""
+    targets: list[tuple[int, int, bytes]]
+    """The same, with the stamp behind the capability, if there is one."""
+    head: bytearray
+    data: bytearray
+    hasher: xxh3_64
+    header: Header | None = None
+    """The header, once it has been read and verified."""
+
+
+def move_some(
+    context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
+) -> Flow[Moved]:
+    """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
+
+    Raises:
+        InvalidArgumentError: there is no such node, or it is not being drained.
+        BusyError, MasterUnreachableError, DeadlineExceededError
+    """
+    request = calls.StartMoves(
+        node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number,
+        evict_up_to=evict_up_to,
+    )  # fmt: skip
+    return (yield from _copy(context, request))
+
+
+def repair_some(context: Context, node: str) -> Flow[Moved]:
+    """Copies some objects of this node to other nodes, if the master wants more replicas.
+
+    Raises:
+        InvalidArgumentError: there is no such node, or the master does not repair.
+        BusyError, MasterUnreachableError, DeadlineExceededError
+    """
+    avoid = context.segments.avoid()
+    request = calls.StartMoves(
+        node, 0, OBJECTS_MAX, REPAIRED_BYTES_MAX, avoid, context.client_number, repair=True
+    )
+    return (yield from _copy(context, request))
+
+
+def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
+    started = context.clock()
+    reply = yield from ask(request, calls.MovesStarted)
+    grants = reply.grants
+    deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
+    copies = _copies(reply)
+    ids = [segment for copy in copies for segment, _, _ in (copy.source, *copy.targets)]
+    segments = yield from describe(context, grants.epoch, ids)
+    corrupt = yield from _read(context, copies, segments, deadline)
+    ready = [copy for copy in copies if copy.header is not None]
+    unread = [copy.token for copy in copies if copy.header is None]
+    if unread:
+        yield from revoke(grants.epoch, unread)
+    moved = yield from _write(context, ready, segments, grants.epoch, deadline)
+    for copy in copies:
+        context.placements.forget(copy.namespace, copy.key)
+    return Moved(
+        next_cursor=reply.next_cursor,
+        objects=len(moved),
+        size=sum(copy.size for copy in moved),
+        failed=reply.skipped + len(copies) - len(moved) - corrupt,
+        left=reply.left,
+        left_size=reply.left_bytes,
+        evicted=reply.evicted,
+        corrupt=corrupt,
+    )
+
+
+def _copies(reply: calls.MovesStarted) -> list[_Copy]:
+    sources, grants = reply.sources, reply.grants
+    readable = capability_of_each(sources.capabilities, len(sources.segments))
+    writable = writable_of_each(grants)
+    copies: list[_Copy] = []
+    at = 0
+    for row, token in enumerate(grants.tokens):
+        width = grants.replicas
+        places = slice(row * width, (row + 1) * width)
+        columns = grants.segments[places], grants.offsets[places], writable[places]
+        targets = zip(*columns, strict=True)
+        size = sources.sizes[row]
+        version = sources.epochs[row], sources.counters[row]
+        copies.append(
+            _Copy(
+                namespace=reply.namespaces[row],
+                key=reply.keys[row],
+                size=size,
+                version=version,
+                new_version=version if reply.keeps_version else (grants.epoch, token),
+                token=token,
+                source=(sources.segments[at], sources.offsets[at], readable[at]),
+                targets=list(targets),
+                head=bytearray(HEADER_BYTES),
+                data=bytearray(size),
+                hasher=xxh3_64(),
+            )
+        )
+        at += sources.replicas[row]
+    return copies
+
+
+def _read(
+    context: Context,
+    copies: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    deadline: float,
+) -> Flow[int]:
+    """Fills ``data`` of each copy, and ``header`` if all is right. Returns how many are corrupt."""
+    transfers = _reads(copies, segments, deadline, payload=True)
+    failed = yield from carry_out(context, transfers)
+    wrong: list[_Copy] = []
+    for copy in copies:
+        segment_id = copy.source[0]
+        if segment_id in failed or segment_id not in transfers:
+            continue
+        header = _present_header(copy, segments)
+        if header is None:
+            continue  # removed or replaced before
+        if header.payload_checksum == copy.hasher.intdigest():
+            copy.header = header
+        else:
+            wrong.append(copy)
+    return (yield from _count_corrupt(context, wrong, segments, deadline)) if wrong else 0
+
+
+def _reads(
+    copies: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    deadline: float,
+    *,
+    payload: bool,
+) -> dict[int, Transfer]:
+    """The reads of each segment: of every header and, if ``payload``, of the payload after it."""
+    transfers: dict[int, Transfer] = {}
+    for copy in copies:
+        segment_id, offset, capability = copy.source
+        if segment_id not in segments:
+            continue
+        extent = extent_of(offset, copy.size, capability)
+        transfer = transfers.setdefault(
+            segment_id, Transfer(segments[segment_id], [], False, deadline)
+        )
+        transfer.moves.append(Move(offset, memoryview(copy.head), extent=extent))
+        if payload and copy.size:
+            place, data = offset + HEADER_BYTES, memoryview(copy.data)
+            transfer.moves.append(Move(place, data, copy.hasher, extent))
+    return transfers
+
+
+def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
+    """The header that was read, if it is that of the version to copy."""
+    segment_id, offset, _ = copy.source
+    header = unpack(copy.head, segments[segment_id].seed, offset)
+    if header is None or (header.epoch, header.counter) != copy.version:
+        return None
+    return header
+
+
+def _count_corrupt(
+    context: Context,
+    wrong: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    deadline: float,
+) -> Flow[int]:
+    """How many of these are still there, so that their memory is bad. The others were removed
+    between their header and their payload: without a lease their memory may be given to another
+    object, but not before their header is wiped."""
+    failed = yield from carry_out(context, _reads(wrong, segments, deadline, payload=False))
+    corrupt = 0
+    for copy in wrong:
+        if copy.source[0] not in failed and _present_header(copy, segments) is not None:
+            corrupt += 1
+            log.warning("corrupt_object namespace=%s key=%s", copy.namespace, copy.key.hex())
+            context.count("corrupt_objects")
+    return corrupt
+
+
+def _write(
+    context: Context,
+    copies: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    epoch: int,
+    deadline: float,
+) -> Flow[list[_Copy]]:
+    """Writes the copies and ends their puts; returns the copies that succeeded."""
+    transfers: dict[tuple[int, Namespace], ObjectWrites] = {}
+    for copy in copies:
+        assert copy.header is not None
+        parent, descriptor = copy.header.parent or b"", copy.header.descriptor
+        views = [memoryview(copy.data)] if copy.size else []
+        for segment_id, offset, capability in copy.targets:
+            if segment_id in segments:
+                place = segment_id, copy.namespace
+                if place not in transfers:
+                    segment = segments[segment_id]
+                    transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
+                transfers[place].rows.append((
+                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
+                    capability,
+                ))  # fmt: skip
+    failed = yield from carry_out(context, transfers)
+    lost: dict[int, list[KVStoreError]] = {}  # by segment
+    for (segment_id, _), error in failed.items():
+        lost.setdefault(segment_id, []).append(error)
+    written = []
+    for copy in copies:
+        on = {segment_id for segment_id, _, _ in copy.targets}
+        if on <= segments.keys() and not on & lost.keys():
+            written.append(copy)
+        else:
+            why = [error for segment_id in on for error in lost.get(segment_id, ())]
+            yield from revoke(epoch, [copy.token], why)
+    if not written:
+        return []
+    ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEnded)
+    return [
+        copy
+        for copy, outcome in zip(written, ended.outcomes, strict=True)
+        if outcome == PutOutcome.STORED
+    ]

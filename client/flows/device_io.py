@@ -1,0 +1,425 @@
+"""Whole objects between a segment and the memory of a device.
+
+Where the segment is mapped and the device's driver has locked its pages, the device copies straight
+between its memory and the extents: one copy each way. Elsewhere the bytes take two steps, through
+the ring of page-locked memory or, if they do not fit there, through ordinary memory; the second
+step is the usual transfer of the same rows.
+
+The work that was queued before the call has ended when a transfer begins (the step ``Ready``).
+
+A segment may be in the memory of the same device, which then copies within its memory. The
+processor has to see the bytes for their checksum, so those that are written, and those that are
+read and verified, are copied to the ring as well: once over the bus, as without such a segment.
+
+Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
+the device copies the next. They are right because of the lease, as for any reader: while it holds,
+the bytes in the pool do not change between the copy and the checksum.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.flows.object_transfers import (
+    ObjectReads,
+    ObjectWrites,
+    Outcome,
+    headers,
+)
+from kvstore.client.flows.steps import Ready
+from kvstore.client.validation import Stream
+from kvstore.client.values import Payload
+from kvstore.device.device import GROUP_BYTES, Device
+from kvstore.device.driver import Event, Way
+from kvstore.device.memory import DeviceMemory, laid_out
+from kvstore.device.page_locks import Locked
+from kvstore.device.streams import handle_of
+from kvstore.limits import Namespace
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
+from kvstore.memory.process_memory import address_of
+from kvstore.native.interface import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
+from kvstore.native.object_headers import header_of, write_header
+from kvstore.process.cancellation import check_current
+from kvstore.transport.base import Transport
+from kvstore.transport.common import Move, batch_ended
+from kvstore.transport.device import DeviceTransport, Lent
+from kvstore.transport.device_ranges import DeviceRanges
+
+RowT = TypeVar("RowT", ReadRow, WriteRow)
+
+
+def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
+    """The step that waits for the events of the payloads (``DeviceMemory.after``). If a payload has
+    none, or a stream is given, it also waits for the work queued on the stream before the call."""
+    memories = [payload for payload in payloads if not isinstance(payload, list)]
+    events = [event for memory in memories for event in memory.after]
+    if stream is not None or not all(memory.after for memory in memories):
+        events.append(device.driver.mark(handle_of(stream)))
+    return Ready(device, events)
+
+
+class DeviceReads(ObjectReads):
+    """``ObjectReads`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+
+    __slots__ = ()
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        values = _values(self.rows)
+        if not values:
+            super().run(transport, deadline)
+            return
+        device = values[0].device
+        outcomes: list[Outcome] = []
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            for group in _groups(self.rows, GROUP_BYTES):
+                outcomes += self._within(group, device, transport, deadline)
+            self.outcomes = outcomes
+            return
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
+            for group in _groups(self.rows, GROUP_BYTES):
+                check_current()
+                if locked is not None and _lock(device, locked, group, self.segment):
+                    outcomes += self._straight(group, under_way, transport, locked)
+                    under_way.settle(all_but=1)
+                else:
+                    for part in _groups(group, device.ring.slot_bytes):
+                        outcomes += self._staged(part, device, transport, deadline)
+        if locked is not None:
+            transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
+        self.outcomes = outcomes
+
+    def _straight(
+        self, group: list[ReadRow], under_way: _UnderWay, transport: Transport, locked: Locked
+    ) -> list[Outcome]:
+        """Lets the device copy the payloads, and verifies them meanwhile."""
+        memory = transport.memory(self.segment)
+        bare = _bare(group)
+        found = headers(memory, self.segment, self.namespace, bare)
+        there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
+        under_way.copy(Way.LOAD, there, locked.base, locked)
+        if not self.verify or not there:
+            return found
+        deadline = under_way.deadline
+        return transport.read_objects(self.segment, self.namespace, bare, True, deadline)
+
+    def _within(
+        self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> list[Outcome]:
+        """The device copies within its memory, after the headers have been checked."""
+        with (
+            transport.lent(self.segment, _extents(group), deadline) as (ranges, check),
+            _UnderWay(device, deadline) as under_way,
+        ):
+            found = _headers_on(self, group, ranges, deadline, check)
+            there = [row for row, header in zip(group, found, strict=True) if header is not None]
+            under_way.copy(Way.LOAD, there, ranges.base)
+            return _checked_on(self, group, found, ranges, deadline, check)
+
+    def _staged(
+        self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
+    ) -> list[Outcome]:
+        with _room(device, _payload_bytes(group), deadline) as room:
+            reads = ObjectReads(self.segment, self.namespace, verify=self.verify)
+            reads.rows = _into(group, room.memory)
+            reads.run(transport, deadline)
+            outcomes = reads.outcomes
+            there = [isinstance(found, bytes) for found in outcomes]
+            room.copy(Way.LOAD, group, there, deadline)
+        return outcomes
+
+
+class DeviceLooks(ObjectReads):
+    """Checks, without a copy, objects in the memory of a device that a program is to use there. The
+    rows have no buffers; the ``outcomes`` are those of any read."""
+
+    __slots__ = ("lent",)
+
+    def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
+        super().__init__(segment, namespace, verify=verify)
+        self.lent: list[Lent | None] = []
+        """Per row the memory of the object; None: it was not found."""
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""
+        self.lent = [None] * len(self.rows)
+        self.outcomes = [STALE for _ in self.rows]
+        if not isinstance(transport, DeviceTransport):
+            return
+        with transport.lent(self.segment, _extents(self.rows), deadline) as (ranges, check):
+            found = _headers_on(self, self.rows, ranges, deadline, check)
+            self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
+            self.lent = [
+                transport.lend(self.segment, row[0] + HEADER_BYTES, row[1])
+                if isinstance(outcome, bytes)
+                else None
+                for row, outcome in zip(self.rows, self.outcomes, strict=True)
+            ]
+
+
+class DeviceWrites(ObjectWrites):
+    """``ObjectWrites`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+
+    __slots__ = ()
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        values = _values(self.rows)
+        if not values:
+            super().run(transport, deadline)
+            return
+        device = values[0].device
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            for group in _groups(self.rows, GROUP_BYTES):
+                self._within(group, device, transport, deadline)
+            return
+        unsealed: deque[list[WriteRow]] = deque()
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
+            for group in _groups(self.rows, GROUP_BYTES):
+                check_current()
+                if locked is not None and _lock(device, locked, group, self.segment):
+                    self._begin(group, under_way, transport, locked)
+                    unsealed.append(group)
+                    if len(unsealed) > 1:  # checksums of one are computed while the next is copied
+                        under_way.settle(all_but=1)
+                        self._seal(unsealed.popleft(), transport, deadline)
+                else:
+                    for part in _groups(group, device.ring.slot_bytes):
+                        self._staged(part, device, transport, deadline)
+            under_way.settle()
+            for group in unsealed:
+                self._seal(group, transport, deadline)
+
+    def _within(
+        self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> None:
+        """The device copies within its memory. The checksums are of the bytes in the segment."""
+        wipes = [Move(row[0], memoryview(WIPE)) for row in group]
+        with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
+            ranges.write(wipes, deadline, check)
+            with _UnderWay(device, deadline) as under_way:
+                under_way.copy(Way.SAVE, group, ranges.base)
+            payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
+            heads = [Move(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
+            hashers = ranges.hashed(payloads, deadline, check)
+            for row, head, hasher in zip(group, heads, hashers, strict=True):
+                checksum = hasher.intdigest()
+                write_header(head.buffer, self.segment.seed, self.namespace, row, checksum)
+            ranges.write(heads, deadline, check)
+
+    def _begin(
+        self, group: list[WriteRow], under_way: _UnderWay, transport: Transport, locked: Locked
+    ) -> None:
+        """Wipes the headers, and lets the device copy the payloads to their places."""
+        memory = transport.memory(self.segment)
+        for row in group:
+            memory[row[0] : row[0] + len(WIPE)] = WIPE
+        under_way.copy(Way.SAVE, group, locked.base, locked)
+
+    def _seal(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
+        """Writes the headers of objects whose payloads are in their places."""
+        transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
+
+    def _staged(
+        self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
+    ) -> None:
+        with _room(device, _payload_bytes(group), deadline) as room:
+            room.copy(Way.SAVE, group, [True] * len(group), deadline)
+            writes = ObjectWrites(self.segment, self.namespace, deadline)
+            writes.rows = _into(group, room.memory)
+            writes.run(transport, deadline)
+
+
+def _headers_on(
+    reads: ObjectReads,
+    group: Sequence[ReadRow],
+    ranges: DeviceRanges,
+    deadline: float,
+    check: Callable[[], None],
+) -> list[Header | None]:
+    """The headers of these rows on a device; None: another object is there."""
+    heads = [bytearray(HEADER_BYTES) for _ in group]
+    moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+    ranges.read(moves, deadline, check)
+    return [
+        header_of(head, reads.segment.seed, reads.namespace, row)
+        for row, head in zip(group, heads, strict=True)
+    ]
+
+
+def _checked_on(
+    reads: ObjectReads,
+    group: Sequence[ReadRow],
+    found: Sequence[Header | None],
+    ranges: DeviceRanges,
+    deadline: float,
+    check: Callable[[], None],
+) -> list[Outcome]:
+    """The outcomes of these rows, with the payloads compared with their checksums where the reads
+    verify."""
+    bad: set[int] = set()
+    if reads.verify:
+        pairs = zip(group, found, strict=True)
+        there = [(row, header) for row, header in pairs if header is not None]
+        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+        hashers = ranges.hashed(payloads, deadline, check)
+        bad = {
+            row[0]
+            for (row, header), hasher in zip(there, hashers, strict=True)
+            if hasher.intdigest() != header.payload_checksum
+        }
+    return [
+        STALE if header is None else CORRUPT if row[0] in bad else header.descriptor
+        for row, header in zip(group, found, strict=True)
+    ]
+
+
+class _UnderWay:
+    """Copies that the device makes at this moment; when the ``with`` block ends, so have they."""
+
+    def __init__(self, device: Device, deadline: float) -> None:
+        self.deadline = deadline
+        self._device = device
+        self._events: deque[Event | None] = deque()
+        """One per group, in their order; None: a group without bytes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+
+    def copy(self, way: Way, rows: Sequence[Any], base: int, locked: Locked | None = None) -> None:
+        """Queues the copies between the memory of these rows and their extents.
+
+        Args:
+            base: the address of the segment, where it is mapped or on the device.
+            locked: the segment, if it is mapped.
+        """
+        with_bytes = [row for row in rows if row[1]]
+        event = None
+        if with_bytes:
+            places = [base + row[0] + HEADER_BYTES for row in with_bytes]
+            copies = laid_out([row[5] for row in with_bytes], places)
+            event = self._device.copy(way, copies, locked)
+        self._events.append(event)
+
+    def settle(self, all_but: int = 0) -> None:
+        """Waits for the copies of all groups but the last ``all_but``."""
+        while len(self._events) > all_but:
+            if (event := self._events[0]) is not None:
+                self._device.settle(event, self.deadline)
+            self._events.popleft()
+
+
+class _HostMemory:
+    """Host memory for the payloads of a group, end to end."""
+
+    def __init__(self, device: Device, memory: memoryview, is_locked: bool) -> None:
+        self.memory = memory
+        self._device = device
+        self._is_locked = is_locked
+
+    def copy(self, way: Way, group: Sequence[Any], wanted: Sequence[bool], deadline: float) -> None:
+        """Copies the payloads of the wanted rows between the device and this memory."""
+        base = address_of(self.memory)
+        values: list[DeviceMemory] = []
+        places: list[int] = []
+        for row, is_wanted in zip(group, wanted, strict=True):
+            if is_wanted and row[1]:
+                values.append(row[5])
+                places.append(base)
+            base += row[1]
+        if values:
+            copies = laid_out(values, places)
+            copy = self._device.copy if self._is_locked else self._device.copy_ordinary
+            self._device.settle(copy(way, copies), deadline)
+
+
+@contextmanager
+def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
+    """A slot of the ring of page-locked memory; ordinary memory, if ``size`` exceeds a slot."""
+    if size > device.ring.slot_bytes:
+        ordinary = np.empty(size, np.uint8)
+        yield _HostMemory(device, memoryview(ordinary), False)  # type: ignore[arg-type]
+        return
+    with device.slot(deadline) as slot:
+        yield _HostMemory(device, slot, True)
+
+
+@contextmanager
+def _straight(
+    device: Device, transport: Transport, segment: SegmentInfo
+) -> Iterator[Locked | None]:
+    """The mapped segment, for copies by the device itself; None: it is not mapped here."""
+    is_mounted: Callable[[], bool] | None = transport.watch(segment) if transport.maps else None
+    if is_mounted is None:
+        yield None
+        return
+    with device.locks.of(transport.memory(segment), is_mounted) as locked:
+        yield locked
+
+
+def _lock(
+    device: Device, locked: Locked, group: Sequence[ReadRow] | Sequence[WriteRow],
+    segment: SegmentInfo,
+) -> bool:  # fmt: skip
+    """Locks the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
+    for row in group:
+        offset, size = row[:2]
+        if offset < SUPERBLOCK_BYTES or offset + HEADER_BYTES + size > segment.size:
+            raise batch_ended(OUTSIDE, segment)
+    return all(device.locks.lock(locked, row[0], HEADER_BYTES + row[1]) for row in group)
+
+
+def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
+    """The rows in groups of at most so many payload bytes; a larger row is a group of its own."""
+    group: list[RowT] = []
+    size = 0
+    for row in rows:
+        if group and size + row[1] > size_max:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += row[1]
+    if group:
+        yield group
+
+
+def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
+    return [row[5] for row in rows if row[1]]
+
+
+def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where each row's object begins, and how many bytes it has with its header."""
+    return [(row[0], HEADER_BYTES + row[1]) for row in rows]
+
+
+def _payload_bytes(rows: Sequence[Any]) -> int:
+    return sum(row[1] for row in rows)
+
+
+def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
+    """The rows with host memory in the place of the device's, end to end."""
+    made = []
+    at = 0
+    for row in rows:
+        views = [memory[at : at + row[1]]] if row[1] else []
+        made.append((*row[:5], views, *row[6:]))
+        at += row[1]
+    return made
+
+
+def _bare(rows: Sequence[Any]) -> list[Any]:
+    """The rows without buffers: their payloads stay in their places in the segment."""
+    return [(*row[:5], None, *row[6:]) for row in rows]

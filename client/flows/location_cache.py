@@ -1,0 +1,290 @@
+"""A client's cache: known segments, and the places of leased objects.
+
+During an object's lease its extents keep their bytes, so the next get of it needs no call to the
+master. The client counts a lease from before its request, on this host's own clock
+(``kvstore.clock``), less a margin. So it never compares two clocks, and never takes a lease for
+longer than it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple
+
+from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, Grants, Placements, SegmentInfo
+from kvstore.client.leases.read_leases import ReadLease
+from kvstore.clock import uptime
+from kvstore.errors import KVStoreError
+from kvstore.limits import AVOID_MAX, Key, Namespace
+
+AVOID_FIRST_S = 2.0
+"""How long a node that did not answer is avoided: longer than the time-out by which that shows. It
+doubles each time that the node does not answer soon after."""
+
+AVOID_QUICK_S = 0.25
+"""The same for a node that failed at once: another attempt is cheap, and it may have restarted."""
+
+AVOID_LONGEST_S = 10.0
+
+FAILED_MAX = 1_024
+"""Failed segments that are remembered."""
+
+
+class Replica(NamedTuple):
+    segment: SegmentInfo
+    offset: int
+    """The beginning of the extent: the header's first byte."""
+    capability: bytes = b""
+    """For the extent; empty: the master makes none."""
+
+    @property
+    def place(self) -> tuple[SegmentInfo, int]:
+        """What the replica is told by: each answer of the master has another capability."""
+        return self.segment, self.offset
+
+
+class Placed(NamedTuple):
+    """Where a complete object is, and until when its lease lasts."""
+
+    size: int
+    """Payload bytes."""
+    epoch: int
+    counter: int
+    replicas: tuple[Replica, ...]
+    until: float
+    """``uptime()`` at which the lease ends for this client."""
+    lease: ReadLease | None = None
+    """The lease, of which a read releases one share; None: it ends by time."""
+
+
+_REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
+_PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
+"""Make one from a tuple of its fields, at half the cost of a call with the fields."""
+
+
+def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
+    """One capability for each extent, cut out of their column; empty ones, if that is empty."""
+    if not column:
+        return [b""] * extents
+    return [column[at : at + CAPABILITY_BYTES] for at in range(0, len(column), CAPABILITY_BYTES)]
+
+
+def writable_of_each(grants: Grants) -> Sequence[bytes]:
+    """One capability for each extent of the grants, with its stamp behind it (``WriteRow``)."""
+    capabilities = capability_of_each(grants.capabilities, len(grants.segments))
+    stamps = grants.stamps
+    if not stamps:
+        return capabilities
+    starts = range(0, len(stamps), STAMP_BYTES)
+    return [
+        capability + stamps[at : at + STAMP_BYTES]
+        for capability, at in zip(capabilities, starts, strict=True)
+    ]
+
+
+class PlacementCache:
+    """Leased placements by namespace and key; bounded; any thread (each step is one dict call)."""
+
+    def __init__(self, capacity: int, clock: Callable[[], float] = uptime) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._placed: OrderedDict[tuple[Namespace, Key], Placed] = OrderedDict()
+
+    def get(self, namespace: Namespace, key: Key) -> Placed | None:
+        placed = self._placed.get((namespace, key))
+        if placed is not None and placed.until <= self._clock():
+            self.forget(namespace, key)
+            return None
+        if placed is not None and placed.lease is not None:
+            return self._placed.pop((namespace, key), None)  # for this read alone
+        return placed
+
+    def remember(
+        self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[Placed | None]
+    ) -> None:
+        """``placed``: where the object of each key is; None: a miss."""
+        if not self._capacity:
+            return
+        known = self._placed
+        for key, row in zip(keys, placed, strict=True):
+            if row is not None:
+                # Out and in again, so that the order is that of lease ends.
+                known.pop((namespace, key), None)
+                known[namespace, key] = row
+        while len(known) > self._capacity:
+            try:
+                known.popitem(last=False)
+            except KeyError:  # another thread has emptied it
+                return
+
+    def forget(self, namespace: Namespace, key: Key) -> None:
+        self._placed.pop((namespace, key), None)
+
+    def clear(self) -> None:
+        self._placed.clear()
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+
+def is_silent(error: KVStoreError) -> bool:
+    """Whether the node did not answer at all, which took a while to find out."""
+    return bool(error.fields.get("silent_ms"))
+
+
+class Failed(NamedTuple):
+    segment: SegmentInfo
+    error: KVStoreError
+    at: float
+    until: float
+    """When it is tried again."""
+    pause_s: float
+
+    @property
+    def is_silent(self) -> bool:
+        return is_silent(self.error)
+
+
+class SegmentTable:
+    """Segments by epoch and id: a number of one epoch may name another segment in the next.
+
+    One epoch is remembered, the last that was asked for. Any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = uptime) -> None:
+        self._clock = clock
+        self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
+        self._failed: dict[bytes, Failed] = {}
+        """Segments that failed lately, by uuid."""
+
+    def of(self, epoch: int) -> dict[int, SegmentInfo]:
+        """The known segments of this epoch, by id; callers add new ones. The dictionary keeps its
+        epoch, even if another thread begins the next one."""
+        known_epoch, known = self._of
+        if known_epoch != epoch:
+            known = {}
+            self._of = epoch, known
+        return known
+
+    def forget(self, segment: SegmentInfo) -> int:
+        """Drops the segment, so that it is looked up again; returns its epoch, 0 if that is not the
+        one that is remembered."""
+        epoch, known = self._of
+        if known.get(segment.segment_id) is not segment:
+            return 0
+        known.pop(segment.segment_id, None)
+        return epoch
+
+    @property
+    def failing(self) -> bool:
+        """Whether any segment failed lately; otherwise there is no segment to avoid."""
+        return bool(self._failed)
+
+    def failed(self, segment: SegmentInfo, error: KVStoreError) -> None:
+        """Called when reads or writes on the segment failed: avoids it for a while."""
+        now, before = self._clock(), self._failed.get(segment.uuid)
+        silent = is_silent(error)
+        pause_s = AVOID_FIRST_S if silent else AVOID_QUICK_S
+        if before is not None:
+            if now < before.until:
+                return  # this call began before the segment was avoided
+            if silent and before.is_silent and now < before.until + before.pause_s:
+                pause_s = min(2 * before.pause_s, AVOID_LONGEST_S)
+        while len(self._failed) >= FAILED_MAX:
+            self._failed.pop(next(iter(self._failed), b""), None)
+        self._failed.pop(segment.uuid, None)
+        self._failed[segment.uuid] = Failed(segment, error, now, now + pause_s, pause_s)
+
+    def avoided(self, segment: SegmentInfo) -> bool:
+        failed = self._failed.get(segment.uuid)
+        return failed is not None and self._clock() < failed.until
+
+    def failures(self) -> list[Failed]:
+        """The segments that are avoided now, the latest first; forgets those of long ago."""
+        now = self._clock()
+        failures = []
+        for uuid, failed in list(self._failed.items()):
+            if now < failed.until:
+                failures.append(failed)
+            elif now >= failed.until + failed.pause_s:
+                self._failed.pop(uuid, None)
+        return failures[::-1]
+
+    def avoid(self) -> Sequence[bytes]:
+        """Segments (uuids) that new objects avoid: those that did not answer a moment ago. Segments
+        that failed at once are not among them: another attempt is cheap."""
+        if not self._failed:
+            return ()
+        silent = [failed for failed in self.failures() if failed.is_silent]
+        return tuple(failed.segment.uuid for failed in silent[:AVOID_MAX])
+
+    def met(self, segment: SegmentInfo) -> None:
+        """Called when the master has described the segment: forgets failures of earlier mounts."""
+        failed = self._failed.get(segment.uuid)
+        if failed is not None and failed.segment.generation != segment.generation:
+            self._failed.pop(segment.uuid, None)
+
+    def reachable(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """The replicas without those that did not answer a moment ago, which would be slow to fail
+        again; those that failed in another way come last."""
+        now = self._clock()
+        good: list[Replica] = []
+        last: list[Replica] = []
+        for replica in replicas:
+            failed = self._failed.get(replica.segment.uuid)
+            if failed is None or now >= failed.until:
+                good.append(replica)
+            elif not failed.is_silent:
+                last.append(replica)
+        return good + last
+
+    def rows(
+        self,
+        known: Mapping[int, SegmentInfo],
+        placements: Placements,
+        until: float,
+    ) -> Iterator[Placed | None]:
+        """One entry per row; None for a miss, or when no replica's segment is mounted any more.
+
+        Replicas that failed a moment ago come last.
+
+        Args:
+            known: segments of the epoch that ``placements`` are of.
+            until: of each row.
+        """
+        sizes, epochs, counters, replica_counts, segments, offsets, column = placements
+        capabilities = capability_of_each(column, len(segments))
+        if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
+            infos = list(map(known.get, segments))
+            if None not in infos:
+                each = zip(infos, offsets, capabilities, strict=True)
+                replicas = zip(map(_REPLICA, each), strict=True)
+                ends = repeat(until), repeat(None)
+                columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
+                yield from map(_PLACED, columns)
+                return
+        at = 0
+        for size, epoch, counter, count in zip(
+            sizes, epochs, counters, replica_counts, strict=True
+        ):
+            if count == 1:
+                segment = known.get(segments[at])
+                one = segment and (Replica(segment, offsets[at], capabilities[at]),)
+                at += 1
+                yield Placed(size, epoch, counter, one, until) if one else None
+                continue
+            several = []
+            for index in range(at, at + count):
+                segment = known.get(segments[index])
+                if segment is not None:
+                    several.append(Replica(segment, offsets[index], capabilities[index]))
+            at += count
+            if not several:
+                yield None
+                continue
+            if len(several) > 1 and self._failed:
+                several.sort(key=lambda replica: self.avoided(replica.segment))
+            yield Placed(size, epoch, counter, tuple(several), until)

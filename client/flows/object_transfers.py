@@ -1,0 +1,106 @@
+"""Whole objects of one segment, read or written together: header, payload, checksum.
+
+A table of *rows* describes the work. All transports give the same outcomes, which
+``tests/conformance/test_objects.py`` checks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Protocol, cast
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.flows.location_cache import Placed
+from kvstore.client.flows.steps import Transfer
+from kvstore.client.values import Payload
+from kvstore.limits import Key, Namespace
+from kvstore.native import steps
+from kvstore.native.interface import ReadRow, WriteRow
+from kvstore.transport.base import Transport
+from kvstore.transport.common import batch_ended
+
+Outcome = bytes | int
+"""The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
+
+
+class Sought(Protocol):
+    """One object to read, and the memory for it: see ``Target``."""
+
+    key: Key
+
+    def make_room(self, size: int) -> Payload: ...
+
+
+class ObjectReads(Transfer):
+    """Objects to read from one segment. Flows ``add`` rows, and read ``outcomes`` after the
+    transfer has succeeded."""
+
+    __slots__ = ("namespace", "outcomes", "rows", "verify")
+
+    is_partial: ClassVar[bool] = False
+    """Whether only parts of the objects are read, so that leases of earlier lookups go on."""
+
+    def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
+        """``verify``: check payloads as well as headers."""
+        super().__init__(segment, [], write=False)
+        self.namespace = namespace
+        self.verify = verify
+        self.rows: list[ReadRow] = []
+        self.outcomes: list[Outcome] = []
+        """One per row, once it has run."""
+
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
+        """``capability``: as in ``ReadRow``.
+
+        Raises:
+            BufferMismatchError: as ``Target.make_room``.
+        """
+        size, epoch, counter, _, _, _ = placed
+        room = target.make_room(size)
+        views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
+        self.rows.append((offset, size, epoch, counter, target.key, views, capability))
+
+    def size(self) -> int:
+        """As ``Transfer.size``, without headers."""
+        return sum([size for _, size, *_ in self.rows])
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        self.outcomes = transport.read_objects(
+            self.segment, self.namespace, self.rows, self.verify, deadline
+        )
+
+
+class ObjectWrites(Transfer):
+    __slots__ = ("namespace", "rows")
+
+    def __init__(self, segment: SegmentInfo, namespace: Namespace, deadline: float) -> None:
+        super().__init__(segment, [], write=True, deadline=deadline)
+        self.namespace = namespace
+        self.rows: list[WriteRow] = []
+
+    def run(self, transport: Transport, deadline: float) -> None:
+        transport.write_objects(self.segment, self.namespace, self.rows, deadline)
+
+
+def headers(
+    memory: memoryview,
+    segment: SegmentInfo,
+    namespace: Namespace,
+    rows: list[ReadRow],
+    *,
+    verify: bool = False,
+) -> list[Outcome]:
+    """One outcome per row, of objects that stay where they are.
+
+    Args:
+        verify: hash their payloads, too; otherwise only their headers are checked.
+
+    Raises:
+        SegmentGoneError, InvalidRangeError
+    """
+    done = steps.read_objects(
+        memory, segment.generation, segment.seed, namespace, rows, verify, math.inf, 1
+    )
+    if isinstance(done, int):
+        raise batch_ended(done, segment)
+    return done

@@ -1,0 +1,469 @@
+"""Reading objects: the flow under ``get`` and its siblings.
+
+    cached placement, or lookup ──► read header and payload ──► right header? ──► right checksum?
+            ▲                              │ unreachable             │ no: stale       │ no: corrupt
+            └── next replica, asked anew ◄─┴─────────────────────────┴─────────────────┘
+                                   (ATTEMPTS times, then a miss)
+
+The bytes are valid only if the lease, counted on the client's clock from before the request, had
+not ended when the last byte arrived. During the lease the extent holds the object's bytes. So if a
+get finds other bytes, asks again and is sent to the same place, the memory is bad, and the client
+reports it to the master.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore import calls
+from kvstore.client.flows.device_io import DeviceReads
+from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.object_transfers import ObjectReads
+from kvstore.client.flows.steps import Ask, Context, Flow, ask, learn, unreachable
+from kvstore.client.leases.read_leases import ReadLease
+from kvstore.client.values import (
+    UNREADABLE,
+    Bytes1D,
+    Found,
+    Kind,
+    Payload,
+    Unreadable,
+    check_dtype,
+    decode,
+    decode_tensor,
+)
+from kvstore.device.memory import memory_of
+from kvstore.errors import BufferMismatchError, KVStoreError
+from kvstore.formatting import key_text
+from kvstore.limits import Key, Namespace
+from kvstore.native.interface import STALE
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.device.device import Device
+
+log = logging.getLogger("kvstore.client")
+
+ATTEMPTS = 4
+"""Lookups of one get before it is a miss."""
+
+
+class GetOptions(NamedTuple):
+    """Which values, and how they are returned."""
+
+    namespace: Namespace
+    kind: Kind | None = None
+    """None: as they were put."""
+    copy: bool = True
+    """False: views of the pool's memory, where it is mapped here."""
+    device: str = ""
+    """Where tensors are returned; empty: in the host's memory."""
+    timeout_ms: int | None = None
+    """Of the whole call; None: the client's."""
+
+
+class Target:
+    """One object to read, and the memory for its payload."""
+
+    __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
+
+    def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
+        self.key = key
+        self.views = views
+        """Caller's memory, filled in order; None: memory is made once the size is known."""
+        self.dtype = dtype
+        """What the caller's memory expects; "": raw bytes."""
+        self.descriptor: bytes | None = None
+        """The descriptor of the object that was read; None: a miss."""
+        self.placed: Placed | None = None
+        self.data: Bytes1D | None = None
+        """The payload, if its memory was allocated here."""
+        self.room: Bytes1D | None = None
+        """Memory that was allocated here for the payload."""
+        self.bad: Sequence[Bad] = ()
+        """Reads under a valid lease that found other bytes."""
+
+    def make_room(self, size: int) -> Payload:
+        """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
+        views = self.views
+        if views is not None:
+            if not isinstance(views, list):
+                _check_room(views.nbytes, size, self.key)
+                return views.first(size) if size else []
+            if len(views) == 1 and len(views[0]) == size:
+                return views
+            return _exactly(views, size, self.key)
+        self.room = np.empty(size, np.uint8)
+        return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
+
+    def value(self, kind: Kind | None) -> Found:
+        """What was read, as ``kind`` or (None) as it was put; None: a miss."""
+        if self.descriptor is None or self.data is None:
+            return None
+        try:
+            return decode(self.descriptor, self.data, kind)
+        except UNREADABLE as error:
+            return unreadable(error, self.key)
+
+
+class _OnDevice(Target):
+    """A target whose memory is allocated on a device."""
+
+    __slots__ = ("device", "tensor")
+
+    def __init__(self, key: Key, device: Device) -> None:
+        super().__init__(key)
+        self.device = device
+        self.tensor = device.driver.empty(0)
+
+    def make_room(self, size: int) -> Payload:
+        if self.tensor.numel() != size:
+            self.tensor = self.device.driver.empty(size)
+        return memory_of(self.device, self.tensor) if size else []
+
+    def value(self, kind: Kind | None) -> Found:
+        """As ``Target.value``: a tensor."""
+        del kind
+        return (
+            None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
+        )
+
+
+class Bad(NamedTuple):
+    """A place where a read under a lease found other bytes than the object's."""
+
+    key: Key
+    placed: Placed
+    replica: Replica
+
+
+def locate(
+    context: Context,
+    namespace: Namespace,
+    keys: Sequence[Key],
+    *,
+    fresh: bool = False,
+    leases: list[ReadLease] | None = None,
+) -> Flow[list[Placed | None]]:
+    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``.
+
+    Args:
+        leases: gets the shares of leases that the caller gives up after the read. None: leases end
+            by time, and the cache remembers where the objects are; so for objects that were read a
+            moment ago.
+    """
+    remembered = context.placements
+    placed: list[Placed | None] = []
+    wanted = keys
+    if not fresh and len(remembered):
+        placed = [remembered.get(namespace, key) for key in keys]
+        if leases is not None:
+            leases += _leases_of(placed)
+        else:
+            _keep_by_time(context, namespace, keys, placed)
+        wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
+        if not wanted:
+            return placed
+    parts: list[tuple[Sequence[Key], int]] = [(wanted, 0)]
+    if leases is not None:
+        again = context.leases.read_again(namespace, wanted)
+        once = [key for key in wanted if key not in again] if again else wanted
+        parts = [(list(again), 0)] if again else []
+        if once:
+            leases.append(context.leases.new())
+            parts.append((once, leases[-1].number))
+    of_key: dict[Key, Placed | None] = {}
+    for part, number in parts:
+        rows = yield from _look_up(context, namespace, part, number)
+        if part is keys:
+            return rows
+        of_key.update(zip(part, rows, strict=True))
+    return [of_key.get(key) if known is None else known for key, known in zip_longest(keys, placed)]
+
+
+def _look_up(
+    context: Context, namespace: Namespace, keys: Sequence[Key], number: int = 0
+) -> Flow[list[Placed | None]]:
+    """Leases the objects under this number; 0: by time, and remembers where they are."""
+    asked = context.clock()
+    found = yield Ask(calls.Lookup(namespace, keys, number, context.leases.take()))
+    assert isinstance(found, calls.Found)
+    until = asked + found.lease_ms / 1000 - context.lease_margin_s
+    rows = yield from learn(context, found.epoch, found.placements, until)
+    if not number:
+        context.placements.remember(namespace, keys, rows)
+    return rows
+
+
+def look_up_to_read(
+    context: Context, namespace: Namespace, keys: Sequence[Key]
+) -> Flow[list[Placed | None]]:
+    """Leases the objects for later reads, which need no call. The last of these reads, or
+    ``release``, releases the lease."""
+    lease = context.leases.new()
+    rows = yield from _look_up(context, namespace, keys, lease.number)
+    release(context, namespace, keys)  # the new lease takes the place of earlier ones
+    found = {
+        key: row._replace(lease=lease)
+        for key, row in zip(keys, rows, strict=True)
+        if row is not None
+    }
+    lease.unread = len(found)
+    context.placements.remember(namespace, found.keys(), found.values())
+    return rows
+
+
+def release(context: Context, namespace: Namespace, keys: Sequence[Key]) -> None:
+    """Gives up leases of ``look_up_to_read`` and ``ReadLeases.expect`` on these objects."""
+    placed = [context.placements.get(namespace, key) for key in keys]
+    context.leases.give_up(namespace, keys, _leases_of(placed))
+
+
+def _keep_by_time(
+    context: Context, namespace: Namespace, keys: Sequence[Key], placed: Sequence[Placed | None]
+) -> None:
+    """Remembers again what was taken out of the cache; the shares of its leases are not given up,
+    so these end by time."""
+    for key, row in zip(keys, placed, strict=True):
+        if row is not None and row.lease is not None:
+            context.placements.remember(namespace, [key], [row._replace(lease=None)])
+
+
+def _kept_for_the_rest(
+    context: Context,
+    namespace: Namespace,
+    targets: Sequence[Target],
+    leases: Sequence[ReadLease],
+) -> list[ReadLease]:
+    """Remembers again where the objects of an earlier lookup are, of which only parts were read.
+    Returns the other leases, which end now."""
+    kept: set[ReadLease] = set()
+    for target in targets:
+        placed = target.placed
+        if placed is not None and placed.lease is not None:
+            kept.add(placed.lease)
+            context.placements.remember(namespace, [target.key], [placed])
+    return [lease for lease in leases if lease not in kept]
+
+
+def _leases_of(placed: Sequence[Placed | None]) -> list[ReadLease]:
+    return [row.lease for row in placed if row is not None and row.lease is not None]
+
+
+def read(
+    context: Context,
+    namespace: Namespace,
+    targets: Sequence[Target],
+    timeout_ms: int | None = None,
+    kind: type[ObjectReads] = ObjectReads,
+) -> Flow[None]:
+    """Reads every target that is stored, and sets its ``descriptor``, ``placed`` and ``data``.
+
+    Args:
+        kind: ``DeviceReads``, if the targets are on a device; ``PartReads`` of ``ObjectParts``.
+        timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
+
+    Raises:
+        BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
+            dtype (its contents are undefined).
+        MasterUnreachableError, DeadlineExceededError
+    """
+    leases: list[ReadLease] = []
+    try:
+        todo = list(targets)
+        fresh = False
+        for attempt in range(ATTEMPTS):
+            keys = [target.key for target in todo]
+            placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
+            groups: dict[int, _SegmentReads] = {}
+            for target, known in zip(todo, placed, strict=True):
+                if known is not None:
+                    replica = known.replicas[0]
+                    if target.bad or context.segments.failing:
+                        target.bad = confirmed(target.bad, known)
+                        replicas = context.segments.reachable(in_order(known, target.bad))
+                        if not replicas:
+                            context.count("avoided_reads")
+                            continue  # a miss: none of its nodes has answered
+                        replica = replicas[0]
+                    segment, offset, capability = replica
+                    group = groups.get(id(segment))
+                    if group is None:
+                        reads = kind(segment, namespace, verify=context.verify_payload)
+                        group = groups[id(segment)] = _SegmentReads(reads, [])
+                    group.reads.add(known, offset, target, capability)
+                    group.targets.append((target, known, replica))
+            if not groups:
+                todo = []
+                break
+            if not attempt:
+                patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
+                failover = context.clock() + patience_s
+                for reads, its_targets in groups.values():
+                    if all(len(known.replicas) > 1 for _, known, _ in its_targets):
+                        reads.deadline = failover
+            errors = yield [group.reads for group in groups.values()]
+            assert isinstance(errors, list)
+            todo = []
+            for group, error in zip(groups.values(), errors, strict=True):
+                if error is None:
+                    todo += _finish(context, group)
+                else:
+                    yield from unreachable(context, group.reads.segment, error)
+                    if error.fields.get("final"):
+                        raise copy(error)  # no frame refers to the copy
+                    todo += [target for target, _, _ in group.targets]
+            if not todo:
+                break
+            for target in todo:
+                context.placements.forget(namespace, target.key)
+            fresh = True
+        # Of a target that was not found in the end, one bad read may have met a removal.
+        bad = [target.bad for target in todo if len(target.bad) > 1]
+        bad += [target.bad for target in targets if target.bad and target.placed is not None]
+        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
+    finally:
+        if leases or context.leases.expects:
+            keys = [target.key for target in targets]
+            if leases:
+                context.leases.note_reads(namespace, keys)
+            if kind.is_partial:
+                leases = _kept_for_the_rest(context, namespace, targets, leases)
+                keys = []
+            context.leases.give_up(namespace, keys, leases)
+
+
+def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    reads, targets = ObjectReads, [Target(key) for key in keys]
+    if options.device:
+        device = context.pool.devices.of(options.device)
+        reads, targets = DeviceReads, [_OnDevice(key, device) for key in keys]
+    yield from read(context, options.namespace, targets, options.timeout_ms, reads)
+    return [target.value(options.kind) for target in targets]
+
+
+def tensor_of(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor | Unreadable:
+    try:
+        return decode_tensor(descriptor, flat)
+    except UNREADABLE as error:
+        return unreadable(error, key)
+
+
+def unreadable(error: Unreadable, key: Key) -> Unreadable:
+    """The same error, as one about this object."""
+    named = type(error)(
+        f"no value can be made of {key_text(key)}: {error.message}", advice=error.advice
+    )
+    named.fields = {**error.fields, "key": key.hex()}
+    return named
+
+
+def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
+    """The entries of ``bad`` that are of the version placed now. A removal hides an object before
+    it wipes the header, so a reader with an older answer has not found bad memory."""
+    version = placed.epoch, placed.counter
+    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
+
+
+def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
+    """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
+    if not bad:
+        return placed.replicas
+    seen = Counter(each.replica.place for each in bad)
+    return sorted(placed.replicas, key=lambda replica: seen[replica.place])
+
+
+def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
+    """Reports bad memory to the master. It removes an object without another replica, which is then
+    a miss for all clients and can be put again."""
+    if not bad:
+        return
+    rows = {
+        (key, placed.epoch, placed.counter, replica.segment.uuid): None
+        for key, placed, replica in bad
+    }
+    keys, epochs, counters, uuids = map(list, zip(*rows, strict=True))
+    for key in keys:
+        context.placements.forget(namespace, key)  # its first replica is a bad one
+    objects = len(set(keys))
+    context.count("corrupt_objects", objects)
+    log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
+    try:
+        request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
+        yield from ask(request, calls.Dropped)
+    except KVStoreError as error:
+        log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
+
+
+class _SegmentReads(NamedTuple):
+    reads: ObjectReads
+    targets: list[tuple[Target, Placed, Replica]]
+    """The target of each row, and where it is read."""
+
+
+def _finish(context: Context, group: _SegmentReads) -> list[Target]:
+    """Notes the results of the reads; returns the targets without the right bytes."""
+    again: list[Target] = []
+    reads, targets = group
+    now = context.clock()
+    for (target, known, replica), outcome in zip(targets, reads.outcomes, strict=True):
+        if now >= known.until:
+            context.count("late_reads")
+        elif isinstance(outcome, bytes):
+            if target.dtype:
+                check_dtype(outcome, target.dtype)
+            target.descriptor = outcome
+            target.placed = known
+            target.data = target.room
+            continue
+        else:
+            if outcome == STALE:
+                context.count("stale_reads")
+            else:
+                mismatch(context, reads.namespace, target.key, replica)
+            target.bad = [*target.bad, Bad(target.key, known, replica)]
+        again.append(target)
+    return again
+
+
+def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
+    """Counts and logs a payload that does not match the checksum in its header."""
+    context.count("checksum_mismatches")
+    log.warning(
+        "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
+        namespace,
+        key.hex(),
+        replica.segment.node,
+        replica.offset,
+    )
+
+
+def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
+    _check_room(sum(len(view) for view in whole), size, key)
+    views = []
+    for view in whole:
+        if not size:
+            break
+        if len(view):  # an empty buffer has no memory to fill
+            views.append(view[:size] if len(view) > size else view)
+            size -= len(views[-1])
+    return views
+
+
+def _check_room(room: int, size: int, key: Key) -> None:
+    if room < size:
+        raise BufferMismatchError(
+            f"the object has {size} bytes, the buffer {room}",
+            advice="Ask stat(key) for the size first.",
+            size_bytes=size,
+            buffer_bytes=room,
+            key=key.hex(),
+        )

@@ -1,0 +1,201 @@
+"""Views: the flows of ``get(copy=False)``, whose values are the pool's own memory, leased."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.flows import read_objects
+from kvstore.client.flows.device_io import DeviceLooks
+from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.object_transfers import headers
+from kvstore.client.flows.read_objects import GetOptions, read_values, tensor_of, unreadable
+from kvstore.client.flows.steps import Context, Flow
+from kvstore.client.leases.lease_table import LeasedPlace, Named, Watched
+from kvstore.client.values import (
+    UNREADABLE,
+    Bytes1D,
+    Found,
+    Value,
+    array_over,
+    decode,
+    read_descriptor,
+)
+from kvstore.errors import InvalidRangeError, SegmentGoneError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.memory.process_memory import address_of
+from kvstore.native.interface import STALE, ReadRow
+
+
+class _Looks(NamedTuple):
+    """Headers to check in one segment, and their objects."""
+
+    segment: SegmentInfo
+    shown: memoryview
+    """``Movers.shown``."""
+    rows: list[ReadRow]
+    of: list[tuple[int, Placed, Replica]]
+
+
+def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """Values over the pool's own memory, leased; copies of objects that are not mapped here, or not
+    found in their places twice: the copying flow tries other replicas, and reports bad memory."""
+    namespace = options.namespace
+    views: list[Found] = [None] * len(keys)
+    todo = list(range(len(keys)))
+    copied: list[int] = []
+    for fresh in (False, True):
+        placed = yield from read_objects.locate(
+            context, namespace, [keys[index] for index in todo], fresh=fresh
+        )
+        here: dict[int, _Looks] = {}
+        for index, known in zip(todo, placed, strict=True):
+            if known is None:
+                continue
+            for replica in known.replicas:
+                segment, offset, _ = replica
+                looks = here.get(id(segment))
+                if looks is None and (shown := context.pool.shown(segment)) is not None:
+                    looks = here[id(segment)] = _Looks(segment, shown, [], [])
+                if looks is not None:
+                    size, epoch, counter, _, _, _ = known
+                    looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
+                    looks.of.append((index, known, replica))
+                    break
+            else:
+                copied.append(index)
+        todo = []
+        for looks in here.values():
+            todo += _look(context, options, looks, views)
+        for index in todo:
+            context.placements.forget(namespace, keys[index])
+        if not todo:
+            break
+    yield from _copy(context, keys, options, [*copied, *todo], views)
+    return views
+
+
+def _copy(
+    context: Context,
+    keys: Sequence[Key],
+    options: GetOptions,
+    rows: Sequence[int],
+    views: list[Found],
+) -> Flow[None]:
+    """Puts copies of these objects into ``views``."""
+    if rows:
+        values = yield from read_values(context, [keys[index] for index in rows], options)
+        for index, value in zip(rows, values, strict=True):
+            views[index] = value
+
+
+def _look(
+    context: Context,
+    options: GetOptions,
+    looks: _Looks,
+    views: list[Found],
+) -> list[int]:
+    """Puts values over the segment into ``views``. Returns the indexes of objects that are not in
+    their places now."""
+    segment, shown, rows, of = looks
+    namespace, kind = options.namespace, options.kind
+    try:
+        memory = context.pool.memory(segment)
+        mounted = context.pool.watch(segment)
+        found = headers(memory, segment, namespace, rows, verify=context.verify_views)
+    except (SegmentGoneError, InvalidRangeError):
+        context.segments.forget(segment)
+        return [index for index, _, _ in of]
+    base = address_of(shown)
+    read_only = shown.toreadonly()
+    stale: list[int] = []
+    held: list[Watched] = []
+    now = context.clock()
+    for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
+        offset, size, epoch, counter, key, _, _ = row
+        if now >= placed.until:
+            stale.append(index)
+            continue
+        if not isinstance(descriptor, bytes):
+            if descriptor == STALE:
+                context.count("stale_reads")
+            else:
+                read_objects.mismatch(context, namespace, Key(key), replica)
+            stale.append(index)
+            continue
+        at = offset + HEADER_BYTES
+        tensor: Value | None = None
+        try:
+            wanted = kind or read_descriptor(descriptor).kind
+            claimed = shown if wanted == "torch" else read_only  # torch wants it writable
+            array = array_over(descriptor, kind, claimed, at, size)
+            if wanted == "numpy":
+                views[index] = array
+            elif wanted == "bytes":
+                views[index] = memoryview(array)  # type: ignore[arg-type]
+            else:
+                views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
+        except UNREADABLE as error:
+            views[index] = unreadable(error, Key(key))
+            continue
+        if size:
+            named = Named(namespace, Key(key), epoch, counter)
+            place = LeasedPlace(segment.uuid, offset)
+            held.append((array, base + at, named, placed.until, place, tensor))
+    context.views.add_many(held, mounted)
+    return stale
+
+
+def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """Tensors over the pool's own memory, leased, of objects that are in the memory of this
+    device; copies of all others, and of those that are not found there after all."""
+    namespace, device = options.namespace, context.pool.devices.of(options.device)
+    views: list[Found] = [None] * len(keys)
+    here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
+    placed = yield from read_objects.locate(context, namespace, keys)
+    for index, known in enumerate(placed):
+        if known is None or not known.size:
+            continue
+        for segment, offset, _ in known.replicas:
+            if context.pool.is_on(segment, device):
+                looks = DeviceLooks(segment, namespace, verify=context.verify_views)
+                looks, of = here.setdefault(id(segment), (looks, []))
+                size, epoch, counter, _, _, _ = known
+                looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
+                of.append((index, known, offset))
+                break
+    if here:
+        errors = yield [looks for looks, _ in here.values()]
+        assert isinstance(errors, list)
+        for (looks, of), error in zip(here.values(), errors, strict=True):
+            if error is None:
+                _lend(context, namespace, keys, looks, of, views)
+    rest = [index for index, view in enumerate(views) if view is None]
+    yield from _copy(context, keys, options, rest, views)
+    return views
+
+
+def _lend(
+    context: Context,
+    namespace: Namespace,
+    keys: Sequence[Key],
+    looks: DeviceLooks,
+    of: Sequence[tuple[int, Placed, int]],
+    views: list[Found],
+) -> None:
+    """Puts tensors over the objects that were found into ``views``, and watches them."""
+    held: list[Watched] = []
+    now = context.clock()
+    rows = zip(of, looks.outcomes, looks.lent, strict=True)
+    for (index, placed, offset), descriptor, lent in rows:
+        if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
+            continue
+        views[index] = tensor = tensor_of(keys[index], descriptor, lent.tensor)
+        if isinstance(tensor, UNREADABLE):
+            continue
+        named = Named(namespace, keys[index], placed.epoch, placed.counter)
+        place = LeasedPlace(looks.segment.uuid, offset, ends_with_owner=True)
+        held.append((lent.owner, lent.address, named, placed.until, place, tensor))
+    context.views.add_many(held, context.pool.watch(looks.segment))

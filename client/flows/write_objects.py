@@ -1,0 +1,383 @@
+"""Writing objects: the flow under ``put`` and its siblings.
+
+After put_start, each replica is wiped, then gets its payload, then its header; put_end follows. A
+grant that fails (a node died, the master changed) is revoked, and the flow asks for another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from kvstore import calls
+from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.client.flows.device_io import DeviceWrites
+from kvstore.client.flows.location_cache import is_silent, writable_of_each
+from kvstore.client.flows.object_transfers import ObjectWrites
+from kvstore.client.flows.steps import Context, Flow, Pause, ask, describe, unreachable
+from kvstore.client.values import Payload
+from kvstore.errors import (
+    DeadlineExceededError,
+    DeviceError,
+    KVStoreError,
+    NoSpaceError,
+    PutRefusedError,
+    UnavailableError,
+    without_frames,
+)
+from kvstore.limits import AVOID_MAX, PUT_KEYS_MAX, Key, Namespace
+from kvstore.native.interface import WriteRow
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
+
+log = logging.getLogger("kvstore.client")
+
+ATTEMPTS = 4
+"""Grants of one put before it is refused."""
+
+SHOWN_MAX = 3
+"""Failed nodes whose errors the message of a failed put repeats."""
+
+OUTCOMES = {int(each): each for each in PutOutcome}
+"""By number: calling the enum takes 20 times as long."""
+
+
+class Items(NamedTuple):
+    """Objects to write, column by column: a Python object for each would cost more than the work on
+    it."""
+
+    keys: Sequence[Key]
+    sizes: Sequence[int]
+    """Payload bytes."""
+    parts: Sequence[Payload]
+    descriptors: Sequence[bytes]
+    device: Device | None = None
+    """Where the payloads are; None: in the host's memory."""
+
+    def of(self, rows: Sequence[int]) -> Items:
+        """The items with these indexes."""
+        keys, sizes, parts, descriptors, device = self
+        return Items(
+            [keys[row] for row in rows],
+            [sizes[row] for row in rows],
+            [parts[row] for row in rows],
+            [descriptors[row] for row in rows],
+            device,
+        )
+
+
+class _Failure(NamedTuple):
+    segment: SegmentInfo
+    error: KVStoreError
+
+
+class PutOptions(NamedTuple):
+    namespace: Namespace
+    parent: Key | None = None
+    chain: bool = False
+    replicas: int = 1
+    overwrite: bool = False
+    partial: bool = False
+    """Store what there is room for, and say NO_SPACE of the rest."""
+    ttl_ms: int = 0
+    """How long the objects live once they are stored; 0: no end."""
+    wait_ms: int = 0
+    """How long the master waits for leases to end where there is no room."""
+
+
+def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutOutcome]]:
+    """Stores every item that is missing. Returns one outcome each: STORED, FOUND or BEING_WRITTEN;
+    with ``options.partial`` also NO_SPACE.
+
+    Without ``partial``, room is granted for all of a piece of ``PUT_KEYS_MAX`` items or for none;
+    an error may come after some pieces were stored.
+
+    Raises:
+        PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
+            those nodes.
+        NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
+    """
+    keys = items.keys
+    if not keys:
+        return []
+    outcomes = [PutOutcome.REFUSED] * len(keys)
+    failures: list[_Failure] = []
+    quick: set[bytes] = set()  # segments that failed at once, and may soon work again
+    attempts = 0
+    error: KVStoreError | None = None
+    try:
+        while attempts < ATTEMPTS:
+            attempts += 1
+            before = len(failures)
+            avoid = (*context.segments.avoid(), *quick)[:AVOID_MAX]
+            try:
+                for run in _runs(outcomes, options.chain):
+                    for started in (
+                        yield from _start(context, items, run, options, options.wait_ms, avoid)
+                    ):
+                        ended = yield from _finish(context, started, options, failures)
+                        for index, outcome in zip(started.run, ended, strict=True):
+                            outcomes[index] = outcome
+            except NoSpaceError as full:
+                if full.fields.get("cause") != "avoided":
+                    raise
+                if len(failures) == before:
+                    attempts -= 1
+                if not quick:
+                    error = without_frames(full)
+                    break
+                quick.clear()
+            if PutOutcome.REFUSED not in outcomes:
+                return outcomes
+            new = failures[before:]
+            quick.update(each.segment.uuid for each in new if not is_silent(each.error))
+            if not any(is_silent(each.error) for each in new):
+                yield Pause(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
+    except DeadlineExceededError as late:
+        if not failures:
+            raise
+        error = without_frames(late)
+    if not failures:
+        known = context.segments.failures()
+        failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
+    kind = DeadlineExceededError if isinstance(error, DeadlineExceededError) else PutRefusedError
+    raise _not_stored(context, kind, outcomes, failures, attempts) from error
+
+
+def _not_stored(
+    context: Context,
+    kind: type[KVStoreError],
+    outcomes: Sequence[PutOutcome],
+    failures: Sequence[_Failure],
+    attempts: int,
+) -> KVStoreError:
+    """The error of a put: the nodes that failed, and when they are tried again."""
+    refused = outcomes.count(PutOutcome.REFUSED)
+    what = f"put: {refused} of {len(outcomes)} objects not stored"
+    last = {segment.node: error for segment, error in failures}
+    if not last:
+        return kind(
+            f"{what}: nodes or masters joined or left during {attempts} attempts",
+            advice="Try again, or look at: kvstore status",
+            refused=refused,
+            attempts=attempts,
+        )
+    shown = "; ".join(each.message for each in [*last.values()][:SHOWN_MAX])
+    more = len(last) - SHOWN_MAX
+    others = f"; and {more} more nodes" if more > 0 else ""
+    avoided = [each.until for each in context.segments.failures()]
+    again = max(0.0, min(avoided) - context.clock()) if avoided else 0.0
+    tries = f", {attempts} attempts" if attempts else f"; tried again in {again:.1f} s"
+    return kind(
+        f"{what}: {shown}{others}{tries}",
+        advice=next((each.advice for each in last.values() if each.advice), "")
+        or "kvstore status lists the nodes; kvstore doctor tests the path to them.",
+        refused=refused,
+        attempts=attempts,
+        nodes=",".join(last),
+    )
+
+
+def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
+    """The refused items in groups to request together, of at most ``PUT_KEYS_MAX``; in a chain,
+    each contiguous piece is a group."""
+    if len(outcomes) <= PUT_KEYS_MAX and outcomes.count(PutOutcome.REFUSED) == len(outcomes):
+        return [list(range(len(outcomes)))]
+    runs: list[list[int]] = []
+    for index, outcome in enumerate(outcomes):
+        if outcome is PutOutcome.REFUSED:
+            last = runs[-1] if runs else []
+            if 0 < len(last) < PUT_KEYS_MAX and (not chain or last[-1] == index - 1):
+                last.append(index)
+            else:
+                runs.append([index])
+    return runs
+
+
+class _Started(NamedTuple):
+    """Items of a put that the master has answered for together."""
+
+    run: Sequence[int]
+    """Their indexes."""
+    items: Items
+    parent: Key | None
+    grants: calls.Grants | None
+    """None: there is no room for them."""
+    at: float
+    """The clock before the request."""
+
+
+def _start(
+    context: Context,
+    items: Items,
+    run: Sequence[int],
+    options: PutOptions,
+    wait_ms: int,
+    avoid: Sequence[bytes],
+) -> Flow[list[_Started]]:
+    """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
+    asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
+    written before all is granted, because stored objects could be evicted for the next ones."""
+    keys, first = items.keys, run[0]
+    parent = keys[first - 1] if options.chain and first else options.parent
+    some = items if len(run) == len(keys) else items.of(run)
+    at = context.clock()
+    request = calls.PutStart(
+        options.namespace,
+        some.keys,
+        some.sizes,
+        parent,
+        options.chain,
+        options.replicas,
+        options.overwrite,
+        wait_ms,
+        context.host,
+        avoid,
+        context.here_only,
+        context.client_number,
+        options.ttl_ms,
+        context.leases.take(),
+    )
+    try:
+        grants = yield from ask(request, calls.Grants)
+        return [_Started(run, some, parent, grants, at)]
+    except NoSpaceError as full:
+        if not options.partial or full.fields.get("cause") != "leased":
+            raise
+    none = _Started(run, some, parent, None, at)
+    if len(run) == 1:
+        return [none]
+    middle = len(run) // 2
+    started = yield from _start(context, items, run[:middle], options, 0, avoid)
+    too_large = [size for each in started if each.grants is None for size in each.items.sizes]
+    if too_large and (options.chain or min(some.sizes[middle:]) >= min(too_large)):
+        return [*started, none._replace(run=run[middle:], items=items.of(run[middle:]))]
+    try:
+        return started + (yield from _start(context, items, run[middle:], options, 0, avoid))
+    except KVStoreError:
+        for each in started:
+            if each.grants is not None and each.grants.tokens:
+                yield from revoke(each.grants.epoch, each.grants.tokens)
+        raise
+
+
+def _finish(
+    context: Context, started: _Started, options: PutOptions, failures: list[_Failure]
+) -> Flow[list[PutOutcome]]:
+    """Carries out the transfers of a grant, and ends it; returns the outcomes. Adds to
+    ``failures``."""
+    _, items, parent, grants, at = started
+    if grants is None:
+        return [PutOutcome.NO_SPACE] * len(items.keys)
+    outcomes = [OUTCOMES[outcome] for outcome in grants.outcomes]
+    granted: Sequence[int] = range(len(outcomes))
+    if outcomes.count(PutOutcome.WRITE) < len(outcomes):
+        granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
+    if not granted:
+        return outcomes
+    segments = yield from describe(context, grants.epoch, grants.segments)
+    deadline = at + grants.deadline_ms / 1000 - context.lease_margin_s
+    replicas, segment_ids = grants.replicas, grants.segments
+    distinct_ids = dict.fromkeys(segment_ids)
+    kind = ObjectWrites if items.device is None else DeviceWrites
+    writes = {
+        segment_id: kind(segments[segment_id], options.namespace, deadline)
+        for segment_id in distinct_ids
+        if segment_id in segments
+    }
+    rows = _rows(items, granted, parent, options.chain, grants)
+    if len(distinct_ids) == 1:
+        for transfer in writes.values():
+            transfer.rows = rows
+    else:
+        for segment_id, row in zip(segment_ids, rows, strict=True):
+            if segment_id in writes:
+                writes[segment_id].rows.append(row)
+    errors = (yield list(writes.values())) if writes else []
+    assert isinstance(errors, list)
+    lost: dict[int, KVStoreError] = {}  # segments that failed
+    for (segment_id, transfer), error in zip(writes.items(), errors, strict=True):
+        if error is not None:
+            lost[segment_id] = error
+            failures.append(_Failure(transfer.segment, error))
+            if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
+                context.count("put_deadlines_passed")
+            try:
+                yield from unreachable(context, transfer.segment, error)
+            except KVStoreError as raised:  # these keys would be blocked until the deadline
+                if isinstance(raised, DeviceError):
+                    error.fields.setdefault("settled", 1)  # its copies have ended, or it says no
+                yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
+                raise
+    whole = not lost and len(writes) == len(distinct_ids)
+    written = list(range(len(granted))) if whole else []
+    for number in () if whole else range(len(granted)):
+        its_segments = set(segment_ids[number * replicas : (number + 1) * replicas])
+        failed = [each for each in its_segments if each in lost or each not in writes]
+        if failed:
+            outcomes[granted[number]] = PutOutcome.REFUSED
+            why = [lost[segment_id] for segment_id in failed if segment_id in lost]
+            yield from revoke(grants.epoch, [grants.tokens[number]], why)
+        else:
+            written.append(number)
+    if not written:
+        return outcomes
+    tokens = [grants.tokens[number] for number in written]
+    ended = calls.PutEnded([PutOutcome.REFUSED] * len(tokens))
+    for _ in range(2):
+        try:
+            ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
+            break
+        except UnavailableError as error:
+            # The put may or may not be complete. If it is not, another put_end completes it. If it
+            # is, or the master has changed, the put_end is refused, and then a new put_start finds
+            # the object, or the flow writes it again.
+            log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), str(error))
+    for number, outcome in zip(written, ended.outcomes, strict=True):
+        outcomes[granted[number]] = OUTCOMES[outcome]
+    if len(context.placements):
+        for index in granted:
+            context.placements.forget(options.namespace, items.keys[index])
+    return outcomes
+
+
+def _rows(
+    items: Items,
+    granted: Sequence[int],
+    parent: Key | None,
+    chain: bool,
+    grants: calls.Grants,
+) -> list[WriteRow]:
+    """One per extent of the items that were granted, in their order."""
+    root, replicas, tokens = parent or b"", grants.replicas, grants.tokens
+    count = len(items.keys)
+    parents = [root, *items.keys[:-1]] if chain else [root] * count
+    if replicas > 1 or len(granted) < count:
+        each = [index for index in granted for _ in range(replicas)]
+        items, parents = items.of(each), [parents[index] for index in each]
+        tokens = [token for token in tokens for _ in range(replicas)]
+    keys, sizes, parts, descriptors, _ = items
+    epochs = [grants.epoch] * len(keys)
+    capabilities = writable_of_each(grants)
+    columns = (
+        grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors, capabilities,
+    )  # fmt: skip
+    return cast("list[WriteRow]", list(zip(*columns, strict=True)))  # see ``DeviceWrites``
+
+
+def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
+    """Gives grants up. A missing answer does no harm: the grants also end at their deadline.
+
+    ``why``: errors of their transfers, which say what may still land, and on which connections.
+    """
+    unsettled = [error for error in why if not error.fields.get("settled")]
+    connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
+    if 0 in connections:
+        connections = ()  # any connection of this client
+    request = calls.PutRevoke(epoch, tokens, not unsettled, connections)
+    try:
+        yield from ask(request, calls.Revoked)
+    except KVStoreError as error:
+        log.debug("revoke_failed tokens=%d error=%s", len(tokens), str(error))

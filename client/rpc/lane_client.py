@@ -1,0 +1,220 @@
+"""``LaneConnection``: a blocking stub's connection to a master's lane, one call at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import struct
+import time
+
+from kvstore.auth.credentials import MASTER_NAME, Credentials
+from kvstore.calls import Joined
+from kvstore.client.rpc.retries import (
+    CarrierBrokenError,
+    LaneUnreachableError,
+    TokenRefusedError,
+)
+from kvstore.clock import uptime
+from kvstore.errors import PermissionDeniedError, ProtocolError
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.native import pure_python, steps
+from kvstore.native.interface import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
+from kvstore.network import resolver
+from kvstore.network.addresses import join_address
+from kvstore.network.tls_stream import TlsError
+from kvstore.wire.busy_poll_gauge import SpinGauge
+from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
+from kvstore.wire.status import decode_error
+
+_CONNECT_PAUSE_S = 0.005
+"""The pause between attempts to connect to a Unix socket whose backlog is full."""
+
+
+class EndedBeforeError(CarrierBrokenError):
+    """The master had closed the connection or sent bytes before the call: nothing was sent."""
+
+
+class LaneConnection:
+    """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
+
+    def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
+        self._sock = sock
+        self._exchange = pure_python.exchange if isinstance(sock, ssl.SSLSocket) else steps.exchange
+        self.generation = generation
+        self._spin_s = spin_s
+        self._gauge = SpinGauge()
+        self._call_id = 0
+
+    def greet(self, joined: Joined, until: float) -> None:
+        """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
+        first = hello(joined.lane_token)
+        try:
+            answer = _greet(self._sock, first, until)
+        except TimeoutError:
+            raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
+        except OSError as error:
+            raise LaneUnreachableError(f"no greeting: {_reason(error)}", silent=True) from None
+        except ProtocolError as error:
+            raise LaneUnreachableError(error.message) from None
+        if answer[1] == ERROR:
+            refusal = decode_error(answer[3])
+            if isinstance(refusal, PermissionDeniedError):
+                raise TokenRefusedError(refusal.message)
+            raise LaneUnreachableError(refusal.message)
+
+    def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
+        """The answer to one call, a REPLY or an ERROR.
+
+        Raises:
+            TimeoutError, CarrierBrokenError, ProtocolError: the connection cannot be used any more.
+        """
+        self._call_id += 1
+        request = frame(self._call_id, CALL, name, payload)
+        gauge = self._gauge
+        spinning = spin and self._spin_s > 0 and gauge.pays()
+        spin_s = self._spin_s if spinning else 0.0
+        status, number, kind, data = self._exchange(
+            self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
+        )
+        if status == ANSWERED and data is not None:
+            if spinning:
+                gauge.record(number)
+            if kind in (REPLY, ERROR):
+                return self._call_id, kind, b"", data
+        if status == TIMED_OUT:
+            raise TimeoutError("no answer in time")
+        if status == UNASKED:
+            raise EndedBeforeError("the connection had ended", sent=False)
+        if status in (NOT_SENT, BROKEN):
+            reason = _reason(OSError(number, os.strerror(number)))
+            raise CarrierBrokenError(reason, sent=status == BROKEN)
+        if status == ENDED:
+            raise CarrierBrokenError("the master closed the connection", sent=True)
+        if kind == ERROR and data is not None:
+            raise CarrierBrokenError(decode_error(data).message, sent=True)
+        raise ProtocolError(
+            "the master's reply on the lane belongs to another call, or is not a frame"
+        )
+
+    def interrupt(self) -> None:
+        """Makes a call under way fail."""
+        with contextlib.suppress(OSError):
+            # Of the class: within TLS the object's own method would go on without TLS.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._sock.close()  # after an exception has cut its call
+
+
+def connect(
+    joined: Joined,
+    host: str,
+    until: float,
+    spin_s: float,
+    generation: int,
+    credentials: Credentials | None = None,
+) -> LaneConnection:
+    """Connects by the Unix socket that the master names, if this host has it, else by TCP.
+
+    ``credentials``: the identity to show over TCP, by TLS; None: no TLS. Bytes in a Unix socket do
+    not leave the host's kernel, and the token of the join, which came by TLS, says who we are.
+
+    Raises:
+        LaneUnreachableError
+    """
+    sock = _connect_unix(joined.lane_unix, until) if joined.lane_unix else None
+    if sock is not None and credentials is not None and not _is_trusted(sock):
+        sock.close()
+        sock = None
+    if sock is None:
+        if not joined.lane_port:
+            raise LaneUnreachableError(
+                "the lane's Unix socket cannot be reached, and the master has no TCP port for it"
+            )
+        address = join_address(host, joined.lane_port)
+        try:
+            sock = resolver.connect(host, joined.lane_port, until)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if credentials is not None:
+                sock = _with_tls(sock, credentials, until)
+                return LaneConnection(sock, 0.0, generation)
+        except TimeoutError:
+            raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
+        except OSError as error:
+            raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
+    sock.setblocking(False)
+    return LaneConnection(sock, spin_s, generation)
+
+
+def _is_trusted(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is of our own user, or of root. Any other user of this
+    host may have taken the name, and is not shown our token; TLS over TCP proves who it is."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return uid in (0, os.geteuid())
+
+
+def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:
+    """Takes over ``sock``. Raises OSError."""
+    sock.settimeout(max(until - uptime(), 1e-3))
+    try:
+        return credentials.client().wrap_socket(sock, server_hostname=MASTER_NAME)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
+    """Sends the first frame; the answer to it. Raises TimeoutError, OSError."""
+    reader = FrameReader()
+
+    def wait_until() -> None:
+        left_s = until - uptime()
+        if left_s <= 0:
+            raise TimeoutError
+        sock.settimeout(left_s)
+
+    wait_until()
+    sock.sendall(first)
+    while (answer := reader.next()) is None:
+        wait_until()
+        if not (count := sock.recv_into(reader.space())):
+            raise ConnectionError("the master closed the connection")
+        reader.received(count)
+    sock.setblocking(False)
+    return answer
+
+
+def _connect_unix(name: str, until: float) -> socket.socket | None:
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptor is left
+        return None
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(b"\0" + name.encode())
+            return sock
+        except BlockingIOError:  # its backlog is full
+            if uptime() < until:
+                time.sleep(_CONNECT_PAUSE_S)
+                continue
+        except OSError:
+            pass
+        sock.close()
+        return None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        error = TlsError(error)
+    if error.errno == errno.ECONNREFUSED:
+        return "connection refused"
+    return (error.strerror or str(error) or type(error).__name__).lower()

@@ -1,0 +1,492 @@
+"""Decides when a call is sent, sent again, or given up. Pure: it uses no socket.
+
+``attempts`` is a generator: it yields the next ``Action``, and is sent its outcome or thrown its
+error. ``kvstore.client.rpc.stub`` drives it, and tests drive it with a list. Its rules:
+
+* Calls of clients need a join. A call whose carrier breaks joins anew, and learns from the epoch
+  whether the master is still the same.
+* A call that was certainly not sent may be sent again. One that was sent may be sent again if it is
+  idempotent, or if the master that may have executed it is gone with its state (a new epoch).
+* If there are several masters or an etcd, the call leaves a master that is silent, gone or on
+  standby, and goes to the leader, as often as necessary.
+* The lane is preferred. If it cannot be reached, gRPC carries all calls for a while.
+* Between attempts the call waits: exponentially longer, with jitter, never beyond the deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator
+from typing import Any, Final, NamedTuple, cast
+
+import grpc
+
+from kvstore.calls import Allocate, Clear, Commit, Joined, PutEnd, PutStart, Remove, Request
+from kvstore.config import DEFAULT_PORT
+from kvstore.errors import (
+    DeadlineExceededError,
+    KVStoreError,
+    MasterUnreachableError,
+    NotLeaderError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from kvstore.network.addresses import (
+    ETCD_SCHEME,
+    EtcdPlace,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.port_probe import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
+from kvstore.wire.messages import JOIN_METADATA, Call
+from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
+
+LANE_RETRY_S: Final = 30.0
+"""How long gRPC carries everything before an unreachable lane is tried again."""
+
+LANE_SILENT_RETRY_S: Final = 1.0
+"""The same for a lane that accepts connections but stays silent: the master is stopped or busy."""
+
+LANE_CONNECT_S: Final = 1.0
+"""The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
+that drops packets never answers."""
+
+REFUSALS_MAX: Final = 2
+"""Refused tokens that one call tolerates. If more are refused, although they are fresh, another
+process than the joined master refuses them, and gRPC carries all calls for a while."""
+
+JOIN_S: Final = 2.0
+"""How long one of several masters may take to answer a join before the next one is asked."""
+
+LOCATE_S: Final = 2.0
+"""How long etcd may take to name the leader, before it is asked again."""
+
+SILENCE_S: Final = 2.0
+"""How long one of several masters may be silent, beyond the time that the call itself may have to
+wait, before another one is asked: a stopped master keeps its connections open."""
+
+WIPES_S: Final = 8.0
+"""How long calls that remove or replace objects may have to wait: for nodes to wipe, or to count as
+dead."""
+
+HOPS_MAX: Final = 3
+"""Redirections in a row that one call follows without a pause."""
+
+BACKOFF_FIRST_S: Final = 0.02
+BACKOFF_MAX_S: Final = 1.0
+BACKOFF_SEVERAL_S: Final = 0.5
+"""The longest pause where there are several masters, one of which will lead within seconds."""
+
+TELL_S: Final = 1.0
+"""A call that has had no master for this long logs what it waits for."""
+
+ATTEMPT_S: Final = 0.01
+"""With less time left no further attempt is made."""
+
+NO_ANSWER: Final = "no answer in time"
+
+
+class CarrierBrokenError(Exception):
+    """A connection could not be made or broke before the reply.
+
+    ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
+    reply came. ``strange``: the program that answered may be no master. ``generation``: that of
+    the link when the connection was made; None: the present one.
+    """
+
+    def __init__(
+        self, reason: str, *, sent: bool, silent: bool = False, strange: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sent = sent
+        self.silent = silent
+        self.strange = strange
+        self.generation: int | None = None
+
+
+class LaneUnreachableError(Exception):
+    """No connection to the lane; nothing was sent. ``silent``: connected, but no answer came."""
+
+    def __init__(self, reason: str, *, silent: bool = False) -> None:
+        super().__init__(reason)
+        self.silent = silent
+
+
+class TokenRefusedError(Exception):
+    """The peer does not know the token: the joined master is gone. The call was not executed."""
+
+
+class Locate(NamedTuple):
+    """Ask the etcd for the leader. Answer: its address; empty if no master leads."""
+
+    place: EtcdPlace
+    timeout_s: float
+
+
+class JoinAt(NamedTuple):
+    """Join the master at ``address``, unless another call has joined since ``generation``. Answer:
+    anything."""
+
+    address: str
+    timeout_s: float
+    generation: int
+
+
+class OnLane(NamedTuple):
+    """Send the call on the lane. Answer: the encoded reply."""
+
+
+class OnGrpc(NamedTuple):
+    """Send the call by gRPC. Answer: the encoded reply."""
+
+    address: str
+
+
+class Identify(NamedTuple):
+    """Find out which program listens at ``address``. Answer: what
+    ``kvstore.port_probe.what_answers`` returns."""
+
+    address: str
+    timeout_s: float
+
+
+class WaitStep(NamedTuple):
+    """Wait. Answer: anything."""
+
+    seconds: float
+    reason: str = ""
+    """Why the call waits; empty during its first ``TELL_S``."""
+
+
+Action = Locate | JoinAt | OnLane | OnGrpc | Identify | WaitStep
+Attempts = Generator[Action, Any, bytes]
+"""What ``attempts`` returns. It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an
+address after ``Locate``, a text after ``Identify``, and nothing of use after other actions."""
+
+
+def parse_addresses(address: str) -> tuple[str, ...]:
+    """The masters in ``host:port,host:port``; the port may be missing, and is the usual one then.
+    Empty for ``etcd://...``, which names no master.
+
+    Raises:
+        InvalidArgumentError: not of that form.
+    """
+    if address.startswith(ETCD_SCHEME):
+        return ()
+    return tuple(
+        join_address(*split_address(part, default_port=DEFAULT_PORT)) for part in address.split(",")
+    )
+
+
+class MasterLink:
+    """What a stub knows of its master. One per stub; all its calls use it."""
+
+    def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
+        self.addresses = parse_addresses(address)
+        """The masters that may lead; empty if etcd names the leader."""
+        self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
+        self.alone = len(self.addresses) == 1
+        self.shown = shown_place(address)
+        self.joined: Joined | None = None
+        self.current = False
+        """Whether ``joined`` is believed to be valid."""
+        self.generation = 0
+        """Grows at each join and loss; connections of an earlier generation are closed."""
+        self._turn = 0
+        self._leader = ""
+        """The leader as named by etcd, or by a master that stands by."""
+        self._lane = lane
+        self._lane_retry_at = 0.0
+        self._lane_problem = ""
+        self._warned = False
+        self._random = rng or random.Random()  # noqa: S311  # jitter, no secret
+
+    @property
+    def address(self) -> str:
+        """The master in use, or to try next; empty: etcd must be asked."""
+        return self._leader or (self.addresses[self._turn] if self.addresses else "")
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the master that was last joined; 0 before."""
+        return self.joined.epoch if self.joined is not None else 0
+
+    def accept(self, joined: Joined, address: str) -> None:
+        """Called after a join at ``address``: that master is used from now on, even if another call
+        has chosen a different one meanwhile."""
+        if address != self.address:
+            self._leader = address
+        before = self.joined
+        if before is None or before.lane_token != joined.lane_token:
+            self._lane_retry_at = 0.0
+        self.joined = joined
+        self.current = True
+        self.generation += 1
+
+    def lost(self, generation: int) -> None:
+        """Called when the master joined in ``generation`` cannot be reached, or is another one."""
+        if self.current and self.generation == generation:
+            self.current = False
+            self.generation += 1
+
+    def next_address(self, failed: str) -> None:
+        """Called after ``lost`` when ``failed`` cannot be used: goes on to the next address, unless
+        another call has done so or has joined a master since."""
+        if self.current or self.address != failed:
+            return
+        if self._leader:
+            self._leader = ""
+        if self.addresses and self.addresses[self._turn] == failed:
+            self._turn = (self._turn + 1) % len(self.addresses)
+
+    def follow(self, leader: str) -> None:
+        """Called after ``lost`` when etcd or a standby names ``leader``."""
+        if not self.current:
+            self._leader = leader
+
+    def silence_s(self, request: Request) -> float:
+        """How long a master may be silent to ``request`` before another one is asked."""
+        if self.alone:
+            return math.inf
+        if isinstance(request, PutStart | Allocate):
+            return SILENCE_S + request.wait_ms / 1000
+        if isinstance(request, PutEnd | Commit | Remove | Clear):
+            return SILENCE_S + WIPES_S
+        return SILENCE_S
+
+    def lane_open(self, now: float) -> bool:
+        joined = self.joined
+        return (
+            self._lane
+            and joined is not None
+            and bool(joined.lane_port or joined.lane_unix)
+            and now >= self._lane_retry_at
+        )
+
+    def lane_failed(self, now: float, reason: str, *, silent: bool = False) -> None:
+        self._lane_retry_at = now + (LANE_SILENT_RETRY_S if silent else LANE_RETRY_S)
+        self._lane_problem = reason
+
+    def lane_warning(self) -> str | None:
+        """What to log after gRPC carried a call that the lane could not; once for a client."""
+        if not self._lane_problem or self._warned:
+            return None
+        self._warned = True
+        port = self.joined.lane_port if self.joined is not None else 0
+        host, _ = split_address(self.address)
+        return (
+            f"lane unreachable, calls go over gRPC address={join_address(host, port)} "
+            f"reason={self._lane_problem!r}; open TCP port {port} of the master for faster calls"
+        )
+
+    def backoff_s(self, attempt: int) -> float:
+        """How long to wait after ``attempt`` failures, 1 or more: doubling, half of it random."""
+        most = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
+        longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        return longest * (0.5 + 0.5 * self._random.random())
+
+    def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
+        if self.joined is None or not call.lane:
+            return ()
+        return ((JOIN_METADATA, self.joined.lane_token),)
+
+
+def attempts(
+    link: MasterLink,
+    call: Call[Any, Any] | None,
+    deadline: float,
+    clock: Callable[[], float],
+    broken: CarrierBrokenError | NotLeaderError | None = None,
+) -> Attempts:
+    """Carries one call to its reply; see the module.
+
+    Args:
+        call: None: only joins, and returns nothing.
+        broken: the error by which an earlier attempt, on the lane, has ended.
+
+    Raises:
+        KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
+    """
+    started = clock()
+    failures = refusals = hops = 0
+    reasons: dict[str, str] = {}
+    identified: set[str] = set()
+    epoch = link.epoch  # of the present attempt
+    doubtful: int | None = None  # the epoch in which an attempt may have been executed
+    while True:
+        pause_s = 0.0
+        joining = strange = False
+        address, generation = link.address, link.generation
+        try:
+            if broken is not None:
+                error, broken = broken, None
+                raise error
+            if not address:
+                joining = True
+                address = yield from _locate(link, deadline - clock())
+                joining = False
+            if (call is None or call.lane) and not link.current:
+                joining = True
+                yield _join(link, address, deadline - clock())
+                joining = False
+                generation = link.generation
+            if call is None:
+                return b""
+            epoch = link.epoch  # another call may join anew while this one is under way
+            if doubtful == epoch:
+                raise _in_doubt(call, address, reasons)
+            if call.lane and link.lane_open(clock()):
+                return cast(bytes, (yield OnLane()))
+            return cast(bytes, (yield OnGrpc(address)))
+        except TokenRefusedError as refused:
+            refusals += 1
+            if refusals > REFUSALS_MAX:
+                link.lane_failed(clock(), str(refused))
+                reasons[address] = str(refused)
+                pause_s = link.backoff_s(refusals)
+            link.lost(generation)
+        except LaneUnreachableError as unreachable:
+            link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
+        except CarrierBrokenError as failure:
+            failures += 1
+            # A call that needs no join may be the first one.
+            is_first = joining or link.joined is None
+            strange = is_first and failure.strange and address not in identified
+            if address not in identified:
+                reasons[address] = failure.reason
+            if failure.generation is not None:
+                generation = failure.generation
+            if failure.sent and call is not None and not joining and not call.idempotent:
+                doubtful = epoch
+            link.lost(generation)
+            if failure.silent:
+                link.next_address(address)
+            elif joining or call is None or not call.lane:
+                link.next_address(address)
+                pause_s = link.backoff_s(failures)
+            elif failures > 1:
+                pause_s = link.backoff_s(failures - 1)
+        except NotLeaderError as refusal:
+            failures += 1
+            reasons[address or link.shown] = refusal.message
+            if call is not None and not joining and not call.idempotent:
+                # A leader whose term ended while it executed the call answers so, too.
+                doubtful = epoch
+            link.lost(generation)
+            link.next_address(address)
+            leader = str(refusal.fields.get("leader", ""))
+            if leader and leader != address:
+                link.follow(leader)
+                hops += 1
+            if not leader or hops > HOPS_MAX:
+                pause_s = link.backoff_s(failures)
+        except UnavailableError as refusal:
+            # A master that stands by or is stopping refuses every join.
+            if not joining or isinstance(refusal, DeadlineExceededError):
+                harmless = joining or call is None or call.idempotent
+                if reasons and harmless and isinstance(refusal, DeadlineExceededError):
+                    # The last of several attempts ran into the deadline.
+                    raise _unreachable(link, reasons, failures, clock() - started) from None
+                raise
+            failures += 1
+            reasons[address or link.shown] = refusal.message
+            link.next_address(address)
+            pause_s = link.backoff_s(failures)
+        left_s = deadline - clock()
+        if strange and left_s >= ATTEMPT_S:
+            what = yield Identify(address, min(ASK_S, left_s / 2))
+            if what and what != GRPC:
+                reasons[address] = NO_MASTER + what
+                identified.add(address)
+        now = clock()
+        left_s = deadline - now
+        if left_s < ATTEMPT_S or (link.alone and identified):
+            raise _unreachable(link, reasons, failures, now - started)
+        if pause_s:
+            reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
+            yield WaitStep(min(pause_s, left_s / 2), reason)
+
+
+def _locate(link: MasterLink, left_s: float) -> Generator[Action, Any, str]:
+    """The address of the leader; another call may meanwhile find that it cannot be used.
+
+    Raises:
+        NotLeaderError: no master leads.
+    """
+    assert link.etcd is not None, "where there are addresses, there is an address"
+    leader = yield Locate(link.etcd, min(left_s, LOCATE_S))
+    if not leader:
+        raise NotLeaderError("no master leads now", leader="")
+    link.follow(leader)
+    return link.address or leader
+
+
+def _join(link: MasterLink, address: str, left_s: float) -> JoinAt:
+    timeout_s = left_s if link.alone else min(left_s, JOIN_S)
+    return JoinAt(address, timeout_s, link.generation)
+
+
+def _in_doubt(
+    call: Call[Any, Any], address: str, reasons: dict[str, str]
+) -> MasterUnreachableError:
+    return MasterUnreachableError(
+        f"the connection to the master at {address} broke during {call.name} "
+        f"({next(iter(reasons.values()), 'no reason given')}); the master may have "
+        f"executed the call",
+        advice="Repeat the whole operation.",
+        address=address,
+        sent=1,
+    )
+
+
+def _unreachable(
+    link: MasterLink, reasons: dict[str, str], attempts: int, waited_s: float
+) -> MasterUnreachableError:
+    tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+    return MasterUnreachableError(
+        f"no master could be reached in {waited_s:.1f} s ({tried or link.shown})",
+        advice=unreachable_advice(link.shown, reasons.values()),
+        addresses=link.shown,
+        attempts=attempts,
+        waited_ms=round(waited_s * 1000),
+    )
+
+
+def late(link: MasterLink, name: str) -> DeadlineExceededError:
+    """The error of a call whose deadline passed without a reply."""
+    return DeadlineExceededError(
+        f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
+        advice=f"A longer timeout_ms gives it more time; kvstore doctor --master {link.shown} says "
+        "whether it answers.",
+        address=link.address or link.shown,
+    )
+
+
+def silent(generation: int) -> CarrierBrokenError:
+    """The error of a call that one of several masters has not answered for too long, on a
+    connection that was made under this generation of the link."""
+    error = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+    error.generation = generation
+    return error
+
+
+def grpc_failure(
+    error: grpc.RpcError, link: MasterLink, name: str, *, last: bool
+) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
+    """What a failed gRPC call means. ``last``: it had all the time that the whole call had left."""
+    detail = detail_of(error)
+    if detail is not None:
+        answer = decode_error(detail)
+        if isinstance(answer, PermissionDeniedError) and "join" in answer.fields:
+            return TokenRefusedError(answer.message)
+        return answer
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return late(link, name) if last else CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return CarrierBrokenError(brief(details), sent=True, strange=is_strange(details))
+    return from_grpc(code, details, None)

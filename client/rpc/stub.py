@@ -1,0 +1,477 @@
+"""``MasterStub``: blocking calls to the master."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import grpc
+
+from kvstore.auth.credentials import Credentials
+from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client import fork_support
+from kvstore.client.rpc.channels import Channels
+from kvstore.client.rpc.lane_client import EndedBeforeError, LaneConnection, connect
+from kvstore.client.rpc.retries import (
+    LANE_CONNECT_S,
+    NO_ANSWER,
+    TELL_S,
+    Action,
+    Attempts,
+    CarrierBrokenError,
+    Identify,
+    JoinAt,
+    Locate,
+    MasterLink,
+    OnGrpc,
+    OnLane,
+    WaitStep,
+    attempts,
+    grpc_failure,
+    late,
+    silent,
+)
+from kvstore.clock import uptime
+from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
+from kvstore.etcd.leader_lookup import find_leader
+from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
+from kvstore.network.addresses import split_address
+from kvstore.port_probe import GRPC, TLS, what_answers
+from kvstore.process.cancellation import Stop, current
+from kvstore.process.tasks import in_one_piece
+from kvstore.wire.frames import ERROR
+from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.pieces import CUTS, Cut
+from kvstore.wire.status import decode_error, detail_of
+from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
+from kvstore.wire.trace_context import trace_of, with_trace
+
+logger = logging.getLogger("kvstore.client")
+
+JOIN = CALLS[Join]
+
+REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
+"""What gRPC says of a master that does not accept a client's certificate, and what that means."""
+
+CLOSED_PAUSE_S = 0.05
+"""How often a call that waits looks whether the client was closed."""
+
+SPIN_S = 300e-6
+"""How long a hot call polls for its reply before it sleeps: most come within that, and waking up
+takes as long again."""
+
+LANE_CONNECTIONS_MAX = 32
+"""Connections to the lane at once, one call each; more calls at once go over gRPC."""
+
+
+def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
+    """Waits within a call. Raises ClosedError: the client was closed meanwhile."""
+    until = uptime() + seconds
+    while not is_closed() and (left_s := until - uptime()) > 0:
+        time.sleep(min(left_s, CLOSED_PAUSE_S))
+    if is_closed():
+        raise ClosedError("the client was closed during the call")
+
+
+class _Sending(NamedTuple):
+    """A call, as each attempt sends it."""
+
+    call: Call[Any, Any]
+    payload: bytes
+    deadline: float
+    silence_s: float
+    """As ``MasterLink.silence_s``."""
+
+
+class MasterStub:
+    """Calls a master. Several threads may call at once.
+
+    Calls of clients first join the master. Then they take the lane, a pool of connections with one
+    call at a time each, or gRPC if the lane cannot be reached. Calls of operators take gRPC and
+    need no join. In the child of a fork, call ``abandon``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        host: str,
+        name: str,
+        lane: bool = True,
+        cluster: str = "",
+        auth: str = "",
+        client_number: int = 0,
+    ) -> None:
+        """
+        Args:
+            address: ``host:port`` of the master, or of several, separated by commas.
+            host: ``kvstore.network.host.host_id()``.
+            name: of the caller, for the master's log.
+            cluster: name of the cluster to join; empty: any.
+            auth: the file that proves our identity; empty: no authentication.
+
+        Raises:
+            InvalidArgumentError: ``address`` is not an address.
+            ConfigError: the file cannot be used.
+        """
+        self._link = MasterLink(address, lane=lane)
+        self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
+        self._closed = False
+        self.check: Callable[[Request], None] | None = None
+        """Called before each call; may refuse it by raising a ``KVStoreError``."""
+        self._answered = self._told_waiting = False
+        self._lock = threading.Lock()  # guards ``_connections``
+        self.begin_anew()
+        self.credentials = Credentials(auth) if auth else None
+        """Our identity; None: without authentication."""
+        self._channels = Channels(self.credentials)
+
+    def begin_anew(self) -> None:
+        """Called after a foreign exception has cut a call: the next calls use connections and locks
+        of their own. Calls of other threads go on."""
+        self._joining = threading.Lock()
+        self._idle: deque[LaneConnection] = deque()
+        self._connections: set[LaneConnection] = set()
+
+    @property
+    def joined(self) -> Joined | None:
+        """The master's answer to the last join; None before the first."""
+        return self._link.joined
+
+    @property
+    def address(self) -> str:
+        """The master in use, ``host:port``; empty: etcd has not named one yet."""
+        return self._link.address
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the master that was last joined; 0 before."""
+        return self._link.joined.epoch if self._link.joined is not None else 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether a master has answered a call, or a join."""
+        return self._answered or self._link.joined is not None
+
+    def join(self, deadline: float) -> Joined:
+        """Joins now if the stub has not joined, as any other call would.
+
+        Raises:
+            As ``call``.
+        """
+        if self._closed:
+            raise ClosedError("the client is closed")
+        if not self._link.current:
+            under_way = attempts(self._link, None, deadline, uptime)
+            self._run(under_way, _Sending(JOIN, b"", deadline, math.inf))
+        joined = self._link.joined
+        assert joined is not None
+        return joined
+
+    def call(self, request: Request, deadline: float, trace: str = "") -> Reply:
+        """The master's reply.
+
+        Args:
+            deadline: a ``uptime()`` value, by which this returns or raises.
+            trace: the ``traceparent`` of the span that this call is part of; empty: of none.
+
+        Raises:
+            MasterUnreachableError: no master was found until the deadline, or (``fields["sent"]``
+                is 1) the connection broke during a call that must not be sent twice.
+            DeadlineExceededError: the master did not answer in time.
+            ClosedError: the stub was closed, before or meanwhile.
+            KVStoreError: the error that the master answered.
+        """
+        if self._closed:
+            raise ClosedError("the client is closed")
+        if self.check is not None:
+            self.check(request)
+        if self.credentials is not None:
+            self.credentials.remind()
+        call = CALLS[type(request)]
+        cut = CUTS.get(type(request))
+        if cut is not None and cut.is_large(request):
+            return self._in_pieces(cut, request, deadline, trace)
+        payload = encode_request(request)
+        if len(payload) > REQUEST_BYTES_MAX:
+            return self._in_pieces(cut, request, deadline, trace)
+        if trace:
+            payload = with_trace(payload, trace)
+        sending = _Sending(call, payload, deadline, self._link.silence_s(request))
+        broken: CarrierBrokenError | NotLeaderError | None = None
+        while call.lane and broken is None and (connection := self._take()) is not None:
+            try:
+                return decode_reply(call, self._on_lane(connection, sending))
+            except EndedBeforeError:
+                pass
+            except (CarrierBrokenError, NotLeaderError) as error:
+                broken = without_frames(error)
+        under_way = attempts(self._link, call, deadline, uptime, broken)
+        reply = decode_reply(call, self._run(under_way, sending))
+        self._answered = True
+        if isinstance(reply, Joined):
+            self._accept(reply, self._link.address)
+        return reply
+
+    def _in_pieces(self, cut: Cut | None, request: Request, deadline: float, trace: str) -> Reply:
+        """As ``call``, in several requests; again, if another master has answered some of them.
+
+        Raises:
+            BatchTooLargeError: it cannot be cut; nothing was sent.
+        """
+        pieces = [] if cut is None else cut.pieces(request)
+        if cut is None or len(pieces) < 2:
+            raise BatchTooLargeError(
+                f"{type(request).__name__}: over {REQUEST_BYTES_MAX} bytes in one request",
+                advice="Split the batch.",
+            )
+        while True:
+            replies = [self.call(piece, deadline, trace) for piece in pieces]
+            if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
+                return cut.joined(replies)
+
+    def abandon(self) -> None:
+        """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
+        parent's connections. Takes no lock."""
+        self._closed = True
+        for connection in list(self._connections):
+            connection.close()
+        fork_support.keep(self._channels)  # gRPC's threads and locks were the parent's
+
+    def close(self) -> None:
+        """Ends calls under way with ``ClosedError``. Idempotent."""
+        self._closed = True
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.interrupt()
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._drop(self._idle.pop())
+        self._channels.close()
+
+    # --- attempts ------------------------------------------------------------------------------
+
+    def _run(self, under_way: Attempts, sending: _Sending) -> bytes:
+        action = next(under_way)
+        while True:
+            outcome: bytes | str | None = None
+            failure: Exception | None = None
+            try:
+                outcome = self._do(action, sending)
+            except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
+                failure = error
+            if failure is not None and self._closed:
+                raise ClosedError("the client was closed during the call")
+            # Outside the handler, so that errors of `attempts` do not refer to the failed attempt.
+            try:
+                action = under_way.send(outcome) if failure is None else under_way.throw(failure)
+            except StopIteration as done:
+                return cast(bytes, done.value)
+            finally:
+                failure = None  # its traceback refers to this frame
+
+    def _do(self, action: Action, sending: _Sending) -> bytes | str | None:
+        call, payload, deadline, silence_s = sending
+        if isinstance(action, JoinAt):
+            self._join_at(action, deadline)
+            return None
+        if isinstance(action, Identify):
+            what = what_answers(action.address, action.timeout_s)
+            return GRPC if what == TLS and self.credentials is not None else what
+        if isinstance(action, WaitStep):
+            self._tell_waiting(action.reason, deadline)
+            wait_in_call(action.seconds, lambda: self._closed)
+            return None
+        if isinstance(action, Locate):
+            return in_one_piece(
+                functools.partial(find_leader, action.place, uptime() + action.timeout_s)
+            )
+        if isinstance(action, OnLane):
+            connection = self._take() or self._connect(deadline)
+            if connection is not None:
+                return self._on_lane(connection, sending)
+        until = min(deadline, uptime() + silence_s)
+        address = action.address if isinstance(action, OnGrpc) else self._link.address
+        reply = self._on_grpc(address, call, payload, until, last=until == deadline)
+        if isinstance(action, OnLane):
+            return reply
+        warning = self._link.lane_warning() if call.lane else None
+        if warning is not None:
+            logger.warning(warning)
+        return reply
+
+    def _join_at(self, action: JoinAt, deadline: float) -> None:
+        joining = self._joining
+        if not joining.acquire(timeout=max(0.0, deadline - uptime())):
+            raise late(self._link, "Join")
+        try:
+            if self._link.generation == action.generation:
+                until = min(deadline, uptime() + action.timeout_s)
+                payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
+                data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
+                self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
+        finally:
+            joining.release()
+
+    def _accept(self, joined: Joined, address: str) -> None:
+        self._link.accept(joined, address)
+        self._told_waiting = False
+
+    def _on_grpc(
+        self,
+        address: str,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        *,
+        last: bool = True,
+    ) -> bytes:
+        # gRPC's channels are guarded by conditions of Python, which a signal handler that raises
+        # would leave taken for ever.
+        return in_one_piece(
+            functools.partial(self._send, address, call, payload, deadline, last, current())
+        )
+
+    def _send(
+        self,
+        address: str,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        last: bool,
+        stop: Stop | None,
+    ) -> bytes:
+        left_s = deadline - uptime()
+        if left_s <= 0:
+            raise late(self._link, call.name)
+        send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        with self._channels.lend(address, deadline) as lent:
+            try:
+                send = lent.channel.unary_unary(call.path)
+                metadata = self._link.metadata(call)
+                if trace := trace_of(payload):
+                    metadata = (*metadata, (TRACE_METADATA, trace))
+                if stop is None and call is not JOIN:
+                    return send(payload, timeout=left_s, metadata=metadata)
+                if stop is not None:
+                    stop.check()
+                calling = send.future(payload, timeout=left_s, metadata=metadata)
+                with stop.wakes(calling.cancel) if stop else contextlib.nullcontext():
+                    return self._result(calling, call, deadline)
+            except grpc.RpcError as error:
+                failure: Exception = grpc_failure(error, self._link, call.name, last=last)
+                if self.credentials is not None and isinstance(failure, CarrierBrokenError):
+                    failure.reason = REFUSED_US.get(failure.reason, failure.reason)
+                lent.in_doubt = detail_of(error) is None
+                without_frames(error)  # the error is the call itself, and frames refer to it
+            except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
+                failure = CarrierBrokenError(str(error), sent=True)
+            except ValueError as error:  # a channel that was closed meanwhile
+                failure = CarrierBrokenError(str(error), sent=False)
+        # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
+        # open for as long as the caller keeps this error.
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame
+
+    def _result(self, calling: grpc.Future[bytes], call: Call[Any, Any], deadline: float) -> bytes:
+        if call is JOIN:
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                return calling.result(TELL_S)
+            self._tell_waiting(NO_ANSWER, deadline)
+        return calling.result()
+
+    def _tell_waiting(self, reason: str, deadline: float) -> None:
+        """Logs what a call waits for; once, until a master is joined."""
+        if reason and not self._told_waiting:
+            self._told_waiting = True
+            logger.warning(
+                "waiting for a master at %s, up to %.1f s more: %s",
+                self._link.shown, deadline - uptime(), reason,
+            )  # fmt: skip
+
+    # --- the lane ------------------------------------------------------------------------------
+
+    def _take(self) -> LaneConnection | None:
+        """An idle connection, if there is one; its other end may have closed it since."""
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.generation == self._link.generation:
+                return connection
+            self._drop(connection)
+
+    def _on_lane(self, connection: LaneConnection, sending: _Sending) -> bytes:
+        """The reply's bytes. The connection goes back to the pool, or is closed."""
+        call, payload, deadline, silence_s = sending
+        # Polling threads compete for the interpreter's lock: it pays for one, not for several.
+        alone = len(self._connections) - len(self._idle) <= 1
+        until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
+        stop = current()
+        try:
+            if stop is None:
+                _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
+            else:
+                with stop.wakes(connection.interrupt):
+                    _, kind, _, data = connection.exchange(
+                        call.wire_name, payload, until, spin=alone
+                    )
+        except TimeoutError:
+            self._drop(connection)
+            if until < deadline:
+                raise silent(connection.generation) from None
+            raise late(self._link, call.name) from None
+        except BaseException as error:
+            self._drop(connection)
+            if isinstance(error, CarrierBrokenError):
+                error.generation = connection.generation
+            raise
+        if self._closed:
+            self._drop(connection)
+        else:
+            self._idle.append(connection)
+        if kind == ERROR:
+            raise decode_error(data)
+        return data
+
+    def _connect(self, deadline: float) -> LaneConnection | None:
+        """A new connection; None if ``LANE_CONNECTIONS_MAX`` are open."""
+        joined, generation = self._link.joined, self._link.generation
+        assert joined is not None
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the client is closed")
+            if len(self._connections) >= LANE_CONNECTIONS_MAX:
+                return None
+        now = uptime()
+        until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
+        if until <= now:
+            raise late(self._link, "lane")
+        host, _ = split_address(self._link.address)
+        connection = connect(joined, host, until, SPIN_S, generation, self.credentials)
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            if self._closed:
+                raise ClosedError("the client is closed")
+            connection.greet(joined, until)
+        except BaseException:
+            self._drop(connection)
+            raise
+        return connection
+
+    def _drop(self, connection: LaneConnection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()

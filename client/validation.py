@@ -1,0 +1,272 @@
+"""Checks what a program passes to a client, before anything is sent.
+
+A wrong argument raises InvalidArgumentError, which names the argument, its unit, and what was
+given. Accepted values are taken as meant: numpy's integers count as integers, and an iterator of
+keys as its keys. But a single text is not a sequence of keys, and ``"no"`` is not False.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, Union, cast
+
+import numpy as np
+
+from kvstore.client.values import Buffer, Payload, Storable, writable
+from kvstore.device.memory import DeviceMemory
+from kvstore.errors import BufferMismatchError, InvalidArgumentError
+from kvstore.formatting import key_text
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    MATCH_KEYS_MAX,
+    SIZE_BYTES_MAX,
+    Key,
+    check_count,
+    check_key,
+    check_keys,
+)
+from kvstore.memory.mapping import is_shown
+from kvstore.native import steps
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.device.device import Device
+
+AnyKey = str | bytes
+Duration = float | timedelta | str
+"""Seconds, a ``timedelta``, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
+Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
+Range = tuple[int, Buffer | Sequence[Buffer]]
+"""Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
+DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
+Stream = Union[int, "torch.cuda.Stream"]
+"""A stream of a device: torch's, or the driver's handle of it."""
+
+_TEXTS: Final = (str, bytes, bytearray, memoryview)
+_SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
+ADDRESS_MAX: Final = (1 << 64) - 1
+SIZE_MAX: Final = SIZE_BYTES_MAX
+CURSOR_MAX: Final = (1 << 64) - 1
+OFFSET_MAX: Final = (1 << 62) - 1
+TIMEOUT_MS_MAX: Final = 3_600_000
+"""The longest time-out of one call; ``ClientConfig.timeout_ms`` has the same bound."""
+KINDS: Final = ("torch", "numpy", "bytes")
+
+
+def whole(name: str, value: object, least: int, most: int, unit: str = "") -> int:
+    if type(value) is int and least <= value <= most:  # nearly always
+        return value
+    wanted = f"{name} is a whole number{unit and f' of {unit}'}"
+    if isinstance(value, bool | np.bool_):
+        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}")
+    try:
+        number = operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}") from None
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"{name} is {least} to {most}, not {_shown(number)}")
+    return number
+
+
+def wholes(name: str, values: object, least: int, most: int, unit: str = "") -> Sequence[int]:
+    """Whole numbers within bounds, checked without a Python step for each where all are ``int``."""
+    several = sequence(name, values)
+    if set(map(type, several)) == {int}:
+        numbers = cast("Sequence[int]", several)
+        if least <= min(numbers) and max(numbers) <= most:
+            return numbers
+    return [whole(f"each of {name}", each, least, most, unit) for each in several]
+
+
+def duration_ms(name: str, value: object, most_ms: int) -> int:
+    """A duration of more than 0: in seconds, a ``timedelta``, or a text with a unit (``"90s"``,
+    ``"1.5h"``; ms, s, min, h, d). Rounded up to milliseconds."""
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)", value.strip(), re.ASCII)
+        if found is None:
+            raise InvalidArgumentError(
+                f"{name} is in seconds, or a text with a unit, not {_shown(value)}",
+                advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
+            )
+        seconds = float(found[1]) * _SECONDS[found[2]]
+    else:
+        try:
+            if isinstance(value, bool | np.bool_ | np.ndarray | bytes | bytearray):
+                raise TypeError
+            seconds = float(cast("SupportsFloat", value))
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidArgumentError(
+                f"{name} is a number of seconds, not {_shown(value)}",
+                advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
+            ) from None
+    if not 0 < seconds <= most_ms / 1000:  # also refuses NaN
+        raise InvalidArgumentError(
+            f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {_shown(value)}"
+        )
+    return math.ceil(seconds * 1000)
+
+
+def flag(name: str, value: object) -> bool:
+    """True or false; 1 and 0 count as well."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, int | np.bool_ | np.integer) and value in (0, 1):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} is True or False, not {_shown(value)}")
+
+
+def text(name: str, value: object) -> str:
+    if type(value) is str:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise InvalidArgumentError(f"{name} is a text, not {_shown(value)}")
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises InvalidArgumentError: it is none of these texts."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidArgumentError(
+            f"{name} is {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, "
+            f"not {_shown(value)}"
+        )
+
+
+def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[object]:
+    """The argument as a sequence: an iterator becomes a list, and a single text is refused.
+
+    Raises:
+        BatchTooLargeError: an iterator gives more than ``most``.
+    """
+    if type(value) is list or type(value) is tuple:  # nearly always
+        return value
+    if isinstance(value, _TEXTS):
+        raise InvalidArgumentError(
+            f"{name} is a sequence, and this is one {type(value).__name__}: {_shown(value)}",
+            advice="For a single one, put it between brackets.",
+        )
+    if isinstance(value, Sequence):
+        return value
+    try:
+        several = list(itertools.islice(cast("Iterable[object]", value), most + 1))
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is a sequence, not {_shown(value)}") from None
+    check_count(len(several), most)
+    return several
+
+
+def key_list(keys: object, most: int = BATCH_KEYS_MAX) -> list[Key]:
+    """Raises InvalidKeyError; BatchTooLargeError: more than ``most``."""
+    return check_keys(sequence("keys", keys), distinct=False, keys_max=most)
+
+
+def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
+    """The keys, of which none occurs twice, and the values."""
+    given = items.items() if isinstance(items, Mapping) else items
+    several = cast("Sequence[tuple[AnyKey, Storable]]", sequence("items", given, BATCH_KEYS_MAX))
+    try:
+        keys = [key for key, _ in several]
+    except (TypeError, ValueError):
+        raise InvalidArgumentError("items are pairs of a key and a value, or a dict") from None
+    return check_keys(keys, distinct=True), [value for _, value in several]
+
+
+def rows(name: str, values: object) -> Sequence[object]:
+    """Values or buffers, one per key. An array or a tensor counts as the sequence of its rows."""
+    if isinstance(values, np.ndarray) and not values.ndim:
+        raise InvalidArgumentError(f"{name} is a sequence, and this is one number")
+    try:
+        return sequence(name, values)
+    except (ValueError, RuntimeError) as error:  # a tensor without dimensions, for example
+        raise InvalidArgumentError(f"{name} is a sequence: {error}") from None
+
+
+def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]:
+    """Pairs of a key and what is given for it; ``keys`` may also be a single key."""
+    if isinstance(keys, str | bytes):
+        return [(check_key(keys), given)]
+    checked, each = key_list(keys), rows(what, given)
+    if len(each) != len(checked):
+        raise InvalidArgumentError(
+            f"{len(checked)} keys and {len(each)} {what}", advice="Give one for each key."
+        )
+    return zip(checked, each, strict=True)
+
+
+def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
+    """The offset and the memory of each part; empty parts are left out."""
+    flat: list[tuple[int, memoryview]] = []
+    for pair in sequence("ranges", ranges):
+        try:
+            offset, buffer = cast("Range", pair)
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                "ranges are pairs of an offset in bytes and a buffer"
+            ) from None
+        offset = whole("an offset", offset, 0, OFFSET_MAX, "bytes")
+        for view in writable(buffer)[0]:  # filled in order, as by ``get_into``
+            if len(view):
+                flat.append((offset, view))
+            offset += len(view)
+    return flat
+
+
+def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
+    """Checks the memory that one call fills. Returns its device; None: it is the host's.
+
+    Raises:
+        InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
+        BufferMismatchError: some of it is a view of the pool, or not where the rest is.
+    """
+    devices = {
+        None if isinstance(payload, list) else payload.device for _, payload in targets if payload
+    }
+    if len(devices) > 1:
+        raise BufferMismatchError(
+            "the buffers of one call are in different memories",
+            advice="Make a call for each device, and one for the host's memory.",
+        )
+    host: list[memoryview] = []
+    on_device: list[DeviceMemory] = []
+    for _, payload in targets:
+        if isinstance(payload, list):
+            host += payload
+        else:
+            on_device.append(payload)
+    if on_device and DeviceMemory.joined(on_device).overlaps_itself:
+        raise _not_apart("the buffers")
+    if len(host) > 1 and (two := steps.overlap(host)) is not None:
+        of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
+        raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
+    if any(map(is_shown, host)):
+        raise BufferMismatchError(
+            "a view of the pool is read-only", advice="Get into memory of your own."
+        )
+    return devices.pop() if devices else None
+
+
+def _not_apart(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{what} share memory: the bytes of one value would overwrite those of another",
+        advice="Give each value memory of its own.",
+    )
+
+
+def _shown(value: object) -> str:
+    """How an error shows a value: its type, and its text if that is short."""
+    try:
+        shown = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
+    except Exception:  # noqa: BLE001  # the program's own class
+        shown = ""
+    of = type(value).__name__
+    if not shown or len(shown) > 60 or not shown.isprintable():
+        return f"{'an' if of[0] in 'aeiou' else 'a'} {of}"
+    return shown if value is None or isinstance(value, bool | int | float) else f"{shown} ({of})"

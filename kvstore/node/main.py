@@ -1,0 +1,528 @@
+"""The process ``kvstore-node``: a segment, its data server, and its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final, NamedTuple, Protocol
+
+from kvstore.auth.credentials import Credentials
+from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.auth.revocation_list import Revoked
+from kvstore.calls import MasterAccepted
+from kvstore.clock import uptime
+from kvstore.config import DATA_PORTS, NodeConfig
+from kvstore.errors import (
+    AddressInUseError,
+    ClusterMismatchError,
+    KVStoreError,
+    LeftOverMemoryError,
+    NodeNameTakenError,
+    StartupError,
+)
+from kvstore.etcd.leader_lookup import find_leader
+from kvstore.formatting import size_text
+from kvstore.memory import numa
+from kvstore.memory.allocation import MemoryOptions
+from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
+from kvstore.memory.segment import NodeSegment
+from kvstore.memory.shm_entries import (
+    SHM_DIRECTORY,
+    free_node_name,
+    group_id,
+    key_path,
+    socket_name,
+    unlink_own,
+)
+from kvstore.network.addresses import (
+    ETCD_SCHEME,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
+from kvstore.network.listeners import EVERY_INTERFACE, hears
+from kvstore.node.agent import NodeAgent
+from kvstore.node.descriptor_server import HandoverServer
+from kvstore.node.device_segment import DeviceSegment
+from kvstore.node.http_status import answers_of
+from kvstore.node.inventory import use_stamps
+from kvstore.node.master_discovery import LOCATE_S
+from kvstore.node.startup_progress import Starting
+from kvstore.node.startup_progress import served as starting_served
+from kvstore.process import descriptors, sd_notify, tasks
+from kvstore.process.child_process import NO_PARENT, ParentLink
+from kvstore.process.tasks import EXIT_BROKEN, start_task
+from kvstore.process.watched_files import watching
+from kvstore.transport import tcp_server
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.server import EngineServer
+from kvstore.transport.tcp_server import DataServer
+from kvstore.web.server.access_control import Access, Secured, secured_by
+from kvstore.web.server.serving import bind, request_limiter, serving
+
+log = logging.getLogger("kvstore.node")
+
+NAME_WAIT_S: Final = 2.0
+"""How long a node waits for the previous process of its name to end."""
+
+
+class ReplicaCopier(Protocol):
+    """Copies objects of this node to other nodes when the master wants more replicas."""
+
+    def wake(self) -> None:
+        """Called when there are objects to copy. Does not block."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+def run(
+    config: NodeConfig,
+    parent: ParentLink = NO_PARENT,
+    *,
+    keep_orphaned: bool = False,
+    repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
+) -> int:
+    """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
+    exit status: ``EXIT_BROKEN`` if a part died that the node needs.
+
+    Args:
+        config: the node's settings.
+        parent: told once the node has joined.
+        keep_orphaned: leave the memory to the next node of this name if the parent is killed.
+        repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
+
+    Raises:
+        KVStoreError: the node could not start; nothing is left behind.
+    """
+    is_child = parent.fd is not None
+    # From here on a signal means a clean end, also while gigabytes are being reserved.
+    for number in tasks.end_signals():
+        signal.signal(number, signal.default_int_handler)
+    tasks.hear_signals()
+    try:
+        with ExitStack() as stack:
+            secured = secured_by(config)
+            credentials = Credentials(config.auth) if config.auth else None
+            tls = _tls(config, credentials)
+            if config.numa_node >= 0:
+                numa.check_node(config.numa_node)
+                numa.run_on(config.numa_node)  # before threads start: they inherit it
+            stack.enter_context(watching())
+            kind = _StartedAs(is_child, keep_orphaned)
+            config = config.model_copy(update={"host": _listens_on(config)})
+            parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
+            descriptors.allow(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
+            listener = None
+            if config.http_port and not is_child:
+                is_given = "http_port" in config.model_fields_set
+                listener = bind(config.host, config.http_port, is_given=is_given)
+                stack.callback(listener.close)
+                at = join_address(config.host, listener.getsockname()[1])
+                log.info("http_served address=%s://%s", secured.scheme, at)
+            access = secured.access(None)
+            starting = Starting(config.memory)
+            with starting_served(starting, listener, access, secured):
+                segment = _mount(config, kind, starting)
+            drained = broken = False
+            served: list[MasterAccepted] = []
+
+            def close() -> None:
+                # A failed start leaves the memory that it found.
+                wanted = config.keeps if not is_child or keep_orphaned else bool(config.keep)
+                keep = wanted if served else segment.attached
+                keep = keep or broken or (keep_orphaned and parent.killed)
+                segment.close(unlink=drained or not keep)
+
+            stack.callback(close)
+            if config.auth:
+                use_stamps(segment)
+            else:
+                unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
+            server = _start_server(config, segment, tls)
+            stack.callback(server.stop)
+            if segment.place is not None and server.takes_capabilities:
+                # A device's new memory may hold what other processes left there.
+                segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
+            handover = _start_handover(config, segment)
+            if handover is not None:
+                stack.callback(handover.close)
+            engine = _start_engine(config, segment)
+            if engine is not None:
+                stack.callback(engine.close)
+            copying = None if repairs is None else repairs(config, segment.node)
+            if copying is not None:
+                stack.callback(copying.stop)
+            # Callbacks run last in, first out: no signal interrupts the clean-up that follows.
+            for number in tasks.end_signals():
+                stack.callback(signal.signal, number, signal.SIG_IGN)
+            try:
+                drained = asyncio.run(
+                    _serve(
+                        config,
+                        segment,
+                        server,
+                        engine,
+                        handover,
+                        parent,
+                        served,
+                        copying,
+                        listener,
+                        access,
+                        secured,
+                        credentials,
+                    )
+                )
+            except KVStoreError:
+                raise
+            except Exception:
+                log.exception("node_broken node=%s", segment.node)
+                broken = True  # the memory stays: the node's next process reports its objects
+                return EXIT_BROKEN
+        return 0
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _serve(
+    config: NodeConfig,
+    segment: NodeSegment,
+    server: DataServer,
+    engine: EngineServer | None,
+    handover: HandoverServer | None,
+    parent: ParentLink,
+    served: list[MasterAccepted],
+    copying: ReplicaCopier | None,
+    listener: socket.socket | None,
+    access: Access,
+    secured: Secured,
+    credentials: Credentials | None,
+) -> bool:
+    """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
+    answer to the last join."""
+    address = _advertised(config, server.port)
+    medium = f" of {config.device}" if config.device else ""
+
+    def joined(accepted: MasterAccepted) -> None:
+        served[:] = [accepted]
+        print(
+            f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
+            f"for the master at {shown_place(config.master)}",
+            flush=True,
+        )
+        parent.tell(name=segment.node, epoch=accepted.epoch)
+
+    def waiting(error: KVStoreError) -> None:
+        log.warning("waiting_for_master address=%s reason=%s", shown_place(config.master), error)
+        parent.tell_step(f"waits for its master: {error.message}")
+
+    agent = NodeAgent(
+        name=segment.node,
+        host=host_id(),
+        master=config.master,
+        segment=segment,
+        server=server,
+        address=address,
+        engine=engine,
+        handover=handover,
+        owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
+        joined=joined,
+        waiting=waiting,
+        repair=(lambda: None) if copying is None else copying.wake,
+        credentials=credentials,
+    )
+    loop = asyncio.get_running_loop()
+    tasks.watch_loop(loop)
+    tasks.watch_threads()
+    for number in tasks.end_signals():
+        loop.add_signal_handler(number, agent.stop)
+    if parent.fd is not None:
+        loop.add_reader(parent.fd, agent.stop)
+    reminding = start_task("identity", credentials.keep_reminding()) if credentials else None
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            if listener is not None:
+                requests = request_limiter()
+                answers = answers_of(agent, segment, server, handover, credentials, requests)
+                serves = serving(
+                    listener, answers, access=access, secured=secured, requests=requests
+                )
+                await stack.enter_async_context(serves)
+            if handover is not None:
+                await stack.enter_async_context(handover.serving())
+            sd_notify.ready(f"serves {size_text(segment.size)} as node {segment.node}")
+            await agent.run()
+    finally:
+        if reminding is not None:
+            reminding.cancel()
+        if parent.fd is not None:
+            loop.remove_reader(parent.fd)
+        sd_notify.stopping()
+    log.info("node_stopped node=%s", segment.node)
+    return agent.drained
+
+
+class _StartedAs(NamedTuple):
+    """How the process was started, which decides what happens to left-over memory."""
+
+    is_child: bool
+    """A parent process started it: there is no user to ask."""
+    of_master: bool
+
+
+def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None]) -> NodeSegment:
+    """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
+    started = time.monotonic()
+    segment = _named(config, told, kind)
+    log.info(
+        "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
+        segment.node,
+        segment.size,
+        time.monotonic() - started,
+        segment.huge_bytes(),
+        config.numa_node,
+        segment.locked,
+    )
+    return segment
+
+
+def _named(
+    config: NodeConfig, progress: Callable[[int, int], None], kind: _StartedAs
+) -> NodeSegment:
+    """The segment under the given name, or under a free one."""
+    options = MemoryOptions(
+        huge_pages=config.huge_pages,
+        numa_node=config.numa_node,
+        group="" if config.hands_over else config.shm_group,
+    )
+    owner = _owner(config, kind)
+
+    def create(name: str) -> NodeSegment:
+        if not config.device:
+            return NodeSegment.create(
+                name, config.memory, progress=progress, options=options, owner=owner
+            )
+        try:
+            return DeviceSegment.on(
+                config.device, name, config.memory, group=config.shm_group, owner=owner,
+                discard=config.discard,
+            )  # fmt: skip
+        except LeftOverMemoryError:
+            if config.name:
+                raise
+            raise _OfNoUseError from None
+
+    base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
+    of_no_use: set[str] = set()
+    name = config.name or free_node_name(base, owner)
+    patience = time.monotonic() + NAME_WAIT_S
+    while True:
+        try:
+            segment = None
+            if not config.device:
+                segment = _left(name, config, options, progress, owner, kind)
+            return segment or create(name)
+        except NodeNameTakenError:
+            again = config.name or free_node_name(base, owner, of_no_use)
+            if again == name:
+                if time.monotonic() >= patience:
+                    raise
+                time.sleep(0.05)  # the other process may be ending
+            name = again  # another process was faster
+        except _OfNoUseError:
+            of_no_use.add(name)
+            name = free_node_name(base, owner, of_no_use)
+
+
+class _OfNoUseError(Exception):
+    """Left-over memory of an automatically chosen name cannot be used: choose another name."""
+
+
+def _owner(config: NodeConfig, kind: _StartedAs) -> Owner:
+    places = places_of(config.master)
+    if kind.of_master and not config.master.startswith(ETCD_SCHEME):
+        # The master is on this host, at any of its addresses.
+        _, port = split_address(config.master)
+        places = tuple(dict.fromkeys((*places, *places_of(f"127.0.0.1:{port}"))))
+    return Owner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
+
+
+def _start_engine(config: NodeConfig, segment: NodeSegment) -> EngineServer | None:
+    if not config.protocol:
+        return None
+    settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
+    host, _ = split_address(_advertised(config, 0), default_port=0)
+    return EngineServer(segment, settings, host)
+
+
+def _start_handover(config: NodeConfig, segment: NodeSegment) -> HandoverServer | None:
+    """Raises StartupError: the memory cannot be handed over."""
+    if not config.hands_over:
+        return None
+    try:
+        return HandoverServer(
+            segment,
+            group=group_id(config.shm_group),
+            needs_all=config.shm_clients == "all-namespaces",
+        )
+    except OSError as error:
+        raise StartupError(
+            f"the memory cannot be handed to clients by {SHM_DIRECTORY}/"
+            f"{socket_name(segment.shm_name)}: {error.strerror or error}",
+            advice="If it is another user's, choose another --name, or have it removed. The node's "
+            "own user has to be a member of --shm-group.",
+        ) from error
+
+
+def _left(
+    name: str,
+    config: NodeConfig,
+    options: MemoryOptions,
+    progress: Callable[[int, int], None],
+    owner: Owner,
+    kind: _StartedAs,
+) -> NodeSegment | None:
+    """The left-over memory of this name, if it can be used.
+
+    Raises:
+        _OfNoUseError: it cannot; a child, which has no user to ask, leaves it to others.
+        ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
+    """
+    try:
+        segment = NodeSegment.attach(
+            name,
+            config.memory,
+            progress=progress,
+            options=options,
+            owner=owner,
+            adopt=config.adopt,
+            discard=config.discard,
+            private=bool(config.auth),
+        )
+    except ClusterMismatchError:
+        if config.name:
+            raise
+        raise _OfNoUseError from None  # a node was killed after the name was chosen
+    except LeftOverMemoryError as error:
+        if config.discard:
+            return None  # new memory takes its place
+        if not kind.is_child:
+            raise
+        if not kind.of_master and not error.fields.get("volatile"):
+            if config.name:
+                raise
+            raise _OfNoUseError from None
+        log.warning("left_over_memory_discarded node=%s reason=%s", name, error.message)
+        return None
+    if segment is not None:
+        log.info("memory_attached node=%s bytes=%d", name, segment.size)
+        segment.keep_owner(owner._replace(cluster=owner.cluster or segment.owner.cluster))
+    return segment
+
+
+def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
+    """What encrypts the data port; None: nothing does.
+
+    Raises:
+        ConfigError: clients would not accept this identity from a node, or a file cannot be used.
+    """
+    if config.data_encryption == "off" or credentials is None:
+        return None
+    return NodeEnd(credentials, Revoked(config.auth_revoked))
+
+
+def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
+    """Starts the data server on the given port; if none is given, on the default or a free one.
+
+    Raises:
+        AddressInUseError, StartupError
+    """
+    ports = [config.port]
+    if "port" not in config.model_fields_set:
+        ports = [*range(config.port, config.port + DATA_PORTS), 0]
+    for port in ports:
+        server = DataServer(
+            [segment],
+            config.host,
+            port,
+            connections_max=tcp_server.CONNECTIONS_MAX,
+            capabilities=bool(config.auth),
+            tls=tls,
+        )
+        try:
+            server.start()
+        except AddressInUseError:
+            if port == ports[-1]:
+                raise
+            continue
+        if port != ports[0]:
+            log.warning(
+                "data_port_taken wanted=%d port=%d: open this port, or choose one with --port",
+                ports[0],
+                server.port,
+            )
+        return server
+    raise AssertionError("there is a last port")
+
+
+def _listens_on(config: NodeConfig) -> str:
+    """The address to serve the memory on.
+
+    Raises:
+        StartupError: it is a loopback address, but the master, and so clients, are elsewhere.
+    """
+    towards = _own_address(config.master)
+    if not config.host:
+        return towards
+    advertised, _ = split_address(_advertised(config, 0), default_port=0)
+    if not hears(config.host, advertised):
+        raise StartupError(
+            f"clients are told to connect to {advertised}, which {config.host} does not hear",
+            advice="Give --host ::, which hears IPv6 and IPv4.",
+            host=config.host,
+        )
+    only_here = why_only_here(advertised if config.advertise else config.host)
+    if not only_here or is_loopback(towards):
+        return config.host
+    if config.advertise:
+        log.warning("advertises_loopback address=%s: others cannot reach it", config.advertise)
+        return config.host
+    raise StartupError(
+        f"clients on other hosts cannot reach this node: {only_here}, and the master at "
+        f"{shown_place(config.master)} is on another one, or serves others",
+        advice=f"Leave out --host, or give --host {towards}. To serve this host only, say so: "
+        f"--advertise {config.host}",
+        host=config.host,
+    )
+
+
+def _own_address(masters: str) -> str:
+    """The address of this host that faces the master; of several masters, the first that is on
+    another host."""
+    if masters.startswith(ETCD_SCHEME):
+        place = parse_etcd(masters)
+        leader = ""
+        with contextlib.suppress(KVStoreError):
+            leader = find_leader(place, uptime() + LOCATE_S)
+        masters = leader or ",".join(place.endpoints)
+    found = [address_towards(master) for master in masters.split(",")]
+    return next((address for address in found if not is_loopback(address)), found[0])
+
+
+def _advertised(config: NodeConfig, port: int) -> str:
+    if config.advertise:
+        host, given = split_address(config.advertise, default_port=0)
+        return join_address(host, given or port)
+    host = config.host
+    if host in EVERY_INTERFACE:
+        host = _own_address(config.master)
+    return join_address(host, port)

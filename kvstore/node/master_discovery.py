@@ -1,0 +1,67 @@
+"""Where a node finds its master: at one address, at several in turn, or through etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from kvstore.clock import uptime
+from kvstore.errors import KVStoreError, NotLeaderError
+from kvstore.etcd.leader_lookup import find_leader
+from kvstore.network.addresses import ETCD_SCHEME, parse_etcd
+
+LOCATE_S: Final = 2.0
+"""How long etcd may take to name the leader."""
+
+HOPS_MAX: Final = 3
+"""Redirections in a row that a node follows without a pause."""
+
+
+class Masters:
+    """Chooses the master to try next. Use it in one event loop's thread."""
+
+    def __init__(self, places: str) -> None:
+        """``places``: ``host:port,...`` or ``etcd://...``, as ``NodeConfig.master`` has them."""
+        self._etcd = parse_etcd(places) if places.startswith(ETCD_SCHEME) else None
+        self._addresses = [] if self._etcd else places.split(",")
+        self._turn = 0
+        self._leader = ""
+        self._hops = 0
+
+    @property
+    def several(self) -> bool:
+        """Whether another master may lead when this one is silent."""
+        return len(self._addresses) != 1
+
+    async def find(self) -> str:
+        """The address to try next.
+
+        Raises:
+            NotLeaderError: no master leads now.
+            EtcdUnreachableError, PermissionDeniedError, StartupError: as ``find_leader``.
+        """
+        if self._leader:
+            leader, self._leader = self._leader, ""
+            return leader
+        if self._etcd is None:
+            return self._addresses[self._turn % len(self._addresses)]
+        leader = await asyncio.to_thread(find_leader, self._etcd, uptime() + LOCATE_S)
+        if not leader:
+            raise NotLeaderError("no master leads now", leader="")
+        return leader
+
+    def joined(self) -> None:
+        """Called when the last address was the leader's: ``find`` returns it first once more."""
+        self._hops = 0
+
+    def failed(self, address: str, error: KVStoreError) -> bool:
+        """Called when ``address`` (empty: none was found) has failed. Returns whether to try the
+        next address at once, because a master named it as the leader."""
+        self._turn += 1
+        leader = str(error.fields.get("leader", "")) if isinstance(error, NotLeaderError) else ""
+        if not leader or leader == address or self._hops >= HOPS_MAX:
+            self._hops = 0
+            return False
+        self._hops += 1
+        self._leader = leader
+        return True

@@ -1,0 +1,250 @@
+"""The process ``kvstore-proxy``: one event loop, one port, engines, and optionally a store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from functools import partial
+from typing import Final
+
+from aiohttp import web
+
+from kvstore._version import __version__
+from kvstore.config import ProxyConfig
+from kvstore.network.addresses import join_address, shown_place
+from kvstore.network.limiter import Limiter
+from kvstore.process import tasks
+from kvstore.process.tasks import EXIT_BROKEN, start_task
+from kvstore.process.watched_files import watching
+from kvstore.proxy import bodies, metrics, serving
+from kvstore.proxy.admin import Admin, rows
+from kvstore.proxy.cache_salts import salts_by
+from kvstore.proxy.engine import EngineError, Engines
+from kvstore.proxy.health import HealthChecks
+from kvstore.proxy.instances import ROLES, Instances
+from kvstore.proxy.lookup import StoreLookup
+from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.request_context import (
+    REQUEST_ID,
+    ProxyParts,
+    error_response,
+    headers_for_engines,
+    request_id_of,
+)
+from kvstore.proxy.serving import serve
+from kvstore.web.server.connection_limiter import RETRY_AFTER_S, Doors, answering, connections_max
+from kvstore.web.server.serving import bind
+
+log = logging.getLogger("kvstore.proxy")
+
+LINE_BYTES_MAX: Final = 1 << 14
+"""Limit of the request line, and of each header."""
+
+IDLE_CONNECTION_S: Final = 600.0
+"""After this time a connection without a request is closed. It is longer than load balancers keep
+idle connections."""
+
+MODELS_TIMEOUT_MS: Final = 5_000
+
+GRACE_S = 30.0
+"""How long requests in progress may take when the proxy is asked to stop: as long as Kubernetes
+waits before it kills."""
+
+
+def run(config: ProxyConfig) -> int:
+    """Serves until SIGTERM or SIGINT, or until a background task that the proxy needs dies. Returns
+    the exit status, which is ``EXIT_BROKEN`` in the last case.
+
+    Raises:
+        AddressInUseError, ConfigError, StartupError: the proxy could not start; nothing is left
+            behind.
+    """
+    with watching():
+        return asyncio.run(_serve(config))
+
+
+async def _serve(config: ProxyConfig) -> int:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    tasks.watch_loop(loop)
+    tasks.watch_threads()
+    broken = tasks.End()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with contextlib.AsyncExitStack() as stack:
+        clients_max = connections_max(serving.INFLIGHT_MAX)
+        # Fewer requests than connections, so that there is always an idle one.
+        requests_max = max(1, min(serving.INFLIGHT_MAX, clients_max // 3))
+        parts = await _parts(config, stack, requests_max=requests_max)
+        health = HealthChecks(parts.instances, parts.engines)
+        await health.round()
+        checking = start_task("health checks", health.run(), died=broken)
+        stack.push_async_callback(_cancel, checking)
+        doors = Doors(clients_max)
+        application = _application(parts, health, doors)
+        listener = await asyncio.to_thread(
+            bind, config.host, config.port, is_given=True, flag="--port"
+        )
+        server = await stack.enter_async_context(
+            answering(
+                application,
+                doors,
+                listener,
+                idle_s=IDLE_CONNECTION_S,
+                line_bytes_max=LINE_BYTES_MAX,
+                log=logging.getLogger("kvstore.proxy.http"),
+            )
+        )
+        _greet(config, server)
+        ends = [start_task("end", each.wait()) for each in (stopped, broken)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
+        await _end(parts, server)
+    log.info("proxy_stopped")
+    return 0 if broken.error is None else EXIT_BROKEN
+
+
+async def _parts(
+    config: ProxyConfig, stack: contextlib.AsyncExitStack, *, requests_max: int
+) -> ProxyParts:
+    instances = Instances(prefix_affinity=config.affinity == "prefix")
+    for role, addresses in zip(ROLES, (config.prefill, config.decode)):
+        for address in addresses:
+            instances.add(role, address)
+    numbers = Metrics(instances)
+    engines = Engines()
+    stack.push_async_callback(engines.close)
+    lookup = None
+    if config.master:
+        lookup = StoreLookup(
+            config.master,
+            metrics=numbers,
+            cluster=config.cluster,
+            auth=config.auth,
+            tenant=config.tenant,
+        )
+        stack.push_async_callback(lookup.close)
+        lookup.start()
+    bodies = Limiter[asyncio.Timeout]("arriving bodies", requests_max)
+    parts = ProxyParts(
+        config, instances, engines, numbers, lookup, salts_by(config), bodies, requests_max
+    )
+    parts.idle.set()
+    return parts
+
+
+def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.Application:
+    app = web.Application(client_max_size=serving.BODY_BYTES_MAX, middlewares=[doors.middleware])
+    for route in bodies.ROUTES:
+        app.router.add_post(route.path, partial(serve, parts, route))
+    app.router.add_get("/v1/models", partial(_models, parts))
+    app.router.add_get("/healthz", partial(_healthz, parts))
+    app.router.add_get("/metrics", partial(_metrics, parts))
+    Admin(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
+    return app
+
+
+def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
+    port = server.sockets[0].getsockname()[1]
+    only = (
+        "; this host only, use --host to serve others"
+        if config.host in ("127.0.0.1", "localhost", "::1")
+        else ""
+    )
+    print(
+        f"kvstore-proxy listening on {join_address(config.host, port)}"
+        f"; prefill: {', '.join(config.prefill) or 'none'}"
+        f"; decode: {', '.join(config.decode) or 'none'}"
+        f"; store: {shown_place(config.master) or 'none'}{only}",
+        flush=True,
+    )
+    if not config.decode:
+        print(
+            "kvstore-proxy: no decoder is known, so every request gets 503 until one is: give "
+            f"--decode HOST:PORT, or add it with POST /admin/instances on port {port}",
+            file=sys.stderr,
+            flush=True,
+        )
+    log.info("proxy_started version=%s", __version__)
+
+
+async def _end(parts: ProxyParts, server: asyncio.Server) -> None:
+    """Refuses new connections and requests, and gives running requests ``GRACE_S`` to end."""
+    parts.stopping = True
+    server.close()
+    log.info("proxy_stopping in_flight=%d grace_s=%g", parts.under_way, GRACE_S)
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await parts.idle.wait()
+    except TimeoutError:
+        log.warning("grace_over in_flight=%d", parts.under_way)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+# --- small handlers ----------------------------------------------------------------------------
+
+
+async def _healthz(parts: ProxyParts, request: web.Request) -> web.Response:
+    """Answers 200 when a request could be answered now, as far as the proxy knows."""
+    del request
+    now_ms = clock_ms()
+    status = "no decoder"
+    if parts.stopping:
+        status = "stopping"
+    elif parts.instances.usable("decode", now_ms):
+        status = "ok"
+    elif not all(each.refuses for each in parts.instances.last_resort("decode", now_ms)):
+        status = "no healthy decoder"
+    return web.json_response(
+        {
+            "status": status,
+            "version": __version__,
+            "in_flight": parts.in_flight,
+            "instances": rows(parts.instances),
+            "models_known_in_store": parts.lookup.models if parts.lookup else [],
+        },
+        status=200 if status in ("ok", "no healthy decoder") else 503,
+    )
+
+
+async def _metrics(parts: ProxyParts, request: web.Request) -> web.Response:
+    del request
+    return web.Response(body=parts.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+async def _models(parts: ProxyParts, request: web.Request) -> web.Response:
+    """Relays the models of the first engine that answers, decoders before prefillers."""
+    request_id = request_id_of(request)
+    headers = headers_for_engines(request)
+    headers[REQUEST_ID] = request_id
+    now_ms = clock_ms()
+    for role in reversed(ROLES):
+        known = parts.instances
+        for instance in known.usable(role, now_ms) or known.last_resort(role, now_ms):
+            try:
+                answer = await parts.engines.ask(
+                    "GET", instance.address, "/v1/models",
+                    headers=headers, timeout_ms=MODELS_TIMEOUT_MS,
+                )  # fmt: skip
+            except EngineError as error:
+                log.warning("models_failed id=%s reason=%s", request_id, error)
+                continue
+            if answer.status < 500:
+                parts.metrics.requests.labels("models", answer.status).inc()
+                kind = answer.headers.get("Content-Type", "application/json")
+                return web.Response(
+                    body=answer.data,
+                    status=answer.status,
+                    headers={"Content-Type": kind, REQUEST_ID: request_id},
+                )
+    parts.metrics.requests.labels("models", 503).inc()
+    tags = {REQUEST_ID: request_id, "Retry-After": str(RETRY_AFTER_S)}
+    return error_response(503, "no engine is usable now", "no_engine", headers=tags)

@@ -1,0 +1,141 @@
+"""``/api/v1`` for people who ask where their hits are: why lookups find nothing, and who puts and
+asks. It only reads, by calls that are checked by the rights of the request."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Final
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from kvstore import calls
+from kvstore.auth.impersonation import acting
+from kvstore.auth.permissions import shown_status
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
+from kvstore.diagnostics.evidence import Explained, Report, explain, report_of
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import is_fleet
+from kvstore.web.api.lookups import TIMEOUT_MS, QueryThrottle
+from kvstore.web.api.schemas import Shape, shaped
+from kvstore.web.server.operations import Question, endpoint
+
+WHY_PATH: Final = "/api/v1/why"
+TRAFFIC_PATH: Final = "/api/v1/traffic"
+
+ROWS_SHOWN: Final = 300
+"""Engines, and namespaces, in one answer about traffic."""
+
+
+class WhyQuestion(Question):
+    """Where; without both: everywhere."""
+
+    namespace: str = Field(default="", description="One namespace.")
+    model: str = Field(default="", description="The engines of this model: its name, or its path.")
+
+
+@shaped(Report)
+class WhyAnswer(Shape):
+    pass
+
+
+class TrafficQuestion(Question):
+    namespace: str = Field(default="", description="Empty: all namespaces.")
+
+
+class EngineTraffic(BaseModel):
+    """A client, in all of these namespaces together, as far as the master remembers it."""
+
+    client: str
+    address: str
+    namespaces: int
+    put: int = Field(description="Keys that it has put.")
+    put_bytes: int = Field(description="Payload of these.")
+    asked: int = Field(description="Keys.")
+    found: int = Field(description="Of those.")
+    idle_ms: int
+
+
+@shaped(calls.NamespaceTraffic, without=("putters", "askers", "misses"))
+class SpaceTraffic(Shape):
+    pass
+
+
+class TrafficAnswer(BaseModel):
+    """At most 300 engines, the last active ones, and 300 namespaces, those with most evictions."""
+
+    uptime_ms: int
+    engines: list[EngineTraffic]
+    namespaces: list[SpaceTraffic]
+
+
+class Reasons:
+    """Answers the questions above by asking the master as a client. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._throttle = QueryThrottle()
+
+    @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
+    async def _why(self, asked: WhyQuestion) -> WhyAnswer:
+        """Why lookups find nothing."""
+        if asked.namespace and asked.model:
+            raise InvalidArgumentError("give a namespace or a model, not both")
+        async with self._throttle.lock:
+            found = await self._throttle.ask(
+                lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
+            )
+        if not found.parties and (asked.namespace or asked.model):
+            raise web.HTTPNotFound(text="neither puts nor questions nor objects there\n")
+        return WhyAnswer.model_validate(report_of(found))
+
+    @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
+    async def _traffic(self, asked: TrafficQuestion) -> TrafficAnswer:
+        """Who puts and asks, and what was evicted."""
+        async with self._throttle.lock:
+            report = await self._throttle.ask(
+                lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
+            )
+        spaces = [row for row in report.namespaces if not is_fleet(row.name)]
+        rows = heapq.nlargest(ROWS_SHOWN, spaces, key=lambda row: row.evicted)
+        return TrafficAnswer(
+            uptime_ms=report.uptime_ms,
+            engines=_engines(spaces)[:ROWS_SHOWN],
+            namespaces=[SpaceTraffic.model_validate(row) for row in rows],
+        )
+
+
+def _explained(client: Client, namespace: str, model: str) -> Explained:
+    """In a thread of the client; its calls are checked by the rights of the request."""
+    status = client.status()
+    if (who := acting()) is not None:
+        status = shown_status(who, status)
+    return explain(client, status, namespace=namespace, model=model)
+
+
+def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
+    """One row per client, the last active first."""
+    found: dict[tuple[str, str], EngineTraffic] = {}
+    for space in spaces:
+        here = set()
+        rows = [(row, row.stored, row.stored_bytes, 0, 0) for row in space.putters]
+        rows += [(row, 0, 0, row.keys, row.found) for row in space.askers]
+        for row, put, put_bytes, asked, hits in rows:
+            mark = row.client, row.address
+            engine = found.setdefault(
+                mark,
+                EngineTraffic(
+                    client=row.client, address=row.address, namespaces=0, put=0, put_bytes=0,
+                    asked=0, found=0, idle_ms=row.idle_ms,
+                ),
+            )  # fmt: skip
+            engine.put += put
+            engine.put_bytes += put_bytes
+            engine.asked += asked
+            engine.found += hits
+            engine.idle_ms = min(engine.idle_ms, row.idle_ms)
+            engine.namespaces += mark not in here
+            here.add(mark)
+    return sorted(found.values(), key=lambda engine: engine.idle_ms)

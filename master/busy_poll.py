@@ -1,0 +1,81 @@
+"""An event loop that polls for a moment before it sleeps.
+
+Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
+waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
+calls of one engine step follow each other closely, so a loop that polls for ``spin_us`` after each
+event is awake when the next one comes. A loop without events for longer sleeps and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import selectors
+import time
+from asyncio import selector_events
+from typing import Any
+
+from kvstore.wire.busy_poll_gauge import HIT, PREEMPTED, SpinGauge, polling_outcome
+
+SPIN_US = 200
+"""How long the loop polls after a hot call before it sleeps: saves a wake-up between the calls of
+one engine step, at the cost of that much processor time."""
+
+
+class SpinSelector(selectors.EpollSelector):
+    """``epoll`` that polls without sleeping for ``spin_us`` after the last event; 0: never."""
+
+    def __init__(self, spin_us: int) -> None:
+        super().__init__()
+        self._spin_s = spin_us / 1e6
+        self._gauge = SpinGauge()
+        self._awake_until = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        now = time.perf_counter()
+        if self._awake_until > now and (timeout is None or timeout > 0):
+            deadline = math.inf if timeout is None else now + timeout
+            end = min(self._awake_until, deadline)  # timers come first
+            outcome = HIT
+            while outcome == HIT:
+                ready = super().select(0)
+                before = time.perf_counter()
+                if ready:
+                    self._gauge.record(HIT)
+                    self._awake_until = before + self._spin_s
+                    return ready
+                os.sched_yield()  # the process that is to answer may wait for this core
+                now = time.perf_counter()
+                outcome = polling_outcome(before, now, end)
+            if end < deadline or outcome == PREEMPTED:
+                self._gauge.record(outcome)
+            self._awake_until = 0.0
+            if timeout is not None:
+                timeout = deadline - now
+        ready = super().select(timeout)
+        if ready and self._gauge.pays():
+            self._awake_until = time.perf_counter() + self._spin_s
+        return ready
+
+
+def new_event_loop(spin_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
+    """A loop for ``asyncio.Runner(loop_factory=...)``; it spins unless ``spin_us`` is 0.
+
+    From now on asyncio's connections leave no cycle behind: the transport and its own bound method.
+    The master's collector does not see what is as old as a connection
+    (``app._keep_collector_out``), and TLS hides the transport from its protocol.
+    """
+    _Transport._call_connection_lost = _call_connection_lost
+    return asyncio.SelectorEventLoop(SpinSelector(spin_us) if spin_us else None)
+
+
+_Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+_lost = _Transport._call_connection_lost
+
+
+def _call_connection_lost(transport: Any, error: Exception | None) -> None:
+    try:
+        _lost(transport, error)
+    finally:
+        transport._read_ready_cb = None

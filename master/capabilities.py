@@ -1,0 +1,250 @@
+"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. And adds
+stamps: without one, a node with an identity does not find the object again.
+
+A node checks that whoever asks for a range has a capability for its extent
+(``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
+(*holders*), and writes the expiry in the clock of the extent's node: a node says in its join and in
+each beat what time it has. What the master knows of that clock is late by the time that the message
+took; so the expiry is early by that much, and ``SLACK_MS`` makes up for it.
+
+An extent must not be written by capabilities of its former objects. An order to wipe it goes to its
+node before it is granted again; a capability names the last order that had been made by then, and
+the node refuses one that is older than the last order for the extent. An extent that is leased is
+granted to nobody, so capabilities to read end with the lease of the state. Holders are told a lease
+that ends ``read_slack_ms`` earlier.
+
+A node that gives a key for stamps believes, when it looks through its memory, no header without one
+(``kvstore.memory.header``). A stamp says which object may be in an extent. It never ends: it is
+good for one version at one place, and no other put has this version.
+
+The state decides who gets which extent, and knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from typing import Any, Final
+
+from kvstore import calls
+from kvstore.auth.permissions import map_rights
+from kvstore.calls import Placements, SegmentInfo
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.traffic import Caller
+from kvstore.native import steps
+from kvstore.network.descriptor_protocol import map_key
+from kvstore.network.tcp_protocol import Op, holder_key
+
+SLACK_MS: Final = 1_000
+"""How much later than the deadline that the client was told a capability to write ends."""
+
+STAT_MS: Final = 1_000
+"""How long a holder may read the header of an object that it has asked about."""
+
+MASTER: Final = (1 << 64) - 1
+"""The master's own number as a holder, with which it tries to connect to nodes. No client gets
+it."""
+
+_MOUNT: Final = struct.Struct("<16sQQ")
+"""As ``slow.seal`` takes it."""
+
+
+def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
+    """The segment as it is described to this holder, whose identity has these ``MapRight``. If
+    its node takes no capabilities, the holder gets the token, as any client."""
+    if not segment.takes_capabilities:
+        return segment
+    token, uuid, generation = segment.token, segment.uuid, segment.generation
+    key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
+    if segment.handover is not None:
+        for_map = map_key(token, uuid, generation, holder, rights)
+        handover, shm_name = segment.handover._replace(rights=rights, key=for_map), ""
+    return segment._replace(token=key, holder=holder, handover=handover, shm_name=shm_name)
+
+
+class Sealing:
+    """Makes capabilities and stamps for one master. Use it in the thread of the state."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._common = state.common
+        self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
+        """How much earlier than the lease of the state that ends which a holder is told."""
+        self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
+            calls.Found: self._found,
+            calls.Matched: self._matched,
+            calls.Grants: self._granted,
+            calls.Committed: self._committed,
+            calls.Renewed: self._renewed,
+            calls.MovesStarted: self._moves,
+            calls.ObjectDetail: self._detail,
+        }
+
+    def seal(
+        self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
+    ) -> calls.Reply:
+        """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
+        the state's clock."""
+        way = self._ways.get(type(reply))
+        if way is not None:
+            return way(now_ms, request, reply, caller.holder)
+        if isinstance(reply, calls.Segments):
+            rights = map_rights(caller.identity)
+            made = [described(each, caller.holder, rights) for each in reply.segments]
+            return reply._replace(segments=made)
+        return reply
+
+    def _found(
+        self, now_ms: int, request: calls.Lookup, reply: calls.Found, holder: int
+    ) -> calls.Found:
+        until_ms = now_ms + reply.lease_ms
+        return reply._replace(
+            lease_ms=reply.lease_ms - self._read_slack_ms,
+            placements=self._readable(reply.placements, until_ms, holder),
+        )
+
+    def _matched(
+        self, now_ms: int, request: calls.MatchPrefix, reply: calls.Matched, holder: int
+    ) -> calls.Matched:
+        until_ms = now_ms + reply.lease_ms
+        return reply._replace(
+            lease_ms=reply.lease_ms - self._read_slack_ms,
+            matches=[
+                each._replace(placements=self._readable(each.placements, until_ms, holder))
+                for each in reply.matches
+            ],
+        )
+
+    def _granted(
+        self,
+        now_ms: int,
+        request: calls.PutStart | calls.Allocate,
+        reply: calls.Grants,
+        holder: int,
+    ) -> calls.Grants:
+        if isinstance(request, calls.Allocate):  # its stamp comes with its commit
+            return self._writable(now_ms, reply, [request.size], holder)
+        keys, sizes = request.keys, request.sizes
+        if len(reply.tokens) < len(keys):
+            outcomes = enumerate(reply.outcomes)
+            granted = [row for row, outcome in outcomes if outcome == calls.PutOutcome.WRITE]
+            keys, sizes = [keys[row] for row in granted], [sizes[row] for row in granted]
+        epochs, namespaces = [reply.epoch] * len(keys), [request.namespace] * len(keys)
+        of_keys = epochs, reply.tokens, namespaces, keys
+        return self._writable(now_ms, reply, sizes, holder, *of_keys)
+
+    def _committed(
+        self, now_ms: int, request: calls.Commit, reply: calls.Committed, holder: int
+    ) -> calls.Committed:
+        epoch, token, namespace, key, *_ = request
+        record = self._common.forest.get(namespace, key)
+        if (
+            reply.outcome != calls.PutOutcome.STORED
+            or record is None
+            or (record.epoch, record.counter) != (epoch, token)
+        ):
+            return reply  # not stored, or replaced or removed already
+        extents = record.extents()
+        if not extents or not extents[0][0].offer.stamp_key:
+            return reply  # without an extent: it is removed, and a parent of others
+        segment, offset = extents[0]
+        mounts = {0: segment.offer.stamp_key}
+        columns = [offset], [record.size], [epoch], [token], [namespace], [key]
+        return reply._replace(stamp=steps.stamp(mounts, [0], *columns))
+
+    def _moves(
+        self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
+    ) -> calls.MovesStarted:
+        sources, grants = reply.sources, reply.grants
+        until_ms = now_ms + grants.deadline_ms + SLACK_MS
+        epochs, counters = sources.epochs, sources.counters
+        if not reply.keeps_version:
+            epochs, counters = [grants.epoch] * len(grants.tokens), grants.tokens
+        of_keys = epochs, counters, reply.namespaces, reply.keys
+        return reply._replace(
+            sources=self._readable(sources, until_ms, holder),
+            grants=self._writable(now_ms, grants, sources.sizes, holder, *of_keys),
+        )
+
+    def _renewed(
+        self, now_ms: int, request: calls.Renew, reply: calls.Renewed, holder: int
+    ) -> calls.Renewed:
+        reply = reply._replace(lease_ms=reply.lease_ms - self._read_slack_ms)
+        if not reply.tokens_held:
+            return reply
+        segments, offsets, sizes = [], [], []
+        for token, is_held in zip(request.tokens, reply.tokens_held, strict=True):
+            put = self._common.pending.get(token) if is_held else None
+            extents = [(0, 0)] if put is None else [(s.segment_id, at) for s, at in put.extents[:1]]
+            segments.append(extents[0][0])
+            offsets.append(extents[0][1])
+            sizes.append(0 if put is None else put.size)
+        until_ms = now_ms + reply.deadline_ms + SLACK_MS
+        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.WRITE)
+        return reply._replace(capabilities=made)
+
+    def _detail(
+        self, now_ms: int, request: calls.StatObject, reply: calls.ObjectDetail, holder: int
+    ) -> calls.ObjectDetail:
+        until_ms = now_ms + STAT_MS
+        self._common.lease(request.namespace, request.key, until_ms)
+        return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
+
+    def _readable(self, placements: Placements, until_ms: int, holder: int) -> Placements:
+        sizes, replicas, segments = placements.sizes, placements.replicas, placements.segments
+        if not segments:
+            return placements
+        if len(segments) != len(sizes) or max(replicas, default=1) > 1:
+            sizes = _each(map(repeat, sizes, replicas))
+        offsets = placements.offsets
+        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.READ)
+        return placements._replace(capabilities=made)
+
+    def _writable(
+        self,
+        now_ms: int,
+        grants: calls.Grants,
+        sizes: Sequence[int],
+        holder: int,
+        *of_keys: Sequence[Any],
+    ) -> calls.Grants:
+        """The grants with a capability for each extent, and a stamp where a node wants one.
+        ``sizes`` and ``of_keys`` (epochs, counters, namespaces, keys) have a row for each granted
+        key."""
+        columns: list[Sequence[Any]] = [sizes, *of_keys]
+        if grants.replicas != 1:
+            columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
+        until_ms = now_ms + grants.deadline_ms + SLACK_MS
+        segments, offsets = grants.segments, grants.offsets
+        made = self._sealed(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
+        known = self._common.pool.segments
+        offers = {number: known[number].offer for number in set(segments) if number in known}
+        mounts = {number: offer.stamp_key for number, offer in offers.items() if offer.stamp_key}
+        stamps = steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
+        return grants._replace(capabilities=made, stamps=stamps)
+
+    def _sealed(
+        self,
+        segments: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        until_ms: int,
+        holder: int,
+        op: Op,
+    ) -> bytes:
+        """One capability per extent, until ``until_ms`` on the state's clock. Segments whose node
+        takes none get zeros."""
+        mounts: dict[int, bytes] = {}
+        known = self._common.pool.segments
+        for segment_id in set(segments):
+            segment = known.get(segment_id)
+            if segment is not None and segment.offer.takes_capabilities:
+                offer = segment.offer
+                expires_ms = max(0, until_ms + segment.node.ahead_ms)
+                mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
+        order = self._common.reclaim.last_order
+        return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
+
+
+def _each(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(rows))

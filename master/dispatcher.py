@@ -1,0 +1,217 @@
+"""What both carriers share: the interface of the service, and the ``Dispatcher`` that calls it.
+
+A carrier decodes nothing and decides nothing. It hands the kind of a call and the request's bytes
+to the ``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns every
+exception into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, cast
+
+from kvstore.auth.identity import Identity
+from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
+from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
+from kvstore.histograms import Histogram
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.state.traffic import Caller
+from kvstore.wire.messages import CALLS, Call, decode_request
+from kvstore.wire.status import unexpected
+from kvstore.wire.trace_context import AT as TRACE_AT
+from kvstore.wire.trace_context import MARK as TRACE_MARK
+from kvstore.wire.trace_context import trace_id, trace_of
+
+logger = logging.getLogger("kvstore.master")
+
+REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
+"""Leaves room for a frame's head and gRPC's framing."""
+
+SLOW_S = 0.1
+"""A call that is part of a trace and takes longer than this is logged."""
+
+_TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
+"""The trace of the call that is being served."""
+
+
+class Service(Protocol):
+    """Answers calls. Both carriers call it in the loop's thread, one call at a time."""
+
+    def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
+        """The reply to ``request``, or an awaitable of it if the call must wait.
+
+        ``caller``: who calls; None: a client without a token.
+
+        The carrier cancels the awaitable when the caller is gone.
+
+        Raises:
+            KVStoreError: the error to send to the caller.
+        """
+        ...
+
+    def node_session(
+        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+    ) -> AsyncIterator[MasterMessage]:
+        """Serves one node's stream, as an asynchronous generator of the master's messages.
+
+        ``who``: the node's identity; None: without authentication.
+
+        ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
+        that is malformed. When the stream breaks the generator is cancelled where it waits, and in
+        any case it is closed, so ``try ... finally`` sees every end. A ``KVStoreError`` that leaves
+        the generator is sent to the node and ends the stream.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class CallStats:
+    """Counts and times of one call since the master's start."""
+
+    count: int = 0
+    errors: int = 0
+    us: Histogram = field(default_factory=Histogram)
+    """Microseconds of decoding, answering and encoding, including the time that replies waited."""
+
+
+class Dispatcher:
+    """Decodes a call, hands it to the service and encodes the reply; see the module."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        """Answers the calls; may be replaced between two calls."""
+        self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
+
+    def dispatch(
+        self,
+        call: Call[Any, Any],
+        data: bytes,
+        caller: Caller | None = None,
+        *,
+        is_traced: bool = False,
+    ) -> bytes | asyncio.Task[bytes]:
+        """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
+
+        Args:
+            call: the kind of call.
+            data: the request's bytes, as the client sent them.
+            caller: who calls; None: a client without a token.
+            is_traced: whether the trace context in ``data`` has been looked at already.
+
+        Raises:
+            KVStoreError: the only exception, now or from the task (except cancellation).
+        """
+        if data[TRACE_AT] == TRACE_MARK and not is_traced:
+            return self._traced(call, data, caller)
+        stats = self.stats[call.name]
+        stats.count += 1
+        started = time.perf_counter()
+        try:
+            reply = self.service.call(decode_request(call, data), caller)
+            if type(reply) is call.reply:
+                encoded = _encoded(call, cast(Reply, reply))
+                stats.us.add((time.perf_counter() - started) * 1e6)
+                return encoded
+            waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
+        except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
+            stats.us.add((time.perf_counter() - started) * 1e6)
+            raise _mapped(call, stats, error) from None
+        task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
+        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
+        task.add_done_callback(lambda _: waiting.cancel())
+        return task
+
+    def _traced(
+        self, call: Call[Any, Any], data: bytes, caller: Caller | None
+    ) -> bytes | asyncio.Task[bytes]:
+        """Does what ``dispatch`` does, and logs the call if it fails or takes long."""
+        started = time.perf_counter()
+        parent = trace_of(data)
+        if not parent:
+            return self.dispatch(call, data, caller, is_traced=True)
+        before = _TRACE.set(trace_id(parent))
+        try:
+            reply = self.dispatch(call, data, caller, is_traced=True)
+            if isinstance(reply, bytes):
+                self._log_traced(call, started, None)
+            else:
+                reply.add_done_callback(functools.partial(self._log_waited, call, started))
+            return reply
+        except KVStoreError as error:
+            self._log_traced(call, started, error)
+            raise
+        finally:
+            _TRACE.reset(before)
+
+    def _log_waited(
+        self, call: Call[Any, Any], started: float, waited: asyncio.Task[bytes]
+    ) -> None:
+        if not waited.cancelled():  # else its caller has gone
+            self._log_traced(call, started, waited.exception())
+
+    def _log_traced(
+        self, call: Call[Any, Any], started: float, error: BaseException | None
+    ) -> None:
+        took_ms = (time.perf_counter() - started) * 1000
+        if error is None and took_ms < SLOW_S * 1000:
+            return
+        if isinstance(error, KVStoreError):
+            logger.info(
+                "call_failed call=%s ms=%d error=%s reason=%r",
+                call.name, took_ms, error.code, error.message,
+            )  # fmt: skip
+        else:
+            logger.info("call_slow call=%s ms=%d", call.name, took_ms)
+
+    async def _wait(
+        self,
+        call: Call[Any, Any],
+        stats: CallStats,
+        waiting: asyncio.Future[Reply],
+        started: float,
+    ) -> bytes:
+        try:
+            encoded = _encoded(call, await waiting)
+        except asyncio.CancelledError:
+            stats.errors += 1
+            raise
+        except Exception as error:  # noqa: BLE001  # as above
+            raise _mapped(call, stats, error) from None
+        finally:
+            stats.us.add((time.perf_counter() - started) * 1e6)
+            # The error's traceback refers to this frame: a cycle. If the call has waited for a
+            # second, ``app._keep_collector_out`` has frozen it, and the collector does not see it.
+            del waiting
+        return encoded
+
+
+def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:
+    stats.errors += 1
+    if not isinstance(error, KVStoreError):
+        return unexpected(error, call.name, logger)
+    if isinstance(error, InternalError):
+        logger.error("internal error call=%s", call.name, exc_info=error)
+    return error
+
+
+def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
+    encoded = call.encode_reply(reply)
+    if len(encoded) > REPLY_BYTES_MAX:
+        raise BatchTooLargeError(
+            f"{call.name}: the reply has {len(encoded)} bytes, the limit is {REPLY_BYTES_MAX}",
+            advice="Ask for fewer keys or namespaces at once.",
+            reply_bytes=len(encoded),
+        )
+    return encoded
+
+
+def add_trace(record: logging.LogRecord) -> bool:
+    """A filter for loggers that notes the trace; ``kvstore.process.logs`` ends the line with it."""
+    record.trace = _TRACE.get()
+    return True

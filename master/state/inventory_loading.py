@@ -1,0 +1,191 @@
+"""Takes in the inventories of segments that come back with objects, claim by claim."""
+
+from __future__ import annotations
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.errors import InvalidArgumentError, ProtocolError
+from kvstore.master.state import repair_queue
+from kvstore.master.state.background_jobs import ANSWER, CLAIM
+from kvstore.master.state.effects import Notice, Send
+from kvstore.master.state.inventory import Claim, Inventory
+from kvstore.master.state.liveness import JoinedNode
+from kvstore.master.state.membership import GONE_MAX
+from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
+from kvstore.master.state.removal_watermarks import Marks
+from kvstore.master.state.replication import Copying
+from kvstore.master.state.state_context import Common
+
+CLAIMS_PER_STEP = 256
+"""Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
+
+
+class Returning:
+    """See the module."""
+
+    def __init__(self, common: Common, marks: Marks, copying: Copying) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._marks = marks
+        self._copying = copying
+        self._inventories: dict[MountedSegment, Inventory] = {}
+        """Inventories under way."""
+        self._absent_since: dict[bytes, int] = {}
+        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._inventories)
+
+    # --- segments -----------------------------------------------------------------------------
+
+    def segment_mounted(self, segment: MountedSegment) -> None:
+        """Called when a segment is mounted: it is empty, or its objects are claimed before any of
+        its memory is granted."""
+        absent_since = self._absent_since.pop(segment.offer.uuid, 0)
+        if segment.whole:
+            self._marks.bring_up_to_date(segment)
+            return
+        inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+        inventory.outdated = self._marks.is_outdated(segment)
+        self._inventories[segment] = inventory
+        self._common.reclaim.hold(segment)
+
+    def segment_died(self, segment: MountedSegment) -> None:
+        """Notes that this unmounted memory may bring back objects that are removed from now on."""
+        absent_since = self._common.tombstones.made
+        inventory = self._inventories.pop(segment, None)
+        if inventory is not None:
+            absent_since = inventory.absent_since
+            self._common.jobs.note(CLAIM, self._has_claims())
+            self._common.effects += self._common.reclaim.let_go(segment)
+        self._absent_since.pop(segment.offer.uuid, None)
+        self._absent_since[segment.offer.uuid] = absent_since
+        if len(self._absent_since) > GONE_MAX:
+            del self._absent_since[next(iter(self._absent_since))]
+
+    def late(self, now_ms: int) -> list[MountedSegment]:
+        """Segments whose inventory is late (``Inventory.late``)."""
+        patience_ms = self._common.rules.node_patience_ms
+        inventories = self._inventories.items()
+        return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
+
+    # --- claims -------------------------------------------------------------------------------
+
+    def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
+        """Raises ProtocolError: no such segment, or more claims than were asked for."""
+        segments = self._common.membership.segments[node.name]
+        index = claims.segment
+        if index >= len(segments):
+            raise ProtocolError(f"a node of {len(segments)} segments claims for another")
+        if segments[index] in self._inventories:
+            self._inventories[segments[index]].add(now_ms, claims)
+            self._common.jobs.due |= CLAIM
+        elif node.session is not None:  # it is complete: the node has not heard so and began again
+            self._common.effect(Send(node.session, calls.MasterClaimed(index)))
+
+    def take_claims(self, now_ms: int) -> None:
+        """Processes one slice of an inventory."""
+        for segment, inventory in self._inventories.items():
+            if inventory.has_work:
+                if not inventory.all_claimed:
+                    self._take_slice(now_ms, segment, inventory)
+                elif inventory.free_gaps(self._common.reclaim.free_unclaimed):
+                    self._finish(now_ms, segment, inventory)
+                break
+        self._common.jobs.note(CLAIM, self._has_claims())
+
+    def _has_claims(self) -> bool:
+        return any(inventory.has_work for inventory in self._inventories.values())
+
+    def _finish(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
+        common = self._common
+        segment.whole = True
+        self._common.room_made()
+        del self._inventories[segment]
+        common.jobs.due |= ANSWER
+        self._marks.bring_up_to_date(segment)
+        self._copying.nodes_changed(now_ms, segment.usable_at_ms)
+        common.effects += common.reclaim.let_go(segment)
+        fields = {"claimed": inventory.claimed, "refused": inventory.refused}
+        common.effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
+
+    def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
+        common = self._common
+        claims, is_answered = inventory.next(CLAIMS_PER_STEP)
+        refused: list[Residue] = []
+        stored: list[ObjectRecord] = []
+        for claim in claims:
+            record = self._claim(now_ms, inventory, claim)
+            if record is None:
+                of = [(segment, claim.offset)]
+                # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
+                refused.append(Residue(claim.name, claim.size, *claim.version, of, kept=True))
+            else:
+                stored.append(record)
+        for record in stored:  # now that most children have found their parents
+            if not record.children:
+                self._pool.settle(record)
+                self._common.room_made()  # it can be evicted
+        inventory.claimed += len(stored)
+        inventory.refused += len(refused)
+        common.counters["claimed_objects"] += len(stored)
+        if refused:
+            common.counters["refused_claims"] += len(refused)
+            common.effects += common.reclaim.clean(refused)
+        if is_answered and segment.node.session is not None:
+            index = common.membership.segments[segment.node.name].index(segment)
+            common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
+
+    def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
+        """The record of the claimed object, complete now; None: the claim is refused."""
+        common = self._common
+        (namespace, key), parent, size, version, offset = claim
+        extent = inventory.segment, offset
+        used_ms = inventory.next_use_ms()
+        record = self._forest.get(namespace, key)
+        known = None
+        if record is not None and record.complete:
+            known = Version(record.epoch, record.counter)
+            if known == version and record.size == size and extent in record.extents():
+                return record  # claimed before
+            if known > version or (known == version and record.size != size):
+                return None
+        if (
+            version > common.present
+            or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)
+            or parent == key
+            or inventory.outdated
+            or common.tombstones.forbids(claim.name, version, inventory.absent_since)
+            or not inventory.fits(offset, size)
+        ):
+            return None
+        if record is not None and known == version:
+            if not self._copying.claim_replica(now_ms, record, extent):
+                return None
+        elif record is not None and known is not None:
+            replaced = [Residue.of(record, forbid=True)]
+            self._pool.strip(record, replaced=True)
+            self._pool.lifetimes.drop(record)
+            self._pool.store(record, [extent], size, version, used_ms)
+            common.when_wiped(now_ms, replaced, calls.Removed(b""))
+        else:
+            record = self._forest.ensure(namespace, key)
+            lacks = 0
+            if record.lost and version == (record.epoch, record.counter):
+                used_ms = record.last_used_ms
+                lacks = repair_queue.wanted(record) - 1
+            above = None if parent is None else self._forest.ensure(namespace, parent)
+            try:
+                common.adopt(now_ms, record, above)
+            except InvalidArgumentError:  # they form a ring
+                self._pool.settle(record)
+                return None
+            self._forest.missing.object_claimed(inventory.segment, claim.name)
+            self._pool.store(record, [extent], size, version, used_ms, lacks)
+        self._pool.note_brought(record)
+        inventory.take(offset, size)
+        # The previous master may have leased the object until then.
+        record.keep_until(inventory.segment.usable_at_ms)
+        return record

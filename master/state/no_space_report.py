@@ -1,0 +1,114 @@
+"""Explains why a put finds no space: which nodes are usable, which are not, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore import no_space_messages
+from kvstore.calls import Allocate, PutStart
+from kvstore.errors import NoSpaceError
+from kvstore.master.state import liveness
+from kvstore.master.state.membership import Membership
+from kvstore.master.state.memory_pool import Shortage
+from kvstore.master.state.records import MountedSegment
+from kvstore.master.state.state_context import Common
+from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
+from kvstore.memory.header import extent_bytes
+
+_LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
+
+
+def refused(
+    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
+) -> NoSpaceError:
+    """The error for a put that is refused now; counted by tenant if a quota refuses it."""
+    owner = common.pool.tenant_of(request.namespace)
+    if owner is None or not found.quota:
+        return explained(common, now_ms, request, found)
+    if found.quota == GUARANTEED:
+        owner.refused += 1
+        return no_space_messages.others_guaranteed(
+            owner.name, asked_bytes(request), found.missing_bytes
+        )
+    return over_bound(common, owner, asked_bytes(request), found)
+
+
+def over_bound(common: Common, owner: Tenant, wanted: int, found: Shortage) -> NoSpaceError:
+    """The error for what would bring a tenant above its bound."""
+    assert found.quota == AT_MOST
+    owner.refused += 1
+    return no_space_messages.over_bound(
+        owner.name, wanted, owner.size, owner.at_most, found.missing_bytes, owner.pinned_bytes
+    )
+
+
+def explained(
+    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
+) -> NoSpaceError:
+    """The error for a put that found no room; ``found`` says how much it lacks."""
+    of_cause: dict[str, list[MountedSegment]] = {}
+    for segment in common.pool.segments.values():
+        cause = _cause(segment, common.membership, now_ms, request)
+        of_cause.setdefault(cause, []).append(segment)
+    groups = [
+        _group(cause, of_cause[cause], now_ms, request.host)
+        for cause in no_space_messages.CAUSES
+        if cause in of_cause
+    ]
+    wanted, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
+    return no_space_messages.no_space(
+        groups, request.host, wanted, found.missing_bytes, writing, pinned
+    )
+
+
+def _cause(
+    segment: MountedSegment, membership: Membership, now_ms: int, request: PutStart | Allocate
+) -> str:
+    """Why the segment has no room for this put; LEASED: it takes puts, but is full."""
+    node = segment.node
+    if request.here_only and node.host != request.host:
+        return no_space_messages.NOT_HERE
+    if segment.offer.device is not None and isinstance(request, Allocate):
+        return no_space_messages.ON_DEVICE
+    if segment.offer.uuid in request.avoid:
+        return no_space_messages.AVOIDED
+    if node.draining:
+        return no_space_messages.DRAINING
+    if membership.state_of(node, now_ms) != liveness.ALIVE:
+        return no_space_messages.SUSPECT
+    return no_space_messages.LEASED if segment.usable(now_ms) else no_space_messages.RESTARTED
+
+
+def _group(
+    cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
+) -> no_space_messages.Group:
+    better = [_better_ms(segment, cause, now_ms) - now_ms for segment in segments]
+    local = [
+        s.offer.address
+        for s in segments
+        if s.node.host != host and s.offer.address.startswith(_LOOPBACK)
+    ]
+    return no_space_messages.Group(
+        cause,
+        nodes={segment.node.name: segment.offer.address for segment in segments},
+        capacity=sum(segment.capacity for segment in segments),
+        free=sum(segment.allocator.free_bytes for segment in segments),
+        largest_free=max(segment.allocator.largest_free for segment in segments),
+        ready_ms=max(0, min(segment.usable_at_ms for segment in segments) - now_ms),
+        better_ms=min((ms for ms in better if ms > 0), default=0),
+        silent_ms=min(now_ms - segment.node.heard_ms for segment in segments),
+        local=local[0] if local else "",
+    )
+
+
+def _better_ms(segment: MountedSegment, cause: str, now_ms: int) -> int:
+    """When the cause may end by itself; 0: unknown."""
+    if cause == no_space_messages.LEASED:
+        return segment.candidates.next_lease_end_ms(now_ms) or 0
+    return segment.usable_at_ms if cause == no_space_messages.RESTARTED else 0
+
+
+def asked_bytes(request: PutStart | Allocate) -> int:
+    if isinstance(request, Allocate):
+        return extent_bytes(request.size)
+    return sum(map(extent_bytes, request.sizes)) * request.replicas

@@ -1,0 +1,165 @@
+"""The queue of puts that wait for room: served in order when there is some (``room_made``).
+
+With tenants the puts of each are served in their order: a put that waits because of its tenant's
+quota does not hold up those of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore import calls
+from kvstore.errors import BusyError, KVStoreError
+from kvstore.master.state import no_space_report
+from kvstore.master.state.background_jobs import SERVE
+from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.grants import WaitingPut
+from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, Shortage
+from kvstore.master.state.state_context import Common
+from kvstore.master.state.tenant import PUTS, Tenant
+from kvstore.tenants import tenant_text
+
+SERVED_PER_STEP = 512
+"""Keys of waiting puts that one step serves, at least one put; see ``PUT_COUNTS_FOR``."""
+
+PUT_COUNTS_FOR = 16
+"""Keys that a put counts for, in addition to its own."""
+
+Wanting = calls.PutStart | calls.Allocate
+Grant = Callable[[int, Wanting], calls.Grants | Shortage]
+
+
+class WaitingPuts:
+    """See the module."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._jobs = common.jobs
+        self._queue = common.waiting
+        self._stuck: dict[Tenant | None, Shortage] = {}
+        """Tenants whose first put found no room since room was last made, and what it lacked."""
+        self._rooms = 0
+        """``Common.rooms`` when that was."""
+
+    def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
+        """Lets a put wait. Raises BusyError: too many puts wait already."""
+        common = self._common
+        if len(self._queue) >= common.rules.waiting_puts_max:
+            raise BusyError(
+                f"{len(self._queue)} puts are waiting for space, the limit",
+                advice="Add memory (kvstore-node --memory), or put less at a time.",
+                waiting_puts=len(self._queue),
+            )
+        owner = common.pool.tenant_of(request.namespace)
+        if owner is not None:
+            bound = owner.share_of(common.rules.waiting_puts_max)
+            if owner.waiting >= bound:
+                owner.refused += 1
+                raise BusyError(
+                    f"{owner.waiting} puts of {tenant_text(owner.name)} are waiting for space, "
+                    "its limit",
+                    advice="Put less at a time, or raise the tenant's share of puts.",
+                    waiting_puts=owner.waiting,
+                    tenant=owner.name,
+                    quota=PUTS,
+                )
+            owner.waiting += 1
+        ticket = common.ticket()
+        self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
+        common.counters["waited_puts"] += 1
+        return Later(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        for waiting in self._queue:
+            if waiting.ticket == ticket:
+                self._drop(waiting)
+                self._jobs.note(SERVE, bool(self._queue))  # the next one may want less
+                return
+
+    def _drop(self, put: WaitingPut) -> None:
+        """Takes a put out of the queue."""
+        self._queue.remove(put)
+        if put.tenant is not None:
+            put.tenant.waiting -= 1
+        self._stuck.pop(put.tenant, None)  # its next put may want less
+
+    def serve(self, now_ms: int, grant: Grant) -> None:
+        """Grants puts in their order; passes over those of a tenant whose first one must go on
+        waiting: over all others, where there are no tenants. Refuses those whose time is up. Leaves
+        the rest to the next step when this one has done enough."""
+        common, jobs = self._common, self._jobs
+        if not jobs.due & SERVE or self._rooms != common.rooms:  # a tick, or there is more room
+            self._stuck.clear()
+        self._rooms = common.rooms
+        jobs.note(SERVE, False)
+        served = 0
+        lacked: dict[Tenant | None, Shortage] = {}
+        evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
+        for put in list(self._queue):
+            if put.tenant in self._stuck:
+                continue
+            if jobs.due & SERVE:
+                break
+            result: calls.Grants | Shortage | KVStoreError
+            try:
+                result = grant(now_ms, put.request)
+            except KVStoreError as error:
+                result = error
+            if isinstance(result, Shortage):
+                lacked[put.tenant] = result
+                if result.goes_on:  # this put is the next one again
+                    jobs.due |= SERVE
+                else:
+                    self._stuck[put.tenant] = result
+            else:
+                self._drop(put)
+                self._answer(now_ms, put, result)
+            served += PUT_COUNTS_FOR + _keys_of(put.request)
+            if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
+                jobs.due |= SERVE
+        self._refuse_late(now_ms, self._stuck | lacked)
+        if not self._queue:
+            jobs.note(SERVE, False)
+
+    def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
+        common = self._common
+        if isinstance(result, calls.Grants) and (earlier := common.unread(put.request, result)):
+            effects, _ = common.reclaim.wipe([], now_ms, put.ticket, result, earlier)
+            common.effects += effects
+        else:
+            common.effect(Answer(put.ticket, result))
+
+    def _refuse_late(self, now_ms: int, lacked: dict[Tenant | None, Shortage]) -> None:
+        """Refuses late puts. ``lacked``: by tenant, what its first put lacks, if it was tried."""
+        for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
+            missing = self._lacking(put, lacked.get(put.tenant))
+            self._drop(put)
+            self._jobs.due |= SERVE  # the next in the queue may want less
+            self._common.counters["refused_no_space"] += 1
+            error = no_space_report.refused(self._common, now_ms, put.request, missing)
+            self._common.counters[f"refused_{error.fields['cause']}"] += 1
+            self._common.effect(Answer(put.ticket, error))
+
+    def _lacking(self, put: WaitingPut, found: Shortage | None) -> Shortage:
+        """What a put lacks that is refused. ``found``: what the first put of its tenant lacked."""
+        asked = no_space_report.asked_bytes(put.request)
+        if found is None:
+            return Shortage(asked)
+        is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
+        return found if is_first else Shortage(asked, quota=found.quota)
+
+    def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
+        """Whether pins hold so much until ``until_ms`` that the rest of the pool is too small for
+        the request: no end of a lease, or of a lifetime, helps."""
+        pool = self._common.pool
+        capacity = sum(segment.capacity for segment in pool.segments.values())
+        return (
+            pool.pins.objects > 0
+            and not pool.pins.unsettled
+            and min(pool.pins.ends.next_ms, pool.lifetimes.next_ms) > until_ms
+            and no_space_report.asked_bytes(request) > capacity - pool.pins.size
+        )
+
+
+def _keys_of(request: Wanting) -> int:
+    return len(request.keys) if isinstance(request, calls.PutStart) else 1

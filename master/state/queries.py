@@ -1,0 +1,338 @@
+"""Answers clients' questions: how much of a chain is there, where objects are, which keys exist.
+
+Most are answered at once. Misses wait while nodes still report their objects to a new master.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS, Presence
+from kvstore.histograms import Histogram
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from kvstore.master.state.background_jobs import ANSWER
+from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.inventory_loading import Returning
+from kvstore.master.state.leases import ReaderLeases
+from kvstore.master.state.records import NamespaceTable, ObjectRecord
+from kvstore.master.state.state_context import Common
+from kvstore.master.state.traffic import Caller
+
+ANSWERED_PER_STEP = 16_384
+"""Keys of waiting questions that one step answers; at least one question."""
+
+JOINING_MS = 600
+"""How long a new master waits for the nodes of the last one; they try several times a second."""
+
+STATE_PROBES_MAX = BATCH_KEYS_MAX
+"""Objects that one question about states looks at, from the end of the chain."""
+
+ASKING_MAX = 4_096
+"""Questions that wait for inventories; further ones are answered at once."""
+
+_ABSENT: Final = 0
+_COMPLETE: Final = 1
+"""The values of ``Presence``, without an attribute look-up in every call."""
+
+Question = calls.MatchPrefix | calls.Lookup | calls.Exists
+Found = calls.Matched | calls.Found | calls.Existing
+
+
+class Asking:
+    """See the module."""
+
+    def __init__(
+        self, common: Common, leases: ReaderLeases, granting: Granting, returning: Returning
+    ) -> None:
+        self._common = common
+        self._leases = leases
+        self._jobs = common.jobs
+        self._forest = common.forest
+        self._granting = granting
+        self._pool = common.pool
+        self._lifetimes = common.pool.lifetimes
+        self._traffic = common.traffic
+        self.reuses_ms = Histogram()
+        """For how long each object that a call leased had not been used before. Of a matched chain,
+        only the last object counts."""
+        self._returning = returning
+        self._gathering = common.rules.gather_ms > 0
+        """Whether misses may have to wait for inventories."""
+        self._asking: deque[tuple[int, Caller, Question]] = deque()
+        """Questions that wait for inventories, with their tickets and callers."""
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def find(self, now_ms: int, request: Question) -> Found | Later:
+        self._forest.begin_step()
+        if request.released:
+            self._leases.release(now_ms, request.released)
+        reply = self._find(now_ms, request)
+        if (
+            self._gathering
+            and len(self._asking) < ASKING_MAX
+            and _misses(request, reply)
+            and self._gathers(now_ms)
+        ):
+            ticket = self._common.ticket()
+            self._asking.append((ticket, self._traffic.caller, request))
+            return Later(ticket)
+        return reply
+
+    def cancel(self, ticket: int) -> None:
+        for asking in self._asking:
+            if asking[0] == ticket:
+                self._asking.remove(asking)
+                return
+
+    def _find(self, now_ms: int, request: Question) -> Found:
+        match request:
+            case calls.MatchPrefix():
+                return self.match_prefix(now_ms, request)
+            case calls.Lookup():
+                return self.lookup(now_ms, request)
+            case calls.Exists():
+                return self.exists(now_ms, request)
+
+    def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
+        common = self._common
+        count = len(request.keys)
+        matches = []
+        for namespace in request.namespaces:
+            table = self._forest.table(namespace)
+            if table is None:
+                matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
+                common.counters["missed_objects"] += count
+                self._note(now_ms, namespace, request.keys, 0, 0 if count else -1)
+                continue
+            keys = request.keys
+            living = keys
+            if now_ms >= self._lifetimes.next_ms:
+                living = self._before_ended(now_ms, table, keys)
+            matched, holding, records = self._forest.match(
+                table, living, records=request.placements
+            )
+            self._lease(now_ms, request.lease, holding)
+            being_written = 0
+            for index in range(matched, count):
+                record_after = table.get(keys[index])
+                if record_after is None or not record_after.writer:
+                    break
+                being_written += 1
+            placements = NO_PLACEMENTS
+            if request.placements and matched:
+                placements = common.placements(records, now_ms)
+            matches.append(calls.PrefixMatch(matched, being_written, placements))
+            common.counters["matched_objects"] += matched
+            common.counters["missed_objects"] += count - matched
+            missing = matched < count and not being_written
+            tip = holding[-1].key if holding else None
+            self._note(now_ms, namespace, keys, matched, matched if missing else -1, tip)
+        state = 0
+        if request.states:
+            reach = min([match.matched for match in matches], default=count)
+            state = self._last_state(now_ms, request, request.keys[:reach])
+        return calls.Matched(common.epoch, common.rules.lease_ms, matches, state)
+
+    def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
+        """How many of ``keys`` there are up to the last one that all of ``request.states`` have,
+        whose objects are leased; 0: there is none among the keys that are looked at."""
+        namespaces = request.states
+        held: list[ObjectRecord] = []
+        state, left = len(keys), STATE_PROBES_MAX
+        while state and left > 0:
+            held = self._held(now_ms, namespaces, keys[state - 1])
+            if len(held) == len(namespaces):
+                break
+            left -= len(held) + 1
+            state -= 1
+        found = len(held) == len(namespaces)
+        if found:
+            self._lease(now_ms, request.lease, held)
+        asked = keys[state - 1 : state] if found else keys[-1:]
+        self._common.counters["matched_objects"] += found * len(namespaces)
+        self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
+        for namespace in namespaces if asked else ():
+            self._note(now_ms, namespace, asked, int(found), -1 if found else 0)
+        return state if found else 0
+
+    def _held(self, now_ms: int, namespaces: Sequence[Namespace], key: Key) -> list[ObjectRecord]:
+        """The objects of this key in the first ones of these namespaces, until one lacks it."""
+        held: list[ObjectRecord] = []
+        for namespace in namespaces:
+            record = self._forest.get(namespace, key)
+            if record is None or not self._pool.is_there(record, now_ms):
+                break
+            held.append(record)
+        return held
+
+    def _before_ended(
+        self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
+    ) -> Sequence[Key]:
+        """The keys before the first object whose lifetime is over, but which is not deleted yet."""
+        for index, record in enumerate(table.get_many(keys)):
+            if record is not None and self._lifetimes.ended(record, now_ms):
+                return keys[:index]
+        return keys
+
+    def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
+        common = self._common
+        table = self._forest.table(request.namespace)
+        keys = request.keys
+        records: list[ObjectRecord | None]
+        records = [None] * len(keys) if table is None else table.get_many(keys)
+        some_ended = now_ms >= self._lifetimes.next_ms
+        for index, record in enumerate(records):
+            if record is None:
+                continue
+            segment = record.segment
+            if (
+                segment is None
+                or not (segment.alive or record.complete)
+                or (some_ended and self._lifetimes.ended(record, now_ms))
+            ):
+                records[index] = None
+        held = [record for record in records if record is not None]
+        self._lease(now_ms, request.lease, held)
+        count, found = len(records), len(held)
+        first = -1
+        if found < count:
+            first = records.index(None) if count > 1 else 0
+        self._note(now_ms, request.namespace, keys, found, first)
+        placements = common.placements(records, now_ms)
+        return calls.Found(common.epoch, common.rules.lease_ms, placements)
+
+    def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
+        keys = request.keys
+        table = self._forest.table(request.namespace)
+        presence = bytes(len(keys)) if table is None else table.presence(keys)
+        if table is not None and now_ms >= self._lifetimes.next_ms:
+            known = bytearray(presence)
+            for index, record in enumerate(table.get_many(keys)):
+                if record is not None and self._lifetimes.ended(record, now_ms):
+                    known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
+            presence = bytes(known)
+        if request.lease and table is not None:
+            records = zip(table.get_many(keys), presence, strict=True)
+            held = [r for r, there in records if r is not None and there == _COMPLETE]
+            self._lease(now_ms, request.lease, held)
+        found = count = len(presence)
+        first = -1
+        if _ABSENT in presence:
+            first = presence.index(_ABSENT) if count > 1 else 0
+            found -= presence.count(_ABSENT) if count > 1 else 1
+        self._note(now_ms, request.namespace, keys, found, first)
+        return calls.Existing(presence)
+
+    def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
+        """Leases these complete objects, and notes for how long they had not been used."""
+        self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
+        used_ms, uses = now_ms, 0  # most objects of one call were used together before
+        for record in records:
+            if record.last_used_ms != used_ms:
+                if uses:
+                    self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+                used_ms, uses = record.last_used_ms, 0
+            uses += 1
+            record.last_used_ms = now_ms
+        if uses:
+            self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+
+    def _note(
+        self,
+        now_ms: int,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        found: int,
+        first: int,
+        tip: Key | None = None,
+    ) -> None:
+        """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
+        miss may not be the final answer then."""
+        if not (self._gathering and self._gathers(now_ms)):
+            self._traffic.asked(now_ms, namespace, keys, found, first, tip)
+
+    def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
+        """Extends deadlines of grants, and leases of objects: of those whose version has not
+        changed, in memory that still holds that version."""
+        common, rules = self._common, self._common.rules
+        keys_held = bytearray(len(request.keys))
+        some_ended = now_ms >= self._lifetimes.next_ms
+        columns = zip(request.keys, request.epochs, request.counters, strict=True)
+        for index, (key, epoch, counter) in enumerate(columns):
+            record = self._forest.get(request.namespace, key)
+            if (
+                record is not None
+                and record.segment is not None
+                and (record.epoch, record.counter) == (epoch, counter)
+                and _is_at(record, request.uuids[index], request.offsets[index])
+                and not (some_ended and self._lifetimes.ended(record, now_ms))
+            ):
+                record.last_used_ms = now_ms
+                record.keep_until(now_ms + rules.lease_ms)
+                keys_held[index] = 1
+        tokens_held = bytearray(len(request.tokens))
+        common.changing |= bool(request.tokens)
+        for index, token in enumerate(request.tokens):
+            put = self._granting.granted(now_ms, request.epoch, token)
+            if put is not None and all(segment.alive for segment, _ in put.extents):
+                self._granting.renew(now_ms, put)
+                tokens_held[index] = 1
+        return calls.Renewed(
+            rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
+        )
+
+    def release(self, now_ms: int, request: calls.Release) -> calls.ReleaseReply:
+        self._leases.release(now_ms, request.released)
+        return calls.ReleaseReply()
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def _gathers(self, now_ms: int) -> bool:
+        """Whether nodes may still report objects, so that misses should wait."""
+        age_ms = now_ms - self._common.started_ms
+        under_way = self._returning.under_way
+        segments = self._common.pool.segments.values()
+        joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
+        self._gathering = age_ms < self._common.rules.gather_ms and (
+            age_ms < JOINING_MS or under_way
+        )
+        if self._asking and not self._gathering:
+            self._jobs.due |= ANSWER
+        return self._gathering and (joining or under_way)
+
+    def answer(self, now_ms: int) -> None:
+        """Answers some of the waiting questions, if they need not wait any more."""
+        self._jobs.note(ANSWER, False)
+        if not self._asking or self._gathers(now_ms):
+            return
+        keys = 0
+        while self._asking and keys < ANSWERED_PER_STEP:
+            ticket, self._traffic.caller, request = self._asking.popleft()
+            keys += len(request.keys)
+            self._common.effect(Answer(ticket, self._find(now_ms, request)))
+        self._jobs.note(ANSWER, bool(self._asking))
+
+
+def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
+    """Whether a living replica is at this place."""
+    for segment, at in record.extents():
+        if at == offset and segment.alive and segment.offer.uuid == uuid:
+            return True
+    return False
+
+
+def _misses(request: Question, reply: Found) -> bool:
+    match reply:
+        case calls.Matched(matches=matches, state=state):
+            count = len(request.keys)
+            lacks = isinstance(request, calls.MatchPrefix) and request.states and state < count
+            return bool(lacks) or any(match.matched < count for match in matches)
+        case calls.Found(placements=placements):
+            return 0 in placements.replicas
+        case calls.Existing(presence=presence):
+            return 0 in presence

@@ -1,0 +1,189 @@
+"""Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
+
+From its removal on, an object is in no answer. The removal is acknowledged when no memory can bring
+back an older version: the headers are wiped, copies of the object are stopped, and memory that is
+away, or has not reported its objects yet, cannot bring one back (docs/decisions/removals.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.master.state.background_jobs import FREE
+from kvstore.master.state.effects import Later, Notice
+from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.grants import GrantedObject, GrantedPut
+from kvstore.master.state.reclaim import Wiping
+from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, with_bytes
+from kvstore.master.state.removal_watermarks import Marks, unrecorded
+from kvstore.master.state.state_context import AnyReply, Common
+
+CLEARED_PER_STEP = 512
+"""Objects that one ``clear`` removes; the caller repeats it until none is left."""
+
+HIDE_STEPS = 4_096
+"""Records without bytes that a removal forgets at once, for as many objects as it removes; the
+background work forgets the rest."""
+
+
+class Removing:
+    """See the module."""
+
+    def __init__(self, common: Common, marks: Marks, granting: Granting) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._reclaim = common.reclaim
+        self._marks = marks
+        self._granting = granting
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+        """Raises UnavailableError: no node is joined that could record the removal."""
+        self._check_remembered()
+        removed = bytearray(len(request.keys))
+        gone: list[Residue] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        self._common.changing = True
+        for index, key in enumerate(request.keys):
+            record = self._forest.get(request.namespace, key)
+            self._granting.end_copies(now_ms, (request.namespace, key))
+            readers = self._reclaim.still_read(record)
+            self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
+            if record is not None and record.segment is not None:
+                removed[index] = self._pool.is_there(record, now_ms)
+                gone.append(Residue.of(record))
+                self._pool.hide(record, steps_max)
+            self._common.forbid(request.namespace, key)
+        self._common.counters["removed_objects"] += len(gone)
+        earlier = self._earlier([(request.namespace, key) for key in request.keys])
+        reply = calls.Removed(bytes(removed))
+        return self._common.when_wiped(now_ms, gone, reply, earlier)
+
+    def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
+        """Raises UnavailableError: no node is joined that could record the removal."""
+        self._check_remembered()
+        namespace = request.namespace
+        if namespace:
+            table = self._forest.table(namespace)
+            tables = [] if table is None else [table]
+        else:
+            tables = self._forest.namespaces.values()
+        chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
+        gone: list[Residue] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        self._common.changing = True
+        copied = self._granting.copied(namespace)
+        for name in copied[:CLEARED_PER_STEP]:
+            self._granting.end_copies(now_ms, name)
+        for record in chosen:
+            if record.segment is not None:  # a lost one may be deleted with an earlier record
+                readers = self._reclaim.still_read(record)
+                self._reclaim.concerns(readers, (record.namespace, record.key))
+                gone.append(Residue.of(record))
+                self._pool.hide(record, steps_max)
+        self._common.counters["removed_objects"] += len(gone)
+        remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
+        remaining += max(0, len(copied) - CLEARED_PER_STEP)
+        self._common.forbid(namespace, None)
+        earlier = [*self._reclaim.of_namespace(namespace), *self._elsewhere()]
+        earlier += self._reclaim.still_read(None)
+        reply = calls.Cleared(len(gone), remaining)
+        return self._common.when_wiped(now_ms, gone, reply, earlier)
+
+    def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
+        """Removes the reported objects. An object with a replica that is not reported stays, and
+        that replica is read first. The reporter does not wait for the wiping."""
+        bad: dict[ObjectRecord, set[MountedSegment]] = {}
+        rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
+        for key, epoch, counter, uuid in rows:
+            record = self._forest.get(request.namespace, key)
+            if record is None or (record.epoch, record.counter) != (epoch, counter):
+                continue
+            for segment, _ in record.extents():
+                if segment.alive and segment.offer.uuid == uuid:
+                    bad.setdefault(record, set()).add(segment)
+        gone: list[Residue] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        counters = self._common.counters
+        self._common.changing = True
+        for record, segments in bad.items():
+            if record.segment is None:
+                continue  # already deleted with an earlier record
+            self._granting.end_copies(now_ms, (record.namespace, record.key))
+            counters["corrupt_replicas"] += len(segments)
+            self._common.effect(_notice(record, segments))
+            if all(segment in segments for segment, _ in record.extents() if segment.alive):
+                gone.append(Residue.of(record, forbid=True))
+                self._pool.hide(record, steps_max)
+            else:
+                self._pool.demote(record, segments)
+        counters["corrupt_objects"] += len(gone)
+        reply = calls.Dropped(len(gone))
+        self._common.when_wiped(now_ms, gone, reply)
+        return reply
+
+    def replace(
+        self,
+        now_ms: int,
+        replaced: list[Residue],
+        puts: Sequence[GrantedObject],
+        reply: AnyReply,
+        still_read: Sequence[Wiping],
+    ) -> AnyReply | Later:
+        """Answers with ``reply`` once no older version of the written objects is left.
+
+        Args:
+            replaced: the residues of the replaced versions.
+            still_read: the result of ``Reclaim.still_read`` from before the puts were stored.
+        """
+        names: list[Name] = []
+        for put in puts:
+            namespace, key = name = put.record.namespace, put.record.key
+            names.append(name)
+            if isinstance(put, GrantedPut):
+                self._granting.end_copies(now_ms, name)
+            version = Version(self._common.epoch, put.token)
+            self._common.forbid(namespace, key, but=version)
+        earlier = [*self._earlier(names), *still_read]
+        return self._common.when_wiped(now_ms, replaced, reply, earlier)
+
+    # --- what removals wait for ---------------------------------------------------------------
+
+    def _earlier(self, names: Sequence[Name]) -> list[Wiping]:
+        """The orders that a removal of these objects waits for: unfinished ones for the same
+        objects (the request may be a repeated one), and those of ``_elsewhere``."""
+        return [*self._reclaim.of_objects(names), *self._elsewhere()]
+
+    def _elsewhere(self) -> list[Wiping]:
+        """The orders that a removal waits for because other memory may hold the object: those for
+        inventories under way, and for marks, by which memory that is away is known as outdated."""
+        self._marks.renew()
+        return [*self._reclaim.held(), *self._reclaim.unmarked()]
+
+    def _check_remembered(self) -> None:
+        """Raises UnavailableError: see ``unrecorded``."""
+        if not self._pool.segments:
+            raise unrecorded()
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def free(self, now_ms: int) -> None:
+        """Frees the extents of one order whose last lease has ended."""
+        self._common.effects += self._reclaim.end_reading(now_ms)
+        effects, may_go_on = self._reclaim.end_next(now_ms)
+        self._common.effects += effects
+        self._common.effects += self._reclaim.zero_more(now_ms)
+        self._common.jobs.note(FREE, may_go_on)
+        if may_go_on:
+            self._common.room_made()
+
+
+def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> Notice:
+    nodes = ",".join(segment.node.name for segment in segments)
+    key_hex = record.key.hex()
+    return Notice("corrupt_object", {"namespace": record.namespace, "key": key_hex, "nodes": nodes})

@@ -1,0 +1,229 @@
+"""What the parts of the master's state share.
+
+Each part owns the fields of its own subject. The state that several parts change is here: memory
+and forest, the nodes, puts under way, orders to wipe, and the effects that the shell carries out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvstore import calls
+from kvstore.calls import Placements, Version
+from kvstore.limits import Key, Namespace
+from kvstore.master.state import liveness
+from kvstore.master.state.background_jobs import SERVE, Jobs
+from kvstore.master.state.effects import Effect, Later
+from kvstore.master.state.grants import Pending, WaitingPut
+from kvstore.master.state.inventory import Tombstones
+from kvstore.master.state.membership import Membership
+from kvstore.master.state.memory_pool import Pool
+from kvstore.master.state.reclaim import Reclaim, Wiping
+from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Residue
+from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.tenant_lru import TenantOrders
+from kvstore.tenants import TenantRule
+
+AnyReply = TypeVar("AnyReply", bound=calls.Reply)
+
+_MISS = ObjectRecord(Namespace(""), Key(b""))
+"""Stands for an object that is not stored; never changed."""
+
+
+class Common:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        epoch_max: int,
+        version: str,
+        cluster: str,
+        rules: MasterRules,
+        policy: Callable[[], EvictionPolicy],
+        started_ms: int,
+        tenants: Sequence[TenantRule] | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self._epoch_max = epoch_max
+        self.version = version
+        self.cluster = cluster
+        self.rules = rules
+        self.started_ms = started_ms
+        self.effects: list[Effect] = []
+        self.changing = False
+        """Set by a step before its first change, and cleared by the caller before each step. While
+        it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
+        self.jobs = Jobs()
+        self.pool = Pool(self.jobs, tenants)
+        self.forest = self.pool.forest
+        self.counters = self.pool.counters
+        self.traffic = self.pool.traffic
+        self.membership = Membership(
+            epoch=epoch,
+            rules=rules,
+            new_policy=policy if self.pool.tenants is None else self._new_orders,
+            cluster=cluster,
+        )
+        self.pending = Pending()
+        self.pending.tenants = self.pool.tenants
+        self.waiting: deque[WaitingPut] = deque()
+        """Puts that wait for room, in their order."""
+        self.rooms = 0
+        """How often room was made while puts waited."""
+        self.tombstones = Tombstones()
+        self.reclaim = Reclaim(self.tombstones)
+        self._next_ticket = 0
+
+    def _new_orders(self) -> EvictionPolicy:
+        assert self.pool.tenants is not None
+        return TenantOrders(self.pool.tenants)
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    def is_later(self, epoch: int) -> bool:
+        """Whether a node that reports this epoch has joined a later master than this one. An epoch
+        above ``epoch_max`` is damage, or a lie, and ends no term."""
+        return self.epoch < epoch <= self._epoch_max
+
+    # --- what is done outside -----------------------------------------------------------------
+
+    def changes(self) -> None:
+        self.changing = True
+
+    def effect(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def room_made(self) -> None:
+        """Called when memory was freed, mounted or made eligible: the puts that wait are tried
+        again, in a step of their own."""
+        if self.waiting:
+            self.jobs.due |= SERVE
+            self.rooms += 1
+
+    def ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    # --- wiping -------------------------------------------------------------------------------
+
+    def when_wiped(
+        self, now_ms: int, gone: list[Residue], reply: AnyReply, earlier: Sequence[Wiping] = ()
+    ) -> AnyReply | Later:
+        """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
+        are done. The extents of ``gone`` are free one lease later."""
+        ticket = self.ticket()
+        free_at_ms = now_ms + self.rules.lease_ms
+        effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
+        self.effects += effects
+        return Later(ticket) if waits else reply
+
+    def wipe(self, given_up: Sequence[Residue]) -> None:
+        """Called for versions that will never be stored: wipes what their writers may have
+        left."""
+        self.effects += self.reclaim.clean(given_up)
+
+    def unwiped(self, segment_ids: Iterable[int]) -> list[Wiping]:
+        """The orders that must be done before writers may get grants on these segments."""
+        segments = self.pool.segments
+        unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
+        return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
+
+    def unread(
+        self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
+    ) -> list[Wiping]:
+        """The orders that must be done before these grants may be sent: those of ``unwiped``, and,
+        for each object that is stored already, the orders for a removed version of it that clients
+        may still read."""
+        orders = self.unwiped(grants.segments)
+        if isinstance(request, calls.PutStart) and self.reclaim.names_orders:
+            for key, outcome in zip(request.keys, grants.outcomes, strict=True):
+                if outcome == calls.PutOutcome.FOUND:
+                    orders += self.reclaim.being_read((request.namespace, key))
+        return orders
+
+    # --- versions -----------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Version:
+        """The newest version that was granted: none is newer until the next put begins."""
+        return Version(self.epoch, self.pending.last_token)
+
+    @property
+    def newest_stored(self) -> Version:
+        """No version up to this one will be stored any more. A put under way may have been granted
+        before puts that have ended, and may still replace objects that those have stored."""
+        first = self.pending.first_token()
+        return self.present if first is None else Version(self.epoch, first - 1)
+
+    # --- objects ------------------------------------------------------------------------------
+
+    def adopt(self, now_ms: int, record: ObjectRecord, above: ObjectRecord | None) -> None:
+        """Gives a record that is not complete its place in the forest.
+
+        Raises:
+            InvalidArgumentError: the objects would form a ring.
+        """
+        try:
+            if record.lost:
+                self.pool.strip(record)
+            if record.segment is None:
+                self.pool.link(record, above, now_ms + self.rules.lease_ms)
+        finally:
+            if above is not None and not above.children:
+                self.pool.settle(above)  # created for this record, and not needed
+
+    def lease(self, namespace: Namespace, key: Key, until_ms: int) -> None:
+        """Keeps the bytes of an object, if it is there, for a client that was told its place."""
+        record = self.forest.get(namespace, key)
+        if record is not None and record.complete:
+            record.keep_until(until_ms)
+
+    def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
+        """Forbids that a version up to now, except ``but``, comes back with memory that is away.
+        ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
+        self.tombstones.add(namespace, key, self.present, but=but)
+        if key is None:
+            self.forest.missing.clear(namespace)
+        else:
+            self.forest.missing.settle(namespace, key)
+
+    def allow(self, record: ObjectRecord, version: Version) -> None:
+        """Called when a put has stored this version. A removal during the put did not remove this
+        version, and must not keep it from coming back with its node."""
+        name = record.namespace, record.key
+        if self.tombstones.forbids(name, version, self.tombstones.made):
+            self.forbid(*name, but=version)
+
+    def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
+        """Where these records are, as columns; each is complete or None. Replicas on suspect nodes
+        come last."""
+        rows = [_MISS if record is None else record for record in records]
+        found = [record for record in rows if record is not _MISS]
+        if any([record.more for record in found]):  # noqa: C419  # a third of the time
+            extents = [self._extents_to_read(record, now_ms) for record in found]
+            flat = [extent for of_record in extents for extent in of_record]
+            segments = [segment.segment_id for segment, _ in flat]
+            offsets = [offset for _, offset in flat]
+            counts = iter(map(len, extents))
+            replicas = [0 if record is None else next(counts) for record in records]
+        else:
+            segments = [r.segment.segment_id for r in found if r.segment is not None]
+            offsets = [record.offset for record in found]
+            replicas = [0 if record is _MISS else 1 for record in rows]
+        return Placements(
+            sizes=[record.size for record in rows],
+            epochs=[record.epoch for record in rows],
+            counters=[record.counter for record in rows],
+            replicas=replicas,
+            segments=segments,
+            offsets=offsets,
+        )
+
+    def _extents_to_read(self, record: ObjectRecord, now_ms: int) -> list[Extent]:
+        alive = [extent for extent in record.extents() if extent[0].alive]
+        alive.sort(key=lambda e: self.membership.state_of(e[0].node, now_ms) != liveness.ALIVE)
+        return alive

@@ -1,0 +1,288 @@
+"""Answers operators: the cluster at a glance, a listing, one object, the traffic. Only reads."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
+from kvstore.master.state import liveness
+from kvstore.master.state.liveness import JoinedNode
+from kvstore.master.state.membership import describe
+from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
+from kvstore.master.state.state_context import Common
+from kvstore.master.state.traffic import ClientRow, Space
+from kvstore.tenants import UNBOUNDED
+
+LIST_ROWS_MAX = 1_000
+_POSITION_BITS = 32
+LIST_STEPS_MAX = 10_000
+"""Records that one page may look at, about 3 ms: a prefix may match few of them, and to tell that a
+record is detached its ancestors are walked over."""
+
+DESCRIBED_MAX = 1_024
+"""Segments that one answer describes; clients ask again for the rest."""
+
+STATUS_ROWS_MAX = 1_000
+"""Segments and namespaces on one page of the status: 3 ms, and as long again to encode them."""
+
+TRAFFIC_ROWS_MAX = 1_000
+"""Clients and keys on one page of the traffic, after which no further namespace is added."""
+
+_NAMESPACES = 1 << 63
+"""This bit is set in a cursor that has passed the nodes."""
+
+
+class Report:
+    """Answers the queries from the state of one master."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+
+    def status(self, now_ms: int, request: calls.Status) -> calls.ClusterStatus:
+        common = self._common
+        nodes: list[calls.NodeStatus] = []
+        namespaces: list[calls.NamespaceStatus] = []
+        cursor = request.cursor
+        left = STATUS_ROWS_MAX
+        if not cursor & _NAMESPACES:
+            known = common.membership.nodes
+            for node in islice(known.values(), cursor, None):
+                if left <= 0:
+                    break
+                cursor += 1
+                nodes.append(_node(common, node, now_ms))
+                left -= len(nodes[-1].segments)
+            if cursor >= len(known):
+                cursor = _NAMESPACES
+        if cursor & _NAMESPACES:
+            cursor = _namespaces(common, cursor ^ _NAMESPACES, max(0, left), namespaces)
+        return calls.ClusterStatus(
+            epoch=common.epoch,
+            version=common.version,
+            uptime_ms=now_ms - common.started_ms,
+            nodes=sorted(nodes),
+            namespaces=sorted(namespaces),
+            counters=[] if request.cursor else sorted(_counters(common)),
+            next_cursor=cursor,
+            cluster=common.cluster,
+            gone=[] if request.cursor else common.forest.missing.told(now_ms),
+            tenants=[] if request.cursor else _tenants(common),
+        )
+
+    def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.Listed:
+        common = self._common
+        if request.namespace:
+            table = common.forest.table(request.namespace)
+            tables = [] if table is None else [table]
+        else:
+            tables = common.forest.namespaces.values()
+        # The cursor says which of the dictionaries is next, and how many of its records were seen.
+        first, position = divmod(request.cursor, 1 << _POSITION_BITS)
+        common.forest.begin_step()
+        limit = max(1, min(request.limit, LIST_ROWS_MAX))
+        rows: list[calls.ObjectRow] = []
+        steps_max = common.forest.steps + LIST_STEPS_MAX
+        for index, shard in enumerate(shards_from(tables, first), first):
+            for record in islice(shard.values(), position, None):
+                if len(rows) == limit or common.forest.steps >= steps_max:
+                    return calls.Listed(rows, index << _POSITION_BITS | position)
+                position += 1
+                common.forest.steps += 1
+                if record.key.startswith(request.prefix) and (
+                    record.writer or common.pool.is_there(record, now_ms)
+                ):
+                    rows.append(_row(common, record, now_ms))
+            position = 0
+        return calls.Listed(rows, 0)
+
+    def stat_object(self, now_ms: int, request: calls.StatObject) -> calls.ObjectDetail:
+        common = self._common
+        common.forest.begin_step()
+        record = common.forest.get(request.namespace, request.key)
+        is_there = record is not None and common.pool.is_there(record, now_ms)
+        if record is None or not (is_there or record.writer):
+            return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
+        return calls.ObjectDetail(
+            row=_row(common, record, now_ms),
+            parent=b"" if record.parent is None else record.parent.key,
+            children=record.children,
+            version=Version(record.epoch, record.counter),
+            idle_ms=now_ms - record.last_used_ms,
+            placements=common.placements([record if is_there else None], now_ms),
+            epoch=common.epoch,
+        )
+
+    def traffic(self, now_ms: int, request: calls.Traffic) -> calls.TrafficReport:
+        common, known = self._common, self._common.traffic
+        cursor, left, spaces = request.cursor, TRAFFIC_ROWS_MAX, known.spaces(request.namespace)
+        namespaces: list[calls.NamespaceTraffic] = []
+        while cursor < len(spaces) and left > 0:
+            shown = _traffic(common, spaces[cursor], now_ms)
+            namespaces.append(shown)
+            cursor += 1
+            left -= 1 + len(shown.putters) + len(shown.askers) + len(shown.misses)
+        return calls.TrafficReport(
+            epoch=common.epoch,
+            uptime_ms=now_ms - common.started_ms,
+            namespaces=namespaces,
+            next_cursor=cursor if cursor < len(spaces) else 0,
+        )
+
+    def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
+        del now_ms
+        known = self._common.pool.segments
+        asked = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
+        return calls.Segments(self._common.epoch, [describe(known[i]) for i in asked])
+
+
+def _tenants(common: Common) -> list[calls.TenantStatus]:
+    tenants = common.pool.tenants
+    if tenants is None:
+        return []
+    rows = [
+        calls.TenantStatus(
+            name=each.name,
+            bytes=each.size,
+            guaranteed=each.guaranteed,
+            at_most=0 if each.at_most == UNBOUNDED else each.at_most,
+            pinned=each.pinned_bytes,
+            pinned_max=0 if each.pinned_max == UNBOUNDED else each.pinned_max,
+            objects=each.objects,
+            evicted_by_own=each.evicted_by_own,
+            evicted_by_others=each.evicted_by_others,
+            refused=each.refused,
+            namespaces=each.namespaces,
+        )
+        for each in tenants
+        if not each.retired or each.size
+    ]
+    return sorted(rows)
+
+
+def _counters(common: Common) -> list[calls.Counter]:
+    pool = common.pool
+    counters = {
+        **common.counters,
+        "under_replicated_objects": pool.short_objects,
+        "missing_objects": common.forest.missing.objects,
+        "pinned_objects": pool.pins.objects,
+        "pinned_bytes": pool.pins.size,
+        "dead_nodes": common.membership.dead_nodes,
+        "left_nodes": common.membership.left_nodes,
+    }
+    return [calls.Counter(name, value) for name, value in counters.items()]
+
+
+def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
+    """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
+    known, pins = common.forest.namespaces.tables, common.pool.pins
+    for table in islice(known.values(), place, min(place + left, len(known))):
+        held = pins.held(table.name)
+        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
+    return _NAMESPACES | place + left if place + left < len(known) else 0
+
+
+def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffic:
+    table = common.forest.table(space.name)
+    askers = space.askers.all()
+    missed = sorted((row for row in askers if row.missed), key=lambda row: -row.missed_ms)
+    misses: list[calls.MissedKey] = []
+    for row in missed:
+        client, _, address = row.name.rpartition(" ")
+        record = None if table is None else table.get(row.missed)
+        misses.append(
+            calls.MissedKey(
+                key=row.missed,
+                client=client,
+                address=address,
+                idle_ms=now_ms - row.missed_ms,
+                found=row.missed_at,
+                asked=row.missed_of,
+                present=record is not None and common.pool.is_there(record, now_ms),
+                evicted=common.traffic.had_evicted(space.name, row.missed, row.missed_ms),
+            )
+        )
+    return calls.NamespaceTraffic(
+        name=space.name,
+        objects=0 if table is None else table.objects,
+        size=0 if table is None else table.size,
+        putters=[_client(row, now_ms) for row in space.putters.all()],
+        askers=[_client(row, now_ms) for row in askers],
+        misses=misses,
+        questions=sum(row.questions for row in askers),
+        none=sum(row.none for row in askers),
+        partly=sum(row.partly for row in askers),
+        evicted=space.evicted,
+        evicted_ms=now_ms - space.evicted_ms if space.evicted else 0,
+        evicted_idle_ms=max(0, space.evicted_idle_ms),
+    )
+
+
+def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
+    client, _, address = row.name.rpartition(" ")
+    return calls.ClientTraffic(
+        client=client,
+        address=address,
+        first_ms=now_ms - row.first_ms,
+        idle_ms=now_ms - row.last_ms,
+        keys=row.keys,
+        found=row.found,
+        stored=row.stored,
+        key=row.key,
+        stored_bytes=row.stored_bytes,
+    )
+
+
+def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
+    if not common.pool.is_there(record, now_ms):
+        described = "being_written"
+    else:
+        described = "complete" if common.forest.reach(record) else "detached"
+    return calls.ObjectRow(
+        namespace=record.namespace,
+        key=record.key,
+        size=record.size,
+        replicas=sum(segment.alive for segment, _ in record.extents()),
+        depth=record.depth,
+        leased_ms=max(0, record.lease_until_ms - now_ms),
+        state=described,
+    )
+
+
+def _node(common: Common, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
+    segments = common.membership.segments[node.name]
+    described = common.membership.state_of(node, now_ms)
+    if node.draining and described == liveness.ALIVE:
+        described = "draining"
+    return calls.NodeStatus(
+        name=node.name,
+        host=node.host,
+        state=described,
+        address=next((s.offer.address for s in segments if s.offer.address), ""),
+        silent_ms=now_ms - node.heard_ms,
+        segments=[_segment(segment, now_ms) for segment in segments],
+        version=node.version,
+        unreachable=node.unreachable,
+        entry_gone=node.entry_gone,
+        stored_bytes=node.stored_bytes,
+        read_bytes=node.read_bytes,
+        written_bytes=node.written_bytes,
+    )
+
+
+def _segment(segment: MountedSegment, now_ms: int) -> calls.SegmentStatus:
+    allocator = segment.allocator
+    return calls.SegmentStatus(
+        segment_id=segment.segment_id,
+        size=segment.offer.size,
+        used=segment.capacity - allocator.free_bytes,
+        largest_free=allocator.largest_free,
+        shm_name=segment.offer.shm_name,
+        pending=segment.pending_bytes,
+        quarantined=segment.quarantined_bytes,
+        reclaim=segment.reclaim_bytes,
+        device="" if segment.offer.device is None else segment.offer.device.device,
+        ready_ms=max(0, segment.usable_at_ms - now_ms),
+        reports=not segment.whole,
+    )

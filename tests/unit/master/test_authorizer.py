@@ -1,0 +1,259 @@
+"""The gate: identities of peers, signed tokens, and whose put a token is."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvstore import calls
+from kvstore.auth.holder_ids import holder_of
+from kvstore.auth.identity import Identity, identity
+from kvstore.config import MasterConfig
+from kvstore.errors import PermissionDeniedError
+from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
+from kvstore.master.authorizer import Gate, caller_of, number_of, token_for
+from kvstore.master.capabilities import MASTER
+from kvstore.master.service import MasterService
+from kvstore.master.state.grants import Pending
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.traffic import Caller
+from kvstore.process.logs import BURST, RateLimit
+from tests.support.certificates import Identities
+from tests.unit.wire.test_request_chunking import service_with
+
+ENGINE = identity("e", ["engine"], reads=["a"], writes=["a"])
+OTHER = identity("o", ["engine"], reads=["a"], writes=["a"])
+SECRET = b"s" * 16
+SPACE = Namespace("a")
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+@pytest.fixture
+def gate(identities: Identities) -> Gate:
+    return Gate(
+        MasterConfig(auth=identities.file("master"), auth_revoked=str(identities.revoked_file))
+    )
+
+
+def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
+    return {"peer_uri": [who.uri.encode()], "ssl_tls_version": [version]}
+
+
+def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
+    assert gate.of_grpc(shown(ENGINE)) == ENGINE
+    peers: list[tuple[dict[str, list[bytes]], str]] = [
+        ({}, "names 0 identities"),
+        (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
+        ({"peer_uri": [b"spiffe://x"], "ssl_tls_version": [b"TLSv1.3"]}, "names 0 identities"),
+    ]
+    for peer, says in peers:
+        with pytest.raises(PermissionDeniedError, match=says):
+            gate.of_grpc(peer)
+    with pytest.raises(PermissionDeniedError, match="without an identity"):
+        gate.check(None, calls.Clear(SPACE, 1))
+    assert gate.refused == 4
+
+
+def test_a_token_names_an_identity_and_a_number(gate: Gate) -> None:
+    token = token_for(SECRET, "name of a client", ENGINE, gate, 7)
+    caller = caller_of(token, SECRET, "10.0.0.1", gate)
+    assert caller is not None
+    assert (caller.identity, caller.name) == (ENGINE, "name of a client 10.0.0.1")
+    assert (caller.holder, caller.number) == (holder_of(ENGINE), number_of(ENGINE, 7))
+    beside = caller_of(token, SECRET, "10.0.0.1", gate, ENGINE._replace(number="next"))
+    assert beside is not None
+    assert beside.identity == ENGINE._replace(number="next"), "what the connection shows counts"
+
+
+def test_no_other_token_is_one(gate: Gate, identities: Identities) -> None:
+    token = token_for(SECRET, "c", ENGINE, gate, 7)
+    assert caller_of(token, SECRET, "", gate, OTHER) is None, "of another identity"
+    assert caller_of(token, b"t" * 16, "", gate) is None, "of another term"
+    for at in range(len(token)):
+        changed = bytes(byte ^ (at == index) for index, byte in enumerate(token))
+        assert caller_of(changed, SECRET, "", gate) is None, at
+    for short in (b"", SECRET, token[:39], SECRET + b"c"):
+        assert caller_of(short, SECRET, "", gate) is None
+    again = Gate(MasterConfig(auth=identities.file("master")))
+    assert caller_of(token, SECRET, "", again) is None, "of another process"
+
+
+def test_a_number_is_of_one_identity(gate: Gate, identities: Identities) -> None:
+    """Also at a master that has just started, which has seen nobody yet."""
+    numbers = []
+    for master in (gate, Gate(MasterConfig(auth=identities.file("master")))):
+        for who in (ENGINE, ENGINE._replace(number="renewed"), OTHER):
+            caller = caller_of(token_for(SECRET, "c", who, master, 7), SECRET, "", master)
+            assert caller is not None
+            numbers.append(caller.number)
+    mine, renewed, theirs = numbers[:3]
+    assert mine == renewed != theirs
+    assert numbers[3:] == numbers[:3]
+    assert {number & 0xFFFF_FFFF for number in numbers} == {7}, "nodes cut connections by this half"
+    taken = token_for(SECRET, "c", OTHER, gate, mine)
+    caller = caller_of(taken, SECRET, "", gate)
+    assert caller is not None
+    assert caller.number == theirs, "who shows the number of another gets its own"
+    drawn = {number_of(ENGINE, 0) & 0xFFFF_FFFF for _ in range(4)}
+    assert 0 not in drawn
+    assert len(drawn) > 1
+
+
+def test_a_holder_is_a_certificate() -> None:
+    holders = [
+        holder_of(who)
+        for who in (ENGINE, OTHER, ENGINE._replace(number="1"), ENGINE._replace(number="2"))
+    ]
+    assert len(set(holders)) == len(holders)
+    assert all(0 < holder < MASTER for holder in holders)
+    assert holder_of(ENGINE._replace(number="0x0A:1b")) == holder_of(OTHER._replace(number="a1b"))
+
+
+@pytest.mark.usefixtures("files_at_once")
+def test_who_was_revoked_lately_is_told_to_nodes(
+    identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities.revoked_file.write_text("1\n")
+    monkeypatch.setattr("kvstore.master.times.PUT_DEADLINE_MS", 1_000)
+    gate = Gate(
+        MasterConfig(
+            auth=identities.file("master"), auth_revoked=str(identities.revoked_file),
+            lease_ms=1_000,
+        )
+    )  # fmt: skip
+    now = 100.0
+    monkeypatch.setattr("kvstore.auth.revocation_list.uptime", lambda: now)
+    assert gate.refused_holders() == [], "who was revoked before has nothing of this master"
+    identities.revoked_file.write_text("1\n0x0A\n")
+    now += 1
+    assert gate.refused_holders() == [holder_of(ENGINE._replace(number="a"))]
+    identities.revoked_file.write_text("1\n0x0A\nB\n")
+    now += 1
+    a, b = (holder_of(ENGINE._replace(number=number)) for number in "ab")
+    assert gate.refused_holders() == [a, b]
+    now += 1
+    assert gate.refused_holders() == [b], "its capabilities have ended"
+    more = "".join(f"c{number}\n" for number in range(2_000))
+    identities.revoked_file.write_text(f"1\n0x0A\nB\n{more}")
+    now += 1
+    assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
+
+
+@pytest.mark.usefixtures("files_at_once")
+def test_who_is_revoked_is_out(gate: Gate, identities: Identities) -> None:
+    gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
+    identities.revoked_file.write_text("77\n")
+    revoked = ENGINE._replace(number="77")
+    for refused in (
+        partial(gate.check, revoked, calls.Exists(SPACE, [Key(b"k")])),
+        partial(gate.of_grpc, shown(revoked)),
+        partial(gate.check_node, identity("n", ["node"], number="77"), "n"),
+    ):
+        with pytest.raises(PermissionDeniedError, match="was revoked"):
+            refused()
+    gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
+
+
+def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
+    caller = Caller("c", ENGINE, number=7)
+    made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
+    for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
+        owned = gate.own(caller, request, Pending())
+        assert isinstance(owned, calls.PutStart | calls.Allocate)
+        assert owned.client_number == 7
+        assert gate.own(Caller("c"), request, Pending()) is request, "without an identity"
+
+
+def test_no_identity_hides_what_another_removes_or_is_refused(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Five lines of all together were written in a second."""
+    caplog.set_level(logging.INFO, "kvstore.auth")
+    limit = RateLimit(lambda: 1.0)
+    caplog.handler.addFilter(limit)
+    try:
+        for _ in range(3 * BURST):
+            gate.check(ENGINE, calls.Remove(SPACE, [Key(b"k"), Key(b"l")]))
+            with pytest.raises(PermissionDeniedError):
+                gate.check(ENGINE, calls.Clear(Namespace("b"), 1))
+            with pytest.raises(PermissionDeniedError):
+                gate.of_grpc({"ssl_tls_version": [b"TLSv1.3"]})
+        gate.check(OTHER, calls.Remove(SPACE, [Key(b"k")]))
+        with pytest.raises(PermissionDeniedError):
+            gate.check(OTHER, calls.Clear(Namespace("b"), 1))
+    finally:
+        caplog.handler.removeFilter(limit)
+    assert gate.refused == 6 * BURST + 1
+    assert Counter(line.partition(" reason=")[2] or line for line in caplog.messages) == {
+        "audit call=Remove identity=e on=a keys=2": BURST,
+        "audit call=Remove identity=o on=a keys=1": 1,
+        "\"Clear: engine e may not write namespace 'b'\"": BURST,
+        "\"Clear: engine o may not write namespace 'b'\"": 1,
+        "'the certificate names 0 identities'": BURST,
+    }
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda keys: calls.Exists(SPACE, keys),
+        lambda keys: calls.Lookup(SPACE, keys),
+        lambda keys: calls.MatchPrefix([SPACE], keys, True),
+        lambda keys: calls.StatObject(SPACE, keys[0]),
+        lambda keys: calls.PutStart(SPACE, keys, [1], None, False, 1, False, 0, ""),
+        lambda keys: calls.Remove(SPACE, keys),
+    ],
+    ids=["exists", "lookup", "match", "stat", "put", "remove"],
+)
+def test_what_is_refused_is_not_looked_up(
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[list[Key]], calls.Request],
+    *,
+    there: bool,
+) -> None:
+    """So the time of a refusal cannot tell whether a block of others is there."""
+    state = MasterState(epoch=1)
+    if there:
+        state.common.forest.ensure(SPACE, Key(b"k"))
+    service = MasterService(state)
+    service.gate = gate
+    stranger = Caller("c", identity("s", ["engine"], reads=["b"], writes=["b"]))
+    monkeypatch.setattr(service, "_step", lambda *_: pytest.fail("the state was asked"))
+    with pytest.raises(PermissionDeniedError):
+        service.call(ask([Key(b"k")]), stranger)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda tokens: calls.PutEnd(7, tokens),
+        lambda tokens: calls.PutRevoke(7, tokens, True),
+        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens, [], []),
+        lambda tokens: calls.Commit(7, tokens[-1], SPACE, Key(b"k"), None, 1, False),
+    ],
+)
+def test_a_token_of_another_client_is_refused(
+    gate: Gate, request_of: Callable[[list[int]], calls.Request]
+) -> None:
+    service = service_with(0)
+    service.gate = gate
+    ours, theirs = Caller("c", ENGINE, number=7), Caller("d", OTHER, number=8)
+    put = calls.PutStart(SPACE, [Key(b"k")], [1], None, False, 1, False, 0, "h")
+    grants = service.call(put, ours)
+    assert isinstance(grants, calls.Grants)
+    with pytest.raises(PermissionDeniedError, match="a put of another client"):
+        service.call(request_of([1_000_000, *grants.tokens]), theirs)
+    ended = service.call(calls.PutEnd(7, grants.tokens), ours)
+    assert isinstance(ended, calls.PutEnded)
+    assert list(ended.outcomes) == [calls.PutOutcome.STORED]
