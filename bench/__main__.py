@@ -65,7 +65,7 @@ def main(
         table = replace(table, systems={each: table.systems[each] for each in named})
     if reason := table.missing():
         raise click.ClickException(reason)
-    plan = harness.Plan(
+    plan = harness.ComparisonPlan(
         rounds=1 if quick else rounds or table.rounds,
         seconds=QUICK_SECONDS if quick else seconds or table.seconds,
         pool_bytes=table.pool_bytes,

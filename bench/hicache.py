@@ -19,7 +19,7 @@ import torch
 import kvstore.mooncake_shim
 from bench import mooncake
 from bench.tables import DROP_IN, NATIVE_SHM
-from kvstore.bench.kvstore_driver import OurDriver
+from kvstore.bench.kvstore_driver import KVStoreDriver
 from kvstore.bench.rows import KIB
 from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import Bytes, fill_randomly, require
@@ -30,7 +30,7 @@ LAYERS: Final = 16
 LATENT: Final = 64
 
 
-class Driver(StoreDriver):
+class HiCacheDriver(StoreDriver):
     """Makes the calls through SGLang's back-ends on one host pool: a back-end per size of pages."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
@@ -42,10 +42,10 @@ class Driver(StoreDriver):
         """
         self._address = address
         self._is_native = not on_mooncake and mode != DROP_IN
-        self._ours: OurDriver | None = None
+        self._ours: KVStoreDriver | None = None
         if not on_mooncake:
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
-            self._ours = OurDriver(address, "shm", 1)
+            self._ours = KVStoreDriver(address, "shm", 1)
             if mode == DROP_IN:
                 kvstore.mooncake_shim.install()
         self._tokens = memory_bytes // TOKEN_BYTES

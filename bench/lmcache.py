@@ -19,7 +19,7 @@ import torch
 
 import kvstore.mooncake_shim
 from bench import mooncake
-from kvstore.bench.kvstore_driver import OurDriver
+from kvstore.bench.kvstore_driver import KVStoreDriver
 from kvstore.bench.session import (
     BATCH,
     CHAIN_BLOCK_BYTES,
@@ -43,7 +43,7 @@ MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
 
-class Driver(StoreDriver):
+class LMCacheDriver(StoreDriver):
     """A client of one system, behind LMCache. A backend of LMCache has chunks of one size, so there
     is one for each size."""
 
@@ -56,7 +56,7 @@ class Driver(StoreDriver):
         self.source, self._target = memory(memory_bytes)
         self._settings = _settings(address)
         # This client knows when the memory of removed objects is free.
-        self._beside = None if on_mooncake else OurDriver(address, mode, WARM_PIECE)
+        self._beside = None if on_mooncake else KVStoreDriver(address, mode, WARM_PIECE)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()

@@ -11,7 +11,7 @@ from typing import Final
 from bench import mooncake, redis, vllm
 from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import Children, Servers
-from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, Row, System, Table
+from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, ComparisonCase, System, Table
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, PUT_FULL
 
 DROP_IN: Final = "drop-in"
@@ -70,28 +70,32 @@ PIPELINED = (
 )
 
 
-def _pair(mode: str, size: int, batch: int, goals: tuple[float, float]) -> tuple[Row, Row]:
+def _pair(
+    mode: str, size: int, batch: int, goals: tuple[float, float]
+) -> tuple[ComparisonCase, ComparisonCase]:
     return (
-        Row(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], notes=(VERIFIED,)),
-        Row(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], notes=(VERIFIED,)),
+        ComparisonCase(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], notes=(VERIFIED,)),
+        ComparisonCase(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], notes=(VERIFIED,)),
     )
 
 
-ROWS: Final[tuple[Row, ...]] = (
-    Row(op=EXIST, mode=TCP, batch=1, goal=2, notes=(ASKED,)),
-    Row(op=EXIST, mode=TCP, batch=64, goal=2, notes=(ASKED,)),
-    Row(op=EXIST, mode=TCP, batch=1024, goal=4, notes=(ASKED,)),
-    Row(op=EXIST, mode=TCP, batch=8192, goal=7, notes=(ASKED,)),
-    Row(op=MATCH, mode=TCP, batch=1024, goal=10, peer_op=EXIST, notes=(ASKED, LEASED)),
-    Row(op=MATCH, mode=TCP, batch=8192, goal=20, peer_op=EXIST, notes=(ASKED, LEASED)),
+ROWS: Final[tuple[ComparisonCase, ...]] = (
+    ComparisonCase(op=EXIST, mode=TCP, batch=1, goal=2, notes=(ASKED,)),
+    ComparisonCase(op=EXIST, mode=TCP, batch=64, goal=2, notes=(ASKED,)),
+    ComparisonCase(op=EXIST, mode=TCP, batch=1024, goal=4, notes=(ASKED,)),
+    ComparisonCase(op=EXIST, mode=TCP, batch=8192, goal=7, notes=(ASKED,)),
+    ComparisonCase(op=MATCH, mode=TCP, batch=1024, goal=10, peer_op=EXIST, notes=(ASKED, LEASED)),
+    ComparisonCase(op=MATCH, mode=TCP, batch=8192, goal=20, peer_op=EXIST, notes=(ASKED, LEASED)),
     *_pair(SHM, 4 * KIB, 1, (2, 3)),
     *_pair(TCP, 4 * KIB, 1, (1.5, 2)),
-    Row(op=GET_AGAIN, mode=SHM, size=4 * KIB, goal=8, peer_op=GET, notes=(REMEMBERED,)),
+    ComparisonCase(op=GET_AGAIN, mode=SHM, size=4 * KIB, goal=8, peer_op=GET, notes=(REMEMBERED,)),
     *_pair(SHM, MIB, 1, (1.8, 1.8)),
     *_pair(TCP, MIB, 1, (1.8, 1.5)),
     *_pair(SHM, 64 * KIB, 64, (1.3, 1.3)),
     *_pair(SHM, MIB, 64, (1.1, 1.1)),
-    Row(op=GET_VIEW, mode=SHM, size=MIB, batch=64, goal=15, peer_op=GET, notes=(NOT_COPIED,)),
+    ComparisonCase(
+        op=GET_VIEW, mode=SHM, size=MIB, batch=64, goal=15, peer_op=GET, notes=(NOT_COPIED,)
+    ),
     *_pair(TCP, MIB, 64, (2, 2)),
     *_pair(TCP, 4 * MIB, 64, (2, 2)),
     *_pair(TCP, 4 * KIB, 64, (2, 2)),
@@ -99,7 +103,7 @@ ROWS: Final[tuple[Row, ...]] = (
 )
 
 LMCACHE_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=64, notes=notes)
+    ComparisonCase(op=op, mode=mode, size=size, batch=64, notes=notes)
     for mode in MODES
     for op, size, notes in (
         (EXIST, 0, (BEHIND_LMCACHE,)),
@@ -112,7 +116,7 @@ LMCACHE_ROWS: Final = tuple(
 )
 
 HICACHE_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=64, notes=(note,))
+    ComparisonCase(op=op, mode=mode, size=size, batch=64, notes=(note,))
     for mode, note in (
         (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
                   " on Mooncake's."),
@@ -125,7 +129,7 @@ HICACHE_ROWS: Final = tuple(
 )  # fmt: skip
 
 REDIS_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=batch, notes=(BY_SOCKET, note))
+    ComparisonCase(op=op, mode=mode, size=size, batch=batch, notes=(BY_SOCKET, note))
     for mode in MODES
     for op, size, batch, note in (
         *((EXIST, 0, batch, COUNTED) for batch in (1, 64)),
@@ -137,7 +141,7 @@ REDIS_ROWS: Final = tuple(
 )  # fmt: skip
 
 BUSY_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, loops=loops, notes=notes)
+    ComparisonCase(op=op, mode=mode, size=size, loops=loops, notes=notes)
     for loops in (2, 8)
     for op, mode, size, notes in (
         (EXIST, TCP, 0, (ASKED,)),
@@ -147,13 +151,13 @@ BUSY_ROWS: Final = tuple(
 )  # fmt: skip
 
 FULL_ROWS: Final = tuple(
-    Row(op=PUT_FULL, mode=mode, size=size, batch=batch, notes=(FULL, VERIFIED))
+    ComparisonCase(op=PUT_FULL, mode=mode, size=size, batch=batch, notes=(FULL, VERIFIED))
     for mode in MODES
     for size, batch in ((64 * KIB, 64), (MIB, 8))
 )
 
 CLIENTS_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
+    ComparisonCase(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
     for op, mode, size, batch, notes in (
         (EXIST, TCP, 0, 64, (ASKED,)),
         (GET, TCP, 4 * KIB, 1, (VERIFIED,)),
@@ -206,14 +210,14 @@ STORE: Final = System(own_store, "kvstore.bench.kvstore_driver:OurDriver")
 BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
 
 
-def _beside_mooncake(name: str, title: str, rows: tuple[Row, ...]) -> Table:
+def _beside_mooncake(name: str, title: str, rows: tuple[ComparisonCase, ...]) -> Table:
     return Table(
         name=name, title=title, rows=rows, systems=BESIDE_MOONCAKE,
         packages=(mooncake.PACKAGE, *PACKAGES), missing=mooncake.missing,
     )  # fmt: skip
 
 
-def _behind(engine: str, package: str, title: str, rows: tuple[Row, ...]) -> Table:
+def _behind(engine: str, package: str, title: str, rows: tuple[ComparisonCase, ...]) -> Table:
     driver = f"bench.{engine}:Driver"
     return Table(
         name=engine, title=title, rows=rows, missing=lambda: _missing(package),

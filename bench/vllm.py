@@ -21,7 +21,7 @@ from examples import fleet
 from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.processes import Children, Servers, start_store
-from kvstore.bench.rows import Row, System
+from kvstore.bench.rows import ComparisonCase, System
 from kvstore.bench.session import GET, PUT, WARM_PIECE, StoreDriver, Work
 from kvstore.bench.timing import require
 
@@ -39,7 +39,9 @@ NOTE: Final = (
 )
 
 ROWS: Final = tuple(
-    Row(op=op, mode="loopback", size=PROMPT_BYTES, clients=clients, name=name, notes=(NOTE,))
+    ComparisonCase(
+        op=op, mode="loopback", size=PROMPT_BYTES, clients=clients, name=name, notes=(NOTE,)
+    )
     for clients in (1, 4)
     for op, name in (
         (PUT, f"first token, new prompt of {PROMPT_TOKENS:,} tokens"),

@@ -21,8 +21,8 @@ from kvstore.clock import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError
-from kvstore.process.cancellation import Stop
-from kvstore.process.tasks import CLOSE_S, Job, Workers
+from kvstore.process.cancellation import CancelToken
+from kvstore.process.tasks import CLOSE_S, Job, ThreadPool
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -92,7 +92,7 @@ class AsyncClient:
 
     def _begin_anew(self) -> None:
         """Called automatically in the child of a fork, as ``Client._begin_anew`` is."""
-        fork_support.keep(self._threads)
+        fork_support.leak_deliberately(self._threads)
         self._threads = _new_threads()
 
     def _give_up(self) -> None:
@@ -226,7 +226,7 @@ class AsyncClient:
         afterwards."""
         timeout_ms: Any = named.get("timeout_ms")
         timeout_s = self._client._seconds(timeout_ms)
-        stop = Stop(uptime() + timeout_s)
+        stop = CancelToken(uptime() + timeout_s)
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
@@ -266,5 +266,5 @@ class AsyncClient:
             del call  # its error refers to this frame
 
 
-def _new_threads() -> Workers:
-    return Workers("kvstore-aio", CALLS_AT_ONCE)
+def _new_threads() -> ThreadPool:
+    return ThreadPool("kvstore-aio", CALLS_AT_ONCE)

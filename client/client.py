@@ -12,12 +12,12 @@ import numpy as np
 from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
 from kvstore.client import fork_support, validation
-from kvstore.client.client_resources import ClientState, ClientStats, MasterHTTP
+from kvstore.client.client_resources import ClientResources, ClientStats, MasterHTTP
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
-from kvstore.client.flows.control_calls import Match, ObjectStat, Reach
-from kvstore.client.flows.copy_objects import Moved
+from kvstore.client.flows.control_calls import EngineMatchResult, ObjectStat, PrefixMatchResult
+from kvstore.client.flows.copy_objects import MoveProgress
 from kvstore.client.flows.read_objects import GetOptions
-from kvstore.client.flows.steps import Ask, Flow, Pause, Ready, ask
+from kvstore.client.flows.steps import CallMaster, Flow, SleepFor, WaitForDevice, ask
 from kvstore.client.flows.write_objects import PutOptions
 from kvstore.client.leases.lease_table import Lease
 from kvstore.client.rpc.stub import MasterStub, wait_in_call
@@ -41,7 +41,7 @@ from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, c
 from kvstore.memory.process_memory import cuda_device_at, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.packed_keys import packed_keys
-from kvstore.process.cancellation import CallStoppedError, Stop, current
+from kvstore.process.cancellation import CallCancelledError, CancelToken, current
 from kvstore.process.child_process import start_master
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Client:
         self.config = config
         self._default_namespace = check_namespace(config.namespace)
         self._timeout_s = config.timeout_ms / 1000
-        self._state = ClientState(self.config)
+        self._state = ClientResources(self.config)
         self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
         self._is_cut = False
@@ -347,7 +347,7 @@ class Client:
         """
         validation.one_of("kind", kind, validation.KINDS[:2])
         descriptor, size = described_as(shape, dtype, kind)
-        validation.whole("the size", size, 0, validation.SIZE_MAX, "bytes")
+        validation.check_integer("the size", size, 0, validation.SIZE_MAX, "bytes")
         waits_ms = self._wait_ms(wait_ms, timeout_ms)
         space = self._namespace(namespace)
         flow = allocate.allocate(self._context, space, descriptor, size, waits_ms)
@@ -468,7 +468,9 @@ class Client:
             get.ObjectParts(key, validation.parts(each))
             for key, each in validation.per_key(keys, ranges, "lists of ranges")
         ]
-        validation.check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])
+        validation.check_no_overlap(
+            [(each.key, [view for _, view in each.ranges]) for each in wanted]
+        )
         space = self._namespace(namespace)
         return self._run(get.get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
 
@@ -519,7 +521,8 @@ class Client:
             InvalidArgumentError: they are not within one registered memory, or are on a device.
         """
         return self._state.movers.registered.at(
-            _address(address), validation.whole("size", size, 0, validation.SIZE_MAX, "bytes")
+            _address(address),
+            validation.check_integer("size", size, 0, validation.SIZE_MAX, "bytes"),
         )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
@@ -529,8 +532,8 @@ class Client:
             InvalidArgumentError: a run is not within one registered memory, or not where the first
                 one is.
         """
-        starts = validation.wholes("addresses", addresses, 0, validation.ADDRESS_MAX)
-        lengths = validation.wholes("sizes", sizes, 0, validation.SIZE_MAX, "bytes")
+        starts = validation.check_integers("addresses", addresses, 0, validation.ADDRESS_MAX)
+        lengths = validation.check_integers("sizes", sizes, 0, validation.SIZE_MAX, "bytes")
         return self._state.movers.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:
@@ -576,7 +579,7 @@ class Client:
 
     def matches(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[Match]:
+    ) -> list[PrefixMatchResult]:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
         spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(
@@ -590,7 +593,7 @@ class Client:
         namespaces: Sequence[str],
         states: Sequence[str] = (),
         timeout_ms: int | None = None,
-    ) -> Reach:
+    ) -> EngineMatchResult:
         """How much of a chain an engine finds: what all of ``namespaces`` have of it, and the last
         key up to there at which all of ``states`` have an object. Both are leased.
 
@@ -603,7 +606,7 @@ class Client:
         flow = control_calls.match_all(self._context, spaces, single, _packed(keys))
         return self._run(flow, timeout_ms)
 
-    def release_match(self, reach: Reach) -> None:
+    def release_match(self, reach: EngineMatchResult) -> None:
         """Releases the lease of ``match_all``; to be called once, when its blocks were loaded, by
         whichever client, or are not wanted any more. Makes no call, and waits for none."""
         self._context.leases.done(reach.lease)
@@ -664,7 +667,7 @@ class Client:
 
     def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
         """Where the master that leads now serves HTTP."""
-        self._run(control_calls.reach(), timeout_ms)
+        self._run(control_calls.ping_leader(), timeout_ms)
         joined = self._stub.joined
         assert joined is not None, "it has answered a call that needs a join"
         host, _ = split_address(self._stub.address)
@@ -692,7 +695,7 @@ class Client:
         keys: Sequence[AnyKey] = (),
         count: int = 0,
         timeout_ms: int | None = None,
-    ) -> calls.ChainsFound:
+    ) -> calls.ChainsReply:
         """The chains that were matched most and used last, as branches of a tree.
 
         The master counts matches by the last block that they found. It remembers the last 128 such
@@ -706,13 +709,13 @@ class Client:
             count: at most so many chains; 0: 128, which is the most. An answer has at most 256
                 branches.
         """
-        count = validation.whole("count", count, 0, validation.SIZE_MAX)
+        count = validation.check_integer("count", count, 0, validation.SIZE_MAX)
         check_count(count, limits.CHAINS_MAX, "chains")
         checked = validation.key_list(keys, limits.CHAINS_MAX)
         if checked and namespace is None:
             raise InvalidArgumentError("blocks are looked for in one namespace: name it")
         request = calls.Chains(_one_or_all(namespace), checked, count)
-        return self._run(ask(request, calls.ChainsFound), timeout_ms)
+        return self._run(ask(request, calls.ChainsReply), timeout_ms)
 
     def blocks(
         self,
@@ -721,14 +724,14 @@ class Client:
         above: int = 0,
         namespace: str | None = None,
         timeout_ms: int | None = None,
-    ) -> Sequence[calls.Block]:
+    ) -> Sequence[calls.BlockStatus]:
         """What the master knows of these blocks, and of ``above`` blocks before the last one in its
         chain. Up to 256 each. It leases nothing, and counts as no use, match or miss."""
-        above = validation.whole("above", above, 0, validation.SIZE_MAX)
+        above = validation.check_integer("above", above, 0, validation.SIZE_MAX)
         check_count(above, limits.BLOCKS_MAX, "blocks above")
         checked = validation.key_list(keys, limits.BLOCKS_MAX)
         request = calls.Blocks(self._namespace(namespace), checked, above)
-        return self._run(ask(request, calls.BlocksFound), timeout_ms).blocks
+        return self._run(ask(request, calls.BlocksReply), timeout_ms).blocks
 
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
@@ -745,7 +748,7 @@ class Client:
 
     def list_page(
         self, namespace: str, prefix: bytes, cursor: int, *, timeout_ms: int | None = None
-    ) -> calls.Listed:
+    ) -> calls.ListObjectsReply:
         """One page of ``list_objects``: up to 1,000 objects, and the cursor of the next page.
 
         Args:
@@ -753,9 +756,9 @@ class Client:
         """
         space = validation.text("namespace", namespace) and check_namespace(namespace)
         begin = b"" if type(prefix) in (bytes, str) and not prefix else check_key(prefix)
-        cursor = validation.whole("cursor", cursor, 0, validation.CURSOR_MAX)
+        cursor = validation.check_integer("cursor", cursor, 0, validation.CURSOR_MAX)
         request = calls.ListObjects(space, begin, cursor, LIST_PAGE)
-        return self._run(ask(request, calls.Listed), timeout_ms)
+        return self._run(ask(request, calls.ListObjectsReply), timeout_ms)
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
@@ -850,16 +853,16 @@ class Client:
             if not cleared.removed:
                 return removed
 
-    def _clear_some(self, namespace: str | None, *, timeout_ms: int | None) -> calls.Cleared:
+    def _clear_some(self, namespace: str | None, *, timeout_ms: int | None) -> calls.ClearReply:
         return self._run(
-            control_calls.clear_some(self._context, _one_or_all(namespace)), timeout_ms
+            control_calls.clear_page(self._context, _one_or_all(namespace)), timeout_ms
         )
 
     # --- draining -----------------------------------------------------------------------------
 
     def drain(
         self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
-    ) -> calls.Drained:
+    ) -> calls.DrainReply:
         """Stop placing new objects on a node; clients still read the objects that it holds.
         ``kvstore drain`` does all of it: this, ``move_some`` until nothing is left, and ``leave``.
 
@@ -875,7 +878,7 @@ class Client:
         if undo and leave:
             raise InvalidArgumentError("leave and undo exclude each other")
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
-        return self._run(ask(calls.Drain(node, step), calls.Drained), timeout_ms)
+        return self._run(ask(calls.Drain(node, step), calls.DrainReply), timeout_ms)
 
     def move_some(
         self,
@@ -885,7 +888,7 @@ class Client:
         repair: bool = False,
         evict_up_to: calls.Version = calls.NO_VERSION,
         timeout_ms: int | None = None,
-    ) -> Moved:
+    ) -> MoveProgress:
         """Copy some of what a draining node holds to others, through this process.
 
         Args:
@@ -901,11 +904,11 @@ class Client:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
         node = validation.text("node", node)
-        cursor = validation.whole("cursor", cursor, 0, validation.CURSOR_MAX)
+        cursor = validation.check_integer("cursor", cursor, 0, validation.CURSOR_MAX)
         if validation.flag("repair", repair):
-            flow = copy_objects.repair_some(self._context, node)
+            flow = copy_objects.repair_page(self._context, node)
         else:
-            flow = copy_objects.move_some(self._context, node, cursor, evict_up_to)
+            flow = copy_objects.move_page(self._context, node, cursor, evict_up_to)
         return self._run(flow, timeout_ms)
 
     # --- life ---------------------------------------------------------------------------------
@@ -969,7 +972,7 @@ class Client:
     ) -> PutOptions:
         count = self.config.replicas
         if replicas is not None:
-            count = validation.whole("replicas", replicas, 1, limits.REPLICAS_MAX)
+            count = validation.check_integer("replicas", replicas, 1, limits.REPLICAS_MAX)
         return PutOptions(
             namespace=self._namespace(namespace),
             parent=None if parent is None else check_key(parent),
@@ -985,7 +988,9 @@ class Client:
         longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
         if wait_ms is None:
             return min(PUT_WAIT_MS, longest // 2)
-        wanted = validation.whole("wait_ms", wait_ms, 0, validation.SIZE_MAX, "milliseconds")
+        wanted = validation.check_integer(
+            "wait_ms", wait_ms, 0, validation.SIZE_MAX, "milliseconds"
+        )
         # The master must answer before the call's own time-out, so that its error can say why.
         return min(wanted, longest * 9 // 10)
 
@@ -1036,12 +1041,12 @@ class Client:
             while True:
                 outcome: object
                 try:
-                    if type(step) is Ask:
+                    if type(step) is CallMaster:
                         outcome = call(step.request, deadline)
-                    elif isinstance(step, Pause):
+                    elif isinstance(step, SleepFor):
                         outcome = None
                         pause(step.seconds, deadline, timeout_s)
-                    elif isinstance(step, Ready):
+                    elif isinstance(step, WaitForDevice):
                         outcome = None
                         step.device.wait(step.events, deadline)
                     else:
@@ -1053,7 +1058,7 @@ class Client:
         except StopIteration as done:
             result: ResultT = done.value
             return result
-        except (KVStoreError, CallStoppedError):
+        except (KVStoreError, CallCancelledError):
             raise
         except BaseException:
             self._is_cut = True
@@ -1072,7 +1077,9 @@ class Client:
 
 
 def _timeout_ms(timeout_ms: object) -> int:
-    return validation.whole("timeout_ms", timeout_ms, 1, validation.TIMEOUT_MS_MAX, "milliseconds")
+    return validation.check_integer(
+        "timeout_ms", timeout_ms, 1, validation.TIMEOUT_MS_MAX, "milliseconds"
+    )
 
 
 def _packed(keys: Sequence[AnyKey]) -> Sequence[Key]:
@@ -1085,13 +1092,13 @@ def _one_or_all(namespace: str | None) -> str:
 
 
 def _address(address: object) -> int:
-    return validation.whole("address", address, 0, validation.ADDRESS_MAX)
+    return validation.check_integer("address", address, 0, validation.ADDRESS_MAX)
 
 
 def _size(size: int | None) -> int:
     if size is None:
         raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
-    return validation.whole("size", size, 1, validation.SIZE_MAX, "bytes")
+    return validation.check_integer("size", size, 1, validation.SIZE_MAX, "bytes")
 
 
 def _one(buffer: object) -> memoryview:
@@ -1100,7 +1107,7 @@ def _one(buffer: object) -> memoryview:
     return writable(cast("Buffer", buffer))[0][0]
 
 
-def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:
+def _waiting(stop: CancelToken, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """``wait``, during which ``stop`` ends the call at once: it touches no memory of the caller."""
 
     def waits(*args: P.args, **kwargs: P.kwargs) -> ResultT:

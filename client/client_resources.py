@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.client import fork_support
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
 from kvstore.client.leases.read_leases import ReadLeases
-from kvstore.client.leases.views import Views
+from kvstore.client.leases.views import ViewManager
 from kvstore.client.rpc.stub import MasterStub
-from kvstore.client.transport_selector import Movers
+from kvstore.client.transport_selector import TransportSelector
 from kvstore.clock import uptime
 from kvstore.config import ClientConfig
 from kvstore.network.host import address_towards, host_id
 from kvstore.process import descriptors
 from kvstore.process.child_process import Child, start_node
-from kvstore.process.tasks import Job, in_one_piece, start_from_finalizer
+from kvstore.process.tasks import Job, start_from_finalizer, uninterrupted
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -88,7 +88,7 @@ class ClientStats(NamedTuple):
     transport."""
 
 
-class ClientState:
+class ClientResources:
     """The state of one client: placements, transports, views and leases."""
 
     def __init__(self, config: ClientConfig) -> None:
@@ -100,14 +100,14 @@ class ClientState:
         self.stub = self._new_stub(client_number)
         self.is_closed = False
         self._closing = Job(self._close)
-        self.movers = Movers(
+        self.movers = TransportSelector(
             config.transports,
             self._engine if config.protocol else None,
             client_number,
             tls=self._tls,
         )
         leases = ReadLeases(config.placements_max)
-        self.views = Views(
+        self.views = ViewManager(
             lambda request, seconds: self.stub.call(request, uptime() + seconds),
             lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch,
         )  # fmt: skip
@@ -134,7 +134,7 @@ class ClientState:
         """As ``forks.watch`` has it. The child processes stay the parent's."""
         for child in self.children:
             child.abandon()
-        fork_support.keep(self.children)
+        fork_support.leak_deliberately(self.children)
         self.children = []
         self.name = self._new_name()
         self.stub.abandon()
@@ -175,11 +175,11 @@ class ClientState:
             client_number=client_number,
         )
 
-    def _tls(self) -> ClientEnd | None:
+    def _tls(self) -> ClientTls | None:
         credentials = self.stub.credentials
         if credentials is None:
             return None
-        return ClientEnd(credentials, demands=self.config.data_encryption == "tls")
+        return ClientTls(credentials, demands=self.config.data_encryption == "tls")
 
     def _engine(self) -> MooncakeTransport:
         # Imported here, because most clients have no engine, and every import takes time.
@@ -234,7 +234,7 @@ class ClientState:
         """Blocks until threads and children have ended, but not for ever. Idempotent."""
         self.is_closed = True
         if not self._closing.is_done:
-            in_one_piece(self._closing.run)
+            uninterrupted(self._closing.run)
             self._closing.wait()
 
     def let_go(self) -> None:

@@ -27,7 +27,7 @@ def watch(client: object) -> None:
     _clients.add(client)
 
 
-def keep(parents: object) -> None:
+def leak_deliberately(parents: object) -> None:
     """Keeps an object of the parent for ever, because its destructor would do more than free
     memory."""
     _kept.append(parents)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NO_BYTES = memoryview(b"")
 
 
-class RegisteredMemory:
+class RegisteredBuffers:
     """Lends parts of registered memory. Threads: any."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
 from kvstore.client import fork_support
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.leases.lease_table import Mounted
-from kvstore.client.registered_memory import RegisteredMemory
+from kvstore.client.registered_memory import RegisteredBuffers
 from kvstore.device import staging_ring
 from kvstore.device.device import Device
 from kvstore.errors import (
@@ -26,8 +26,8 @@ from kvstore.errors import (
     without_frames,
 )
 from kvstore.memory.process_memory import address_of
-from kvstore.process.cancellation import Stop, current
-from kvstore.process.tasks import CLOSE_S, Job, Workers, join_all, start_thread
+from kvstore.process.cancellation import CancelToken, current
+from kvstore.process.tasks import CLOSE_S, Job, ThreadPool, join_all, start_thread
 from kvstore.transport import tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.common import invalid_range, segment_gone
@@ -47,7 +47,7 @@ SEGMENTS_AT_ONCE = 8
 """Nodes with which one batch exchanges bytes in parallel."""
 
 
-class Movers:
+class TransportSelector:
     """Moves the bytes of transfers. Threads: any."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Movers:
         engine: Callable[[], MooncakeTransport] | None = None,
         client_number: int = 0,
         *,
-        tls: Callable[[], ClientEnd | None] = lambda: None,
+        tls: Callable[[], ClientTls | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -87,11 +87,11 @@ class Movers:
         made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]
         self.devices = ClientDevices()
-        self.registered = RegisteredMemory()
+        self.registered = RegisteredBuffers()
         self.moved: dict[str, int] = {}
         self.read_bytes: dict[str, int] = {}
         """Bytes read, by transport."""
-        self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
+        self._workers = ThreadPool("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
@@ -104,7 +104,7 @@ class Movers:
         """
         if len(transfers) == 1:
             return [self._move_one(transfers[0], deadline)]
-        stop = current() or Stop()
+        stop = current() or CancelToken()
         jobs = [
             Job(functools.partial(self._move_stoppable, transfer, deadline, stop))
             for transfer in transfers
@@ -114,7 +114,7 @@ class Movers:
                 self._workers.begin(job)
             return [job.result() for job in jobs]
         except BaseException:
-            _cut_short(jobs, stop)
+            _wait_or_cancel(jobs, stop)
             raise
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
@@ -202,7 +202,7 @@ class Movers:
         """As ``forks.watch`` has it. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
             transport.abandon()
-        fork_support.keep((self._engine, self._workers, self.devices))
+        fork_support.leak_deliberately((self._engine, self._workers, self.devices))
         self._make(client_number)
 
     def drop_connections(self) -> None:
@@ -278,7 +278,7 @@ class Movers:
                     log.exception("sweep_broken part=%s", sweep.__qualname__)
 
     def _move_stoppable(
-        self, transfer: Transfer, deadline: float, stop: Stop
+        self, transfer: Transfer, deadline: float, stop: CancelToken
     ) -> KVStoreError | None:
         with stop.here():
             if stop.is_set:
@@ -286,7 +286,7 @@ class Movers:
             return self._move_one(transfer, deadline)
 
 
-def _cut_short(jobs: Sequence[Job[KVStoreError | None]], stop: Stop) -> None:
+def _wait_or_cancel(jobs: Sequence[Job[KVStoreError | None]], stop: CancelToken) -> None:
     """Returns when no transfer touches the caller's memory any more, even if a signal raises."""
     while not (stop.is_set and all(job.is_done for job in jobs)):
         try:

@@ -59,7 +59,7 @@ TIMEOUT_MS_MAX: Final = 3_600_000
 KINDS: Final = ("torch", "numpy", "bytes")
 
 
-def whole(name: str, value: object, least: int, most: int, unit: str = "") -> int:
+def check_integer(name: str, value: object, least: int, most: int, unit: str = "") -> int:
     if type(value) is int and least <= value <= most:  # nearly always
         return value
     wanted = f"{name} is a whole number{unit and f' of {unit}'}"
@@ -74,14 +74,16 @@ def whole(name: str, value: object, least: int, most: int, unit: str = "") -> in
     return number
 
 
-def wholes(name: str, values: object, least: int, most: int, unit: str = "") -> Sequence[int]:
+def check_integers(
+    name: str, values: object, least: int, most: int, unit: str = ""
+) -> Sequence[int]:
     """Whole numbers within bounds, checked without a Python step for each where all are ``int``."""
     several = sequence(name, values)
     if set(map(type, several)) == {int}:
         numbers = cast("Sequence[int]", several)
         if least <= min(numbers) and max(numbers) <= most:
             return numbers
-    return [whole(f"each of {name}", each, least, most, unit) for each in several]
+    return [check_integer(f"each of {name}", each, least, most, unit) for each in several]
 
 
 def duration_ms(name: str, value: object, most_ms: int) -> int:
@@ -211,7 +213,7 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
             raise InvalidArgumentError(
                 "ranges are pairs of an offset in bytes and a buffer"
             ) from None
-        offset = whole("an offset", offset, 0, OFFSET_MAX, "bytes")
+        offset = check_integer("an offset", offset, 0, OFFSET_MAX, "bytes")
         for view in writable(buffer)[0]:  # filled in order, as by ``get_into``
             if len(view):
                 flat.append((offset, view))
@@ -219,7 +221,7 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
     return flat
 
 
-def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
+def check_no_overlap(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
     """Checks the memory that one call fills. Returns its device; None: it is the host's.
 
     Raises:

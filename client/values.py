@@ -75,7 +75,7 @@ Found = Union[View, None, Unreadable]
 """A value, a miss, or why there is no value."""
 
 
-class Described(NamedTuple):
+class ValueDescription(NamedTuple):
     """A parsed descriptor."""
 
     kind: Kind
@@ -84,7 +84,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Encoded(NamedTuple):
+class EncodedValue(NamedTuple):
     """A value as bytes, which alias the value where that is contiguous, and on the CPU or on a
     device that kvstore copies from itself."""
 
@@ -92,7 +92,7 @@ class Encoded(NamedTuple):
     parts: Payload
 
 
-class Columns(NamedTuple):
+class EncodedBatch(NamedTuple):
     """Values as bytes, a row each."""
 
     sizes: list[int]
@@ -111,7 +111,7 @@ _DIMENSIONS_MAX: Final = 64
 _UINT8 = np.dtype(np.uint8)
 
 
-def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = None) -> Columns:
+def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = None) -> EncodedBatch:
     """The values as bytes. Raises as ``encode``.
 
     Args:
@@ -141,10 +141,10 @@ def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = No
             sizes.append(own.nbytes)
     if devices and (len(devices) > 1 or any(isinstance(each, list) and each for each in parts)):
         return encode_all(values)
-    return Columns(sizes, parts, descriptors, devices.pop() if devices else None)
+    return EncodedBatch(sizes, parts, descriptors, devices.pop() if devices else None)
 
 
-def encode(value: Storable, on_devices: ClientDevices | None = None) -> Encoded:
+def encode(value: Storable, on_devices: ClientDevices | None = None) -> EncodedValue:
     """The bytes of a value, and the descriptor that says what they are.
 
     A tensor that is not contiguous is copied once, and so is one that is not in CPU memory, unless
@@ -160,7 +160,7 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> Encoded:
         _check_subclass(value)
         array = np.asarray(value)
         descriptor = _describe("numpy", numpy_name(array.dtype), array.shape)
-        return Encoded(descriptor, _parts(_bytes_of(array)))
+        return EncodedValue(descriptor, _parts(_bytes_of(array)))
     if isinstance(value, bytes | bytearray | memoryview):
         data = memoryview(value)
         if not is_plain(data):
@@ -170,13 +170,13 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> Encoded:
             )
         if not data.c_contiguous:
             data = memoryview(bytes(data))
-        return Encoded(_describe("bytes", "", ()), _parts(_flat(data)))
+        return EncodedValue(_describe("bytes", "", ()), _parts(_flat(data)))
     if isinstance(value, list | tuple):
         return _encode_list(value, on_devices)
     if isinstance(value, DeviceMemory):
         if on_devices is None:
             raise UnsupportedValueError("a batch mixes DeviceMemory with values in other memory")
-        return Encoded(_describe("bytes", "", ()), value)
+        return EncodedValue(_describe("bytes", "", ()), value)
     raise UnsupportedValueError(
         f"{type(value).__name__} cannot be stored",
         advice="Put a torch tensor, a numpy array, bytes, or a list of those.",
@@ -184,19 +184,21 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> Encoded:
     )
 
 
-def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -> Encoded:
+def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -> EncodedValue:
     payloads = [encode(part, on_devices).parts for part in values]
     memories = [each for each in payloads if isinstance(each, DeviceMemory)]
     if memories:
         is_mixed = any(isinstance(each, list) and each for each in payloads)
         if not is_mixed and len({memory.device for memory in memories}) == 1:
-            return Encoded(_describe("bytes", "", ()), DeviceMemory.joined(memories))
+            return EncodedValue(_describe("bytes", "", ()), DeviceMemory.joined(memories))
         payloads = [encode(part).parts for part in values]
     host = [view for each in payloads if isinstance(each, list) for view in each]
-    return Encoded(_describe("bytes", "", ()), host)
+    return EncodedValue(_describe("bytes", "", ()), host)
 
 
-def fillable(buffers: Buffer | Sequence[Buffer], on_devices: ClientDevices) -> tuple[Payload, str]:
+def as_writable(
+    buffers: Buffer | Sequence[Buffer], on_devices: ClientDevices
+) -> tuple[Payload, str]:
     """As ``writable``; also takes memory that is all on one device."""
     if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
         data = memoryview(buffers)  # type: ignore[arg-type]
@@ -268,8 +270,8 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
 
 def _encode_tensor(
     torch: ModuleType, tensor: torch.Tensor, on_devices: ClientDevices | None
-) -> Encoded:
-    why = _why_not_plain(torch, tensor)
+) -> EncodedValue:
+    why = _reject_reason(torch, tensor)
     if why:
         raise UnsupportedValueError(
             f"a tensor cannot be stored: {why}",
@@ -286,14 +288,14 @@ def _encode_tensor(
     if tensor.device.type != "cpu":
         memory = on_devices.memory_of(tensor) if on_devices is not None else None
         if memory is not None and memory.nbytes:
-            return Encoded(descriptor, memory)
+            return EncodedValue(descriptor, memory)
         tensor = tensor.cpu()
-    return Encoded(descriptor, _parts(_bytes_of_tensor(torch, tensor)))
+    return EncodedValue(descriptor, _parts(_bytes_of_tensor(torch, tensor)))
 
 
 def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Raises BufferMismatchError: the tensor's memory is not its plain values in their order."""
-    why = _why_not_plain(torch, tensor)
+    why = _reject_reason(torch, tensor)
     if why or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise BufferMismatchError(
             f"a tensor to fill must be dense and contiguous{why and f': {why}'}",
@@ -302,7 +304,7 @@ def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
     return torch_name(tensor.dtype)
 
 
-def _why_not_plain(torch: ModuleType, tensor: torch.Tensor) -> str:
+def _reject_reason(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Why the tensor is not just the numbers in its memory; empty: it is."""
     of: Any = type(tensor)
     if of is not torch.Tensor and of is not torch.nn.Parameter:
@@ -382,12 +384,12 @@ def _flat_array(size: int) -> bytes:
 
 # --- bytes to values ---------------------------------------------------------------------------
 
-_BYTES: Final = Described("bytes", "", ())
+_BYTES: Final = ValueDescription("bytes", "", ())
 _AS_BYTES: Final = 'Ask for kind="bytes", or remove the object and put it again.'
 
 
 @lru_cache(maxsize=4096)
-def read_descriptor(descriptor: bytes) -> Described:
+def read_descriptor(descriptor: bytes) -> ValueDescription:
     """What a descriptor says; its dtype need not exist.
 
     Raises:
@@ -406,7 +408,7 @@ def read_descriptor(descriptor: bytes) -> Described:
             or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
         ):
             raise ValueError(kind)
-        return Described(kind, dtype, tuple(shape))
+        return ValueDescription(kind, dtype, tuple(shape))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptObjectError(
             f"not a descriptor: {descriptor[:64]!r}", advice=_AS_BYTES
@@ -430,7 +432,7 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     if wanted == "bytes":
         return data.tobytes()
     if described.kind == "bytes":
-        described = Described("numpy", "uint8", (data.size,))
+        described = ValueDescription("numpy", "uint8", (data.size,))
     if wanted == "torch":
         flat = import_torch().from_numpy(data if data.size else np.empty(0, np.uint8))
         return decode_tensor(descriptor, flat)
@@ -441,7 +443,7 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
         raise _disagree(described, data.size) from error
 
 
-def _disagree(described: Described, size: int) -> CorruptObjectError:
+def _disagree(described: ValueDescription, size: int) -> CorruptObjectError:
     return CorruptObjectError(
         f"{size} bytes do not make a {described.dtype} of shape {described.shape}", advice=_AS_BYTES
     )
@@ -484,7 +486,7 @@ def array_over(
 @lru_cache(maxsize=4096)
 def _as_array(
     descriptor: bytes, kind: Kind | None
-) -> tuple[np.dtype[np.generic] | None, Described, int]:
+) -> tuple[np.dtype[np.generic] | None, ValueDescription, int]:
     """The dtype, what the descriptor says, and the size in bytes; dtype None: no numpy array."""
     described = _BYTES if kind == "bytes" else read_descriptor(descriptor)
     if (kind or described.kind) != "numpy" or described.kind == "bytes":

@@ -48,7 +48,7 @@ def check_room(found: ClusterStatus, node: str) -> None:
     Raises:
         NoSpaceError: the other nodes have less.
     """
-    holds = sum(_held(each) for each in found.nodes if each.name == node)
+    holds = sum(_used_bytes(each) for each in found.nodes if each.name == node)
     others = [each for each in found.nodes if each.name != node and each.state == "alive"]
     free = sum(each.size - each.used for each in others)
     if holds <= free:
@@ -63,7 +63,7 @@ def check_room(found: ClusterStatus, node: str) -> None:
     )
 
 
-def _held(node: NodeStatus) -> int:
+def _used_bytes(node: NodeStatus) -> int:
     """Bytes of the node's objects, and of puts under way on it."""
     return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.weight_digests import Remembered, cache_folder, contents_of, file_state
+from kvstore.weight_digests import DigestCache, cache_folder, digest_files, file_state
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 """How the names of files end that engines load. A file too many only keeps engines apart."""
@@ -108,7 +108,7 @@ def weight_files(path: Path) -> list[Path]:
     return loaded or files
 
 
-def files_digest(files: Sequence[Path], remembered: Remembered | None = None) -> str:
+def files_digest(files: Sequence[Path], remembered: DigestCache | None = None) -> str:
     """The digest of files of weights, wherever they are: of tensors their names, dtypes, shapes and
     every byte, but not in which files of safetensors they lie; of other files their names and every
     byte. How long that takes, says ``contents``.
@@ -119,7 +119,7 @@ def files_digest(files: Sequence[Path], remembered: Remembered | None = None) ->
     Raises:
         OSError: a file cannot be read.
     """
-    contents = contents_of(files, remembered or Remembered(cache_folder(os.environ)))
+    contents = digest_files(files, remembered or DigestCache(cache_folder(os.environ)))
     top = os.path.commonpath([file.parent for file in files])
     times = Counter(name for content in contents for name in content.tensors)
     total, others = 0, []

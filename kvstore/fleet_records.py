@@ -60,7 +60,7 @@ _GUESSES: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 
 
-def are_guesses(namespace: str) -> bool:
+def is_draft_namespace(namespace: str) -> bool:
     """Whether the objects of this namespace are pages of a draft model: no hit depends on them
     (``kvstore.connectors.vllm.messages.draft_part``)."""
     return _GUESSES.match(namespace) is not None
@@ -70,13 +70,13 @@ class Hashes(NamedTuple):
     """How engines compute the keys of a prompt's blocks."""
 
     block_size: int
-    """Tokens per hash, of which ``Record.block_size`` is a multiple."""
+    """Tokens per hash, of which ``FleetRecord.block_size`` is a multiple."""
     algorithm: str
     none_hash: bytes
     """The hash before the first block."""
 
 
-class Record(NamedTuple):
+class FleetRecord(NamedTuple):
     """One fleet record: engines that share blocks with each other."""
 
     engine: str
@@ -134,7 +134,7 @@ class Difference(NamedTuple):
     theirs: object
 
 
-class Cut(NamedTuple):
+class SplitDifference(NamedTuple):
     """Something by which two engines only cut the same bytes in other pieces."""
 
     what: str
@@ -152,12 +152,12 @@ class Cut(NamedTuple):
         return f"{self.what}: {both} ({self.setting} would let them share{self.provided})"
 
 
-class Contrast(NamedTuple):
+class DescriptionDiff(NamedTuple):
     """What keeps two engines of one kind and model from sharing blocks."""
 
     must: list[Difference]
     """What must be equal, and is not."""
-    cuts: list[Cut]
+    cuts: list[SplitDifference]
 
     def text(self) -> str:
         """For the engine whose description is ``ours``."""
@@ -195,13 +195,13 @@ def record_keys(rows: Iterable[ObjectRow], records_max: int = RECORDS_MAX) -> li
     return list(islice(found, records_max))
 
 
-def records_of(values: Iterable[object], tenant: str) -> list[Record]:
+def records_of(values: Iterable[object], tenant: str) -> list[FleetRecord]:
     """The records among objects that were got as bytes. Args: as for ``parse``."""
     parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
     return [record for record in parsed if record is not None]
 
 
-def parse(data: bytes, *, tenant: str = "") -> Record | None:
+def parse(data: bytes, *, tenant: str = "") -> FleetRecord | None:
     """The record in ``data``; None: the bytes are not a record.
 
     Args:
@@ -210,7 +210,7 @@ def parse(data: bytes, *, tenant: str = "") -> Record | None:
     """
     try:
         value = {**_DEFAULTS, **json.loads(data)}
-        record = Record(
+        record = FleetRecord(
             engine=value["engine"],
             models=tuple(value["models"]),
             fingerprint=value["fingerprint"],
@@ -265,7 +265,9 @@ def differences(
     return found
 
 
-def contrast(engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Contrast:
+def compare_descriptions(
+    engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> DescriptionDiff:
     """Tells what must be equal from what is only another cut of the same bytes.
 
     Args:
@@ -273,7 +275,7 @@ def contrast(engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) ->
             other cuts share.
         ours, theirs: as for ``differences``.
     """
-    cuts: list[Cut] = []
+    cuts: list[SplitDifference] = []
     if engine == _DEFAULTS["engine"]:
         ranks, blocks = _ranks(ours, theirs), _blocks(ours, theirs)
         if ranks:
@@ -284,10 +286,10 @@ def contrast(engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) ->
             gone_of_groups = {"block_tokens", "page_bytes"}
             ours, theirs = (_without(each, set(), gone_of_groups) for each in (ours, theirs))
         cuts = [cut for cut in (ranks, blocks) if cut]
-    return Contrast(differences(ours, theirs), cuts)
+    return DescriptionDiff(differences(ours, theirs), cuts)
 
 
-def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
+def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
     """The cut between ranks; None: it is the same, or no setting helps."""
     mine, other = (
         f"tp_shards={each['shards']}" if "shards" in each else each.get("tensor_parallel")
@@ -298,14 +300,14 @@ def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
         return None
     number = lcm(*sizes)
     is_told = "shards" in ours and "shards" in theirs
-    return None if number > RANKS_MAX else Cut(
+    return None if number > RANKS_MAX else SplitDifference(
         "tensor-parallel size", mine, other, f'"tp_shards": {number} in both',
         "--tensor-parallel-size",
         "" if is_told else ", if their weights are the same",
     )  # fmt: skip
 
 
-def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
+def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
     """The cut between blocks; None: it is the same, or no setting helps."""
     mine, other = (
         _counts(each.get("block_tokens") for each in _groups(side)) for side in (ours, theirs)
@@ -318,7 +320,7 @@ def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
     larger = [name for name in names if name != str(number)]
     where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
     setting = f'"block_tokens": {number} in {where}'
-    return Cut("block size", names[0], names[1], setting, "--block-size")
+    return SplitDifference("block size", names[0], names[1], setting, "--block-size")
 
 
 def _without(

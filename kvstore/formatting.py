@@ -32,7 +32,7 @@ def key_text(key: bytes) -> str:
     return text if plain else HEX + key.hex()
 
 
-def shown_text(text: str, most: int = 80) -> str:
+def sanitize(text: str, most: int = 80) -> str:
     """A text with words of a stranger, for a terminal: control characters are escaped, and at most
     ``most`` characters are shown. Unlike ``name_text`` it leaves the rest of the text as it is."""
     shown = "".join(

@@ -134,7 +134,7 @@ DATA_PROTOCOL_VERSION = 1
 """The version of the data protocol (``kvstore.network.tcp_protocol``)."""
 
 
-def highest_believed(wall_clock_ms: int) -> int:
+def plausible_epoch_max(wall_clock_ms: int) -> int:
     """The highest epoch in memory that a host believes whose clock shows this Unix time."""
     return min(wall_clock_ms + EPOCH_AHEAD_MAX, EPOCH_MAX)
 

@@ -21,7 +21,7 @@ QUOTA, GUARANTEES = "quota", "guarantees"
 """Values of ``fields["cause"]``."""
 
 
-class Group(NamedTuple):
+class SegmentGroup(NamedTuple):
     """Segments that take no part of a put, for one cause. Sizes are bytes."""
 
     cause: str
@@ -105,7 +105,7 @@ _PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less,
 
 
 def no_space(
-    groups: Sequence[Group], host: str, wanted: int, missing: int, writing: int, pinned: int
+    groups: Sequence[SegmentGroup], host: str, wanted: int, missing: int, writing: int, pinned: int
 ) -> NoSpaceError:
     """The error of a put of ``wanted`` bytes by a client of ``host``, of which ``missing`` bytes
     found no space, while ``writing`` puts are under way. ``pinned`` bytes are held by pins.
@@ -124,9 +124,11 @@ def no_space(
         said[0] += under_way + ends
     if pinned:
         whole = sum(group.capacity for group in groups)
-        said.append(f"{shown(pinned)} of the pool's {shown(whole)} are pinned")
+        said.append(
+            f"{format_size_short(pinned)} of the pool's {format_size_short(whole)} are pinned"
+        )
     return NoSpaceError(
-        f"no space for {shown(wanted)}: {'. '.join(said)}",
+        f"no space for {format_size_short(wanted)}: {'. '.join(said)}",
         advice=_PINNED_ADVICE if pinned and cause == LEASED else CAUSES[cause][1],
         cause=cause,
         missing_bytes=missing,
@@ -145,11 +147,11 @@ def over_bound(
     if wanted > bound:
         said = "{tenant} may hold at most {bound}"
         advice = "Put less at a time, or raise the at_most of this tenant."
-    told = said.format(tenant=who, held=shown(held), bound=shown(bound))
+    told = said.format(tenant=who, held=format_size_short(held), bound=format_size_short(bound))
     if pinned:
-        told += f". {shown(pinned)} of them are pinned" if wanted <= bound else ""
+        told += f". {format_size_short(pinned)} of them are pinned" if wanted <= bound else ""
     return NoSpaceError(
-        f"no space for {shown(wanted)}: {told}",
+        f"no space for {format_size_short(wanted)}: {told}",
         advice=advice,
         cause=QUOTA,
         missing_bytes=missing,
@@ -160,11 +162,11 @@ def over_bound(
     )
 
 
-def others_guaranteed(tenant: str, wanted: int, missing: int) -> NoSpaceError:
+def guarantee_error(tenant: str, wanted: int, missing: int) -> NoSpaceError:
     """The error of ``wanted`` bytes of a tenant, where nothing may be evicted for it."""
     said, advice, _ = CAUSES[GUARANTEES]
     return NoSpaceError(
-        f"no space for {shown(wanted)} of {tenant_text(tenant)}: {said}",
+        f"no space for {format_size_short(wanted)} of {tenant_text(tenant)}: {said}",
         advice=advice,
         cause=GUARANTEES,
         missing_bytes=missing,
@@ -173,27 +175,30 @@ def others_guaranteed(tenant: str, wanted: int, missing: int) -> NoSpaceError:
     )
 
 
-def guarantees_short(status: ClusterStatus) -> str:
+def guarantee_warning(status: ClusterStatus) -> str:
     """Says that the pool is smaller than what its tenants are guaranteed; empty: it is not."""
     guaranteed = sum(each.guaranteed for each in status.tenants)
     size = status.size
     if not size or guaranteed <= size:
         return ""
     return (
-        f"Tenants are guaranteed {shown(guaranteed)} of a pool of {shown(size)}: not all of them "
-        "can have their guarantee at once. Add a node, or guarantee less."
+        f"Tenants are guaranteed {format_size_short(guaranteed)} of a pool of "
+        f"{format_size_short(size)}: not all of them can have their guarantee at once. Add a node, "
+        "or guarantee less."
     )
 
 
-def _sentence(group: Group, host: str) -> str:
+def _sentence(group: SegmentGroup, host: str) -> str:
     count = len(group.nodes)
     ready_s = group.ready_ms / 1000
     return CAUSES[group.cause][0].format(
         nodes=_names(group.nodes),
         count=f"{count} node" if count == 1 else f"{count} nodes",
-        capacity=shown(group.capacity),
-        free=shown(group.free),
-        pieces=f", in pieces of at most {shown(group.largest_free)}" if group.free else "",
+        capacity=format_size_short(group.capacity),
+        free=format_size_short(group.free),
+        pieces=f", in pieces of at most {format_size_short(group.largest_free)}"
+        if group.free
+        else "",
         when=f"in {ready_s:.1f} s" if ready_s else "once they have reported their objects",
         silent=group.silent_ms / 1000,
         hint=f"; {group.local} is an address that only its own host reaches" if group.local else "",
@@ -210,7 +215,7 @@ def _names(nodes: Mapping[str, str]) -> str:
     return ", ".join(named[:SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def shown(size: int) -> str:
+def format_size_short(size: int) -> str:
     """A size for messages: ``2 KiB``, ``1.5 GiB``."""
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >> shift:

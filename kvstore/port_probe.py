@@ -50,7 +50,7 @@ _SETTINGS: Final = 4
 _TLS_ALERT: Final = b"\x15\x03"
 
 
-def what_answers(address: str, timeout_s: float = ASK_S) -> str:
+def identify_service(address: str, timeout_s: float = ASK_S) -> str:
     """What listens at ``address``, as one of the constants above; empty: nothing, or another
     program. Blocks for ``timeout_s`` at most."""
     until = uptime() + timeout_s
@@ -79,7 +79,7 @@ def _has_tls(host: str, port: int, until: float) -> bool:
     return False
 
 
-def is_strange(details: str) -> bool:
+def is_protocol_mismatch(details: str) -> bool:
     """Whether ``details`` of a failed gRPC call may come from a port that speaks no gRPC."""
     return any(sign in details.lower() for sign in _STRANGE)
 

@@ -39,7 +39,7 @@ def tenant_text(name: str) -> str:
     return f"tenant {name}" if name else "the tenant without a name"
 
 
-def patterns_meet(one: str, other: str) -> bool:
+def patterns_overlap(one: str, other: str) -> bool:
     """Whether a name may fit both patterns."""
     if one.endswith("*") and other.endswith("*"):
         return one.startswith(other[:-1]) or other.startswith(one[:-1])

@@ -56,7 +56,7 @@ HEADER_BYTES_MAX: Final = 100_000_000
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Content(NamedTuple):
+class FileDigest(NamedTuple):
     size: int
     digest: str
     """32 hexadecimal digits."""
@@ -64,7 +64,7 @@ class Content(NamedTuple):
     """Their names; empty: the file is not one of safetensors, and its digest that of its bytes."""
 
 
-class Remembered:
+class DigestCache:
     """The file in which this user's processes remember digests, for any number of processes.
 
     It is not used if it, or its folder, belongs to another user or can be written by one. Without
@@ -100,9 +100,9 @@ class Remembered:
         if self._file is None:
             return {}
         try:
-            if not _is_ours(self._file.parent.stat()):
+            if not _is_owned_by_user(self._file.parent.stat()):
                 return {}
-            with open(open_entry(self._file, os.O_RDONLY, _is_ours), "rb") as file:
+            with open(open_entry(self._file, os.O_RDONLY, _is_owned_by_user), "rb") as file:
                 # What is cut here is not JSON any more.
                 entries = json.loads(file.read(FILE_BYTES_MAX))
         except (OSError, ValueError, RecursionError):
@@ -121,7 +121,7 @@ class Remembered:
             return
         folder = self._file.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_ours(folder.stat()):
+        if not _is_owned_by_user(folder.stat()):
             return
         write_file(self._file, json.dumps(entries).encode())
 
@@ -135,15 +135,15 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def contents_of(
-    files: Sequence[Path], remembered: Remembered, *, now_s: Callable[[], float] = uptime
-) -> list[Content]:
+def digest_files(
+    files: Sequence[Path], remembered: DigestCache, *, now_s: Callable[[], float] = uptime
+) -> list[FileDigest]:
     """Size and digest of each file. Logs how far it is every ``TOLD_EVERY_S``.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found: dict[int, Content] = {}
+    found: dict[int, FileDigest] = {}
     told = _Progress(sum(file.stat().st_size for file in files), now_s)
     order = list(range(len(files)))
     random.shuffle(order)
@@ -152,7 +152,7 @@ def contents_of(
     return [found[at] for at in range(len(files))]
 
 
-def _content(path: Path, remembered: Remembered, told: _Progress) -> Content:
+def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         tensors = _tensors(file, before.st_size)
@@ -160,7 +160,7 @@ def _content(path: Path, remembered: Remembered, told: _Progress) -> Content:
         digest = remembered.get(_state(before))
         if digest is not None:
             told.advance(before.st_size)
-            return Content(before.st_size, digest, names)
+            return FileDigest(before.st_size, digest, names)
         can_tell = remembered.can_tell(before) and not _is_image(file.fileno(), before)
         total, buffer = 0, memoryview(bytearray(PIECE_BYTES))
         for description, left in tensors or [((), sys.maxsize)]:
@@ -173,7 +173,7 @@ def _content(path: Path, remembered: Remembered, told: _Progress) -> Content:
         digest = f"{total % (1 << 128):032x}"
         if can_tell and _state(os.fstat(file.fileno())) == _state(before):
             remembered.add(_state(before), digest)
-    return Content(before.st_size, digest, names)
+    return FileDigest(before.st_size, digest, names)
 
 
 def _tensors(file: FileIO, size: int) -> list[tuple[tuple[Any, ...], int]]:
@@ -219,7 +219,7 @@ def _is_image(descriptor: int, file: os.stat_result) -> bool:
     return bool(read_only) and file.st_mtime_ns == file.st_ctime_ns
 
 
-def _is_ours(file: os.stat_result) -> bool:
+def _is_owned_by_user(file: os.stat_result) -> bool:
     """Whether a regular file or a directory is this user's, and no other user can write it."""
     is_plain = stat.S_ISREG(file.st_mode) or stat.S_ISDIR(file.st_mode)
     others_write = file.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -23,7 +23,7 @@ from kvstore.auth import permissions
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
 from kvstore.auth.holder_ids import holder_by, holder_of
 from kvstore.auth.identity import Identity, identity_of
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.calls import (
     Allocate,
     Clear,
@@ -42,7 +42,7 @@ from kvstore.errors import InvalidArgumentError, PermissionDeniedError, Protocol
 from kvstore.formatting import name_text
 from kvstore.limits import REFUSED_HOLDERS_MAX
 from kvstore.master import times
-from kvstore.master.state.grants import Pending
+from kvstore.master.state.grants import PendingGrants
 from kvstore.master.state.traffic import Caller
 from kvstore.network.tcp_protocol import LOWER_HALF
 from kvstore.wire.columns import unpack_text
@@ -79,7 +79,7 @@ SIGNED_NAME_BYTES: Final = TOKEN_BYTES_MAX - MAC_BYTES - 8 - DIGEST_BYTES
 _TLS: Final = b"TLSv1.3"
 
 
-class Gate:
+class Authorizer:
     """See the module. Threads: the loop's."""
 
     def __init__(self, config: MasterConfig) -> None:
@@ -92,7 +92,7 @@ class Gate:
         self.refused = 0
         """Connections and calls that were refused since the start."""
         longest_ms = max(config.lease_ms, times.PUT_DEADLINE_MS)
-        self._revoked = Revoked(config.auth_revoked, kept_s=2 * longest_ms / 1000)
+        self._revoked = RevocationList(config.auth_revoked, kept_s=2 * longest_ms / 1000)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
@@ -155,7 +155,7 @@ class Gate:
         self._identities.move_to_end(digest)
         if len(self._identities) > IDENTITIES_MAX:
             self._identities.popitem(last=False)
-        body = number_of(who, number).to_bytes(8, "little") + digest + name
+        body = assign_client_number(who, number).to_bytes(8, "little") + digest + name
         return self._mac(secret, body) + body
 
     def read_token(self, token: bytes, secret: bytes) -> tuple[Identity, int, bytes] | None:
@@ -197,7 +197,7 @@ class Gate:
             self._note(error.message, who)
             raise
 
-    def own(self, caller: Caller | None, request: Request, pending: Pending) -> Request:
+    def own(self, caller: Caller | None, request: Request, pending: PendingGrants) -> Request:
         """The request as its caller may make it: its puts are of its own number, and the tokens
         that it names are of such puts.
 
@@ -214,7 +214,9 @@ class Gate:
         puts = [pending.get(token) for token in tokens]
         if any(put is not None and put.client_number != caller.number for put in puts):
             self._note(f"{caller.identity.shown} names a put of another client", caller.identity)
-            raise permissions.refused(caller.identity, request, "names a put of another client")
+            raise permissions.permission_error(
+                caller.identity, request, "names a put of another client"
+            )
         if isinstance(request, PUTTING):
             return request._replace(client_number=caller.number)
         return request
@@ -244,7 +246,7 @@ class Gate:
         log.warning("refused count=%d reason=%r", self.refused, why, extra={"whose": whose})
 
 
-def number_of(who: Identity, chosen: int) -> int:
+def assign_client_number(who: Identity, chosen: int) -> int:
     """The number under which a client puts: the lower half is that which it has chosen, or a new
     one, the upper half follows from the name of its identity, and every master knows that. Another
     identity can have it only if both names' digests begin alike (2^-32)."""
@@ -260,7 +262,7 @@ def token_for(
     secret: bytes,
     client: str,
     who: Identity | None = None,
-    gate: Gate | None = None,
+    gate: Authorizer | None = None,
     number: int = 0,
 ) -> bytes:
     """The token of one client, from the ``secret`` that all tokens of a master begin with; signed,
@@ -281,7 +283,7 @@ def caller_of(
     token: bytes,
     secret: bytes,
     address: str,
-    gate: Gate | None = None,
+    gate: Authorizer | None = None,
     who: Identity | None = None,
 ) -> Caller | None:
     """The caller that shows this token; None: this master did not give out the token, or gave it to

@@ -16,20 +16,20 @@ import time
 from asyncio import selector_events
 from typing import Any
 
-from kvstore.wire.busy_poll_gauge import HIT, PREEMPTED, SpinGauge, polling_outcome
+from kvstore.wire.busy_poll_gauge import HIT, PREEMPTED, BusyPollGauge, polling_outcome
 
 SPIN_US = 200
 """How long the loop polls after a hot call before it sleeps: saves a wake-up between the calls of
 one engine step, at the cost of that much processor time."""
 
 
-class SpinSelector(selectors.EpollSelector):
+class BusyPollSelector(selectors.EpollSelector):
     """``epoll`` that polls without sleeping for ``spin_us`` after the last event; 0: never."""
 
     def __init__(self, spin_us: int) -> None:
         super().__init__()
         self._spin_s = spin_us / 1e6
-        self._gauge = SpinGauge()
+        self._gauge = BusyPollGauge()
         self._awake_until = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -67,7 +67,7 @@ def new_event_loop(spin_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
     (``app._keep_collector_out``), and TLS hides the transport from its protocol.
     """
     _Transport._call_connection_lost = _call_connection_lost
-    return asyncio.SelectorEventLoop(SpinSelector(spin_us) if spin_us else None)
+    return asyncio.SelectorEventLoop(BusyPollSelector(spin_us) if spin_us else None)
 
 
 _Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``slow.seal`` takes it."""
 
 
-def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
+def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
     """The segment as it is described to this holder, whose identity has these ``MapRight``. If
     its node takes no capabilities, the holder gets the token, as any client."""
     if not segment.takes_capabilities:
@@ -63,7 +63,7 @@ def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo
     return segment._replace(token=key, holder=holder, handover=handover, shm_name=shm_name)
 
 
-class Sealing:
+class CapabilityIssuer:
     """Makes capabilities and stamps for one master. Use it in the thread of the state."""
 
     def __init__(self, state: MasterState) -> None:
@@ -71,12 +71,12 @@ class Sealing:
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
         """How much earlier than the lease of the state that ends which a holder is told."""
         self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
-            calls.Found: self._found,
-            calls.Matched: self._matched,
+            calls.LookupReply: self._found,
+            calls.MatchPrefixReply: self._matched,
             calls.Grants: self._granted,
-            calls.Committed: self._committed,
-            calls.Renewed: self._renewed,
-            calls.MovesStarted: self._moves,
+            calls.CommitReply: self._committed,
+            calls.RenewReply: self._renewed,
+            calls.StartMovesReply: self._moves,
             calls.ObjectDetail: self._detail,
         }
 
@@ -88,15 +88,15 @@ class Sealing:
         way = self._ways.get(type(reply))
         if way is not None:
             return way(now_ms, request, reply, caller.holder)
-        if isinstance(reply, calls.Segments):
+        if isinstance(reply, calls.DescribeSegmentsReply):
             rights = map_rights(caller.identity)
-            made = [described(each, caller.holder, rights) for each in reply.segments]
+            made = [describe_segment(each, caller.holder, rights) for each in reply.segments]
             return reply._replace(segments=made)
         return reply
 
     def _found(
-        self, now_ms: int, request: calls.Lookup, reply: calls.Found, holder: int
-    ) -> calls.Found:
+        self, now_ms: int, request: calls.Lookup, reply: calls.LookupReply, holder: int
+    ) -> calls.LookupReply:
         until_ms = now_ms + reply.lease_ms
         return reply._replace(
             lease_ms=reply.lease_ms - self._read_slack_ms,
@@ -104,8 +104,8 @@ class Sealing:
         )
 
     def _matched(
-        self, now_ms: int, request: calls.MatchPrefix, reply: calls.Matched, holder: int
-    ) -> calls.Matched:
+        self, now_ms: int, request: calls.MatchPrefix, reply: calls.MatchPrefixReply, holder: int
+    ) -> calls.MatchPrefixReply:
         until_ms = now_ms + reply.lease_ms
         return reply._replace(
             lease_ms=reply.lease_ms - self._read_slack_ms,
@@ -134,8 +134,8 @@ class Sealing:
         return self._writable(now_ms, reply, sizes, holder, *of_keys)
 
     def _committed(
-        self, now_ms: int, request: calls.Commit, reply: calls.Committed, holder: int
-    ) -> calls.Committed:
+        self, now_ms: int, request: calls.Commit, reply: calls.CommitReply, holder: int
+    ) -> calls.CommitReply:
         epoch, token, namespace, key, *_ = request
         record = self._common.forest.get(namespace, key)
         if (
@@ -153,8 +153,8 @@ class Sealing:
         return reply._replace(stamp=steps.stamp(mounts, [0], *columns))
 
     def _moves(
-        self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
-    ) -> calls.MovesStarted:
+        self, now_ms: int, request: calls.StartMoves, reply: calls.StartMovesReply, holder: int
+    ) -> calls.StartMovesReply:
         sources, grants = reply.sources, reply.grants
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
         epochs, counters = sources.epochs, sources.counters
@@ -167,8 +167,8 @@ class Sealing:
         )
 
     def _renewed(
-        self, now_ms: int, request: calls.Renew, reply: calls.Renewed, holder: int
-    ) -> calls.Renewed:
+        self, now_ms: int, request: calls.Renew, reply: calls.RenewReply, holder: int
+    ) -> calls.RenewReply:
         reply = reply._replace(lease_ms=reply.lease_ms - self._read_slack_ms)
         if not reply.tokens_held:
             return reply

@@ -18,7 +18,7 @@ TEXT_MAX: Final = 256
 """Characters of one field; the rest is cut off."""
 
 
-class NoticeLog:
+class ClusterEventLog:
     """The last notices, numbered from 1. Only the loop's thread uses it."""
 
     def __init__(self, wall_clock_ms: Callable[[], int]) -> None:

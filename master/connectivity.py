@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, SegmentGoneError
-from kvstore.master.capabilities import MASTER, described
+from kvstore.master.capabilities import MASTER, describe_segment
 from kvstore.transport.tcp_client import ClientConnection
 
 REACH_S: Final = 2.0
@@ -29,13 +29,13 @@ AT_ONCE: Final = 4
 """Nodes that are tried at the same time, each in a thread: all nodes join when a master starts."""
 
 Reach = Callable[[Sequence[SegmentInfo]], Awaitable[str]]
-"""The type of ``Reacher.__call__``: tells why the memory of a node cannot be reached."""
+"""The type of ``ConnectivityProbe.__call__``: tells why the memory of a node cannot be reached."""
 
 
-class Reacher:
+class ConnectivityProbe:
     """See the module. Use it in one event loop's thread."""
 
-    def __init__(self, tls: ClientEnd | None = None) -> None:
+    def __init__(self, tls: ClientTls | None = None) -> None:
         """``tls``: the master's identity, for nodes that encrypt; None: it has none."""
         self._tls = tls
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -46,12 +46,12 @@ class Reacher:
             return await asyncio.to_thread(_why_not, segments, self._tls)
 
 
-def _why_not(segments: Sequence[SegmentInfo], tls: ClientEnd | None) -> str:
+def _why_not(segments: Sequence[SegmentInfo], tls: ClientTls | None) -> str:
     deadline = uptime() + REACH_S
     for segment in segments:
         if not segment.address:
             continue
-        connection = ClientConnection(described(segment, MASTER), tls=tls)
+        connection = ClientConnection(describe_segment(segment, MASTER), tls=tls)
         try:
             connection.greet(deadline)
         except SegmentGoneError:

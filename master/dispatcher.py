@@ -22,7 +22,7 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
-from kvstore.wire.messages import CALLS, Call, decode_request
+from kvstore.wire.messages import CALLS, RpcMethod, decode_request
 from kvstore.wire.status import unexpected
 from kvstore.wire.trace_context import AT as TRACE_AT
 from kvstore.wire.trace_context import MARK as TRACE_MARK
@@ -40,7 +40,7 @@ _TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
 """The trace of the call that is being served."""
 
 
-class Service(Protocol):
+class RpcService(Protocol):
     """Answers calls. Both carriers call it in the loop's thread, one call at a time."""
 
     def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
@@ -71,7 +71,7 @@ class Service(Protocol):
 
 
 @dataclass(slots=True)
-class CallStats:
+class RpcStats:
     """Counts and times of one call since the master's start."""
 
     count: int = 0
@@ -83,14 +83,14 @@ class CallStats:
 class Dispatcher:
     """Decodes a call, hands it to the service and encodes the reply; see the module."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: RpcService) -> None:
         self.service = service
         """Answers the calls; may be replaced between two calls."""
-        self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
+        self.stats: dict[str, RpcStats] = {call.name: RpcStats() for call in CALLS.values()}
 
     def dispatch(
         self,
-        call: Call[Any, Any],
+        call: RpcMethod[Any, Any],
         data: bytes,
         caller: Caller | None = None,
         *,
@@ -121,14 +121,14 @@ class Dispatcher:
             waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
         except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
             stats.us.add((time.perf_counter() - started) * 1e6)
-            raise _mapped(call, stats, error) from None
+            raise _to_wire_error(call, stats, error) from None
         task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
         # Not in a ``finally``: a task that is cancelled before its first step would not run it.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
 
     def _traced(
-        self, call: Call[Any, Any], data: bytes, caller: Caller | None
+        self, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None
     ) -> bytes | asyncio.Task[bytes]:
         """Does what ``dispatch`` does, and logs the call if it fails or takes long."""
         started = time.perf_counter()
@@ -150,13 +150,13 @@ class Dispatcher:
             _TRACE.reset(before)
 
     def _log_waited(
-        self, call: Call[Any, Any], started: float, waited: asyncio.Task[bytes]
+        self, call: RpcMethod[Any, Any], started: float, waited: asyncio.Task[bytes]
     ) -> None:
         if not waited.cancelled():  # else its caller has gone
             self._log_traced(call, started, waited.exception())
 
     def _log_traced(
-        self, call: Call[Any, Any], started: float, error: BaseException | None
+        self, call: RpcMethod[Any, Any], started: float, error: BaseException | None
     ) -> None:
         took_ms = (time.perf_counter() - started) * 1000
         if error is None and took_ms < SLOW_S * 1000:
@@ -171,8 +171,8 @@ class Dispatcher:
 
     async def _wait(
         self,
-        call: Call[Any, Any],
-        stats: CallStats,
+        call: RpcMethod[Any, Any],
+        stats: RpcStats,
         waiting: asyncio.Future[Reply],
         started: float,
     ) -> bytes:
@@ -182,7 +182,7 @@ class Dispatcher:
             stats.errors += 1
             raise
         except Exception as error:  # noqa: BLE001  # as above
-            raise _mapped(call, stats, error) from None
+            raise _to_wire_error(call, stats, error) from None
         finally:
             stats.us.add((time.perf_counter() - started) * 1e6)
             # The error's traceback refers to this frame: a cycle. If the call has waited for a
@@ -191,7 +191,7 @@ class Dispatcher:
         return encoded
 
 
-def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:
+def _to_wire_error(call: RpcMethod[Any, Any], stats: RpcStats, error: Exception) -> KVStoreError:
     stats.errors += 1
     if not isinstance(error, KVStoreError):
         return unexpected(error, call.name, logger)
@@ -200,7 +200,7 @@ def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStore
     return error
 
 
-def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
+def _encoded(call: RpcMethod[Any, Any], reply: Reply) -> bytes:
     encoded = call.encode_reply(reply)
     if len(encoded) > REPLY_BYTES_MAX:
         raise BatchTooLargeError(

@@ -1,4 +1,5 @@
-"""Elects one leader among several masters: carries out the actions of ``Role`` in etcd."""
+"""Elects one leader among several masters: carries out the actions of ``ElectionStateMachine`` in
+etcd."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ from typing import Final, Protocol
 
 from kvstore.clock import uptime
 from kvstore.errors import ClusterMismatchError, KVStoreError
-from kvstore.etcd.client import Etcd, Leader
-from kvstore.limits import EPOCH_AHEAD_MAX, highest_believed
+from kvstore.etcd.client import Etcd, LeaderEntry
+from kvstore.limits import EPOCH_AHEAD_MAX, plausible_epoch_max
 from kvstore.master import times
 from kvstore.master.role import (
+    AcquireLease,
     Action,
+    BecomeLeader,
     Campaign,
-    Grant,
+    ElectionStateMachine,
     KeepAlive,
-    Lead,
-    LeaderSeen,
-    Look,
-    Revoke,
-    Role,
-    Sleep,
+    LeaderKey,
+    ReadLeader,
+    ReleaseLease,
     StepDown,
-    Watch,
+    WaitUntil,
+    WatchLeader,
 )
 
 log = logging.getLogger("kvstore.master")
@@ -39,7 +40,7 @@ WATCH_S: Final = 3.0
 """The leader's key is read again after so long a watch, in case the connection was cut."""
 
 
-class Terms(Protocol):
+class LeadershipListener(Protocol):
     """Serves calls in this process while this master leads."""
 
     def begin(self, epoch: int, until: float) -> None:
@@ -57,7 +58,9 @@ class Terms(Protocol):
 class Election:
     """Takes part in the election while ``run`` runs; ``resign`` leaves it."""
 
-    def __init__(self, etcd: Etcd, address: str, terms: Terms, *, cluster: str = "") -> None:
+    def __init__(
+        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = ""
+    ) -> None:
         """``address``: this master's own, for clients and nodes. ``cluster``: its cluster; empty:
         the one that etcd names."""
         self.cluster = cluster
@@ -68,7 +71,7 @@ class Election:
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
         self._terms = terms
-        self._role = Role()
+        self._role = ElectionStateMachine()
         self._named: str | None = None
         """The leader that was last logged."""
         self._etcd_fails = False
@@ -93,7 +96,7 @@ class Election:
             except KVStoreError as error:
                 self._failed(error)
             else:
-                if self._etcd_fails and not isinstance(action, Sleep | Revoke | StepDown):
+                if self._etcd_fails and not isinstance(action, WaitUntil | ReleaseLease | StepDown):
                     self._etcd_fails = False
                     log.info("etcd_reachable place=%s", self._etcd.place.shown)
 
@@ -117,17 +120,17 @@ class Election:
         role, etcd = self._role, self._etcd
         deadline = uptime() + CALL_S
         match action:
-            case Sleep(until):
+            case WaitUntil(until):
                 await asyncio.sleep(max(until - uptime(), 0.0))
-            case Look():
+            case ReadLeader():
                 await self._cluster(deadline)  # a mismatch shows before this master must take over
                 sight = await etcd.look(deadline)
-                role.saw(_seen(sight.leader), sight.revision)
+                role.saw(_to_leader_key(sight.leader), sight.revision)
                 self._stand_by()
-            case Watch(revision):
+            case WatchLeader(revision):
                 await etcd.watch_for_end(revision, uptime() + WATCH_S)
                 role.changed()
-            case Grant():
+            case AcquireLease():
                 lease = await etcd.grant(self._ttl_s, deadline)
                 role.granted(lease.lease_id, lease.ttl_s)
             case Campaign(lease_id):
@@ -137,20 +140,20 @@ class Election:
                 if leader.lease_id == lease_id:
                     now_ms = time.time_ns() // 1_000_000
                     # The clock by which another master has believed a node may be ahead of ours.
-                    believed = highest_believed(now_ms) + EPOCH_AHEAD_MAX
+                    believed = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
                     least = max(role.epoch + 1, role.epoch_least, now_ms)
                     epoch = await etcd.new_epoch(leader, least, believed, deadline)
-                role.campaigned(LeaderSeen(*leader), epoch)
+                role.campaigned(LeaderKey(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
                 sight = await etcd.look(keep_by)
-                role.kept(ttl_s, _seen(sight.leader))
+                role.kept(ttl_s, _to_leader_key(sight.leader))
                 if not self._terms.extend(role.until):
                     role.stopped()
-            case Revoke(lease_id):
+            case ReleaseLease(lease_id):
                 await self._revoke(lease_id)
-            case Lead(epoch):
+            case BecomeLeader(epoch):
                 self._counters["elections_won"] += 1
                 self._named = None
                 self.leader_known.set()
@@ -201,5 +204,5 @@ class Election:
             log.debug("lease_not_revoked reason=%s", error)
 
 
-def _seen(leader: Leader | None) -> LeaderSeen | None:
-    return None if leader is None else LeaderSeen(*leader)
+def _to_leader_key(leader: LeaderEntry | None) -> LeaderKey | None:
+    return None if leader is None else LeaderKey(*leader)

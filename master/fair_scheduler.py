@@ -23,7 +23,7 @@ SLICE_S: Final = 0.001
 ReplyT = TypeVar("ReplyT")
 
 
-class Turns:
+class FairScheduler:
     """See the module. Threads: the loop's."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -25,17 +25,17 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
-from kvstore.master.authorizer import Gate, address_of, caller_of
+from kvstore.master.authorizer import Authorizer, address_of, caller_of
 from kvstore.master.dispatcher import Dispatcher, logger
-from kvstore.master.fair_scheduler import Turns
+from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter, WaitPreemptedError
-from kvstore.port_probe import what_answers
+from kvstore.port_probe import identify_service
 from kvstore.process.descriptors import sockets
 from kvstore.process.tasks import start_task
 from kvstore.wire import trace_context
-from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
+from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
 
@@ -94,8 +94,8 @@ class GrpcServer:
         *,
         calls_max: int = CALLS_MAX,
         connections_max: int = CONNECTIONS_MAX,
-        gate: Gate | None = None,
-        turns: Turns | None = None,
+        gate: Authorizer | None = None,
+        turns: FairScheduler | None = None,
     ) -> None:
         """
         Args:
@@ -135,7 +135,7 @@ class GrpcServer:
                 self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
             self._server = server
         if self._server is None:
-            raise cannot_bind(host, port) or AddressInUseError(
+            raise try_bind(host, port) or AddressInUseError(
                 f"{address} could not be bound",
                 advice="Try again, or choose another port.",
                 port=port,
@@ -167,7 +167,7 @@ class GrpcServer:
             for service, handlers in methods.items()
         )
 
-    def _unary(self, call: Call[Any, Any]) -> Any:
+    def _unary(self, call: RpcMethod[Any, Any]) -> Any:
         async def answer(_: object, context: Context) -> bytes:
             try:
                 caller = self._caller(context, call)
@@ -194,7 +194,7 @@ class GrpcServer:
         return answer
 
     def _begin(
-        self, context: Context, call: Call[Any, Any], data: bytes, caller: Caller | None
+        self, context: Context, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None
     ) -> bytes | asyncio.Task[bytes]:
         reply = self._dispatcher.dispatch(call, data, caller)
         if not isinstance(reply, bytes):
@@ -238,7 +238,7 @@ class GrpcServer:
             ending = start_task("end connection", asyncio.to_thread(end_connection, peer))
             ending.add_done_callback(lambda _: self._ending.discard(peer))
 
-    def _caller(self, context: Context, call: Call[Any, Any]) -> Caller | None:
+    def _caller(self, context: Context, call: RpcMethod[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.
 
         Raises:
@@ -325,7 +325,7 @@ async def _abort(context: Context, error: KVStoreError) -> None:
     await context.abort(grpc_code(error), details, metadata)
 
 
-def cannot_bind(host: str, port: int) -> StartupError | None:
+def try_bind(host: str, port: int) -> StartupError | None:
     """Tries to bind ``host:port`` for gRPC, and lets it go; the error, if that fails."""
     address = join_address(host or "::", port)
     family = socket.AF_INET6 if ":" in (host or "::") else socket.AF_INET
@@ -344,7 +344,7 @@ def startup_error(
 ) -> StartupError:
     """The error to raise when binding the port of ``role``, which ``flag`` sets, has failed."""
     if error.errno == errno.EADDRINUSE:
-        by = what_answers(address)
+        by = identify_service(address)
         return AddressInUseError(
             f"{address}, for {role}, is in use" + (f": {by} answers there" if by else ""),
             advice=f"Stop what listens there (ss -ltnp shows it), or choose another {flag}.",

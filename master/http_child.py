@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvstore.errors import KVStoreError, StartupError
-from kvstore.process.cancellation import Stop
+from kvstore.process.cancellation import CancelToken
 from kvstore.process.child_process import Child
 from kvstore.process.tasks import start_task
-from kvstore.web.ipc_channel import SERVED, Answers, MasterEnd
+from kvstore.web.ipc_channel import SERVED, Answers, MasterChannel
 
 log = logging.getLogger("kvstore.master")
 
@@ -31,11 +31,11 @@ ENDING_S: Final = 5.0
 """How long a child that has closed its channel may take to end."""
 
 
-async def keep_serving(
+async def supervise_http_child(
     listener: socket.socket,
     answers: Answers,
     *,
-    feed: MasterEnd | None = None,
+    feed: MasterChannel | None = None,
     **served: object,
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
@@ -44,7 +44,7 @@ async def keep_serving(
     ``kvstore.web.master_server.Served`` that it does not find out by itself.
     """
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
-    channel = feed or MasterEnd()
+    channel = feed or MasterChannel()
     pause = RESTART_S
     while True:
         began = time.monotonic()
@@ -100,7 +100,7 @@ def _ends() -> tuple[socket.socket, socket.socket]:
 async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
     """Starts a child that serves. If this is cancelled, it ends the child before it raises
     CancelledError. Otherwise it raises as ``Child.start``."""
-    stop = Stop()
+    stop = CancelToken()
 
     def start() -> Child:
         with stop.here():

@@ -26,9 +26,9 @@ from kvstore.errors import (
     without_frames,
 )
 from kvstore.limits import REQUEST_BYTES_MAX
-from kvstore.master.authorizer import LOCAL, Gate, caller_of
+from kvstore.master.authorizer import LOCAL, Authorizer, caller_of
 from kvstore.master.dispatcher import Dispatcher, logger
-from kvstore.master.fair_scheduler import Turns
+from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.state.traffic import Caller
 from kvstore.network.limiter import Limiter
 from kvstore.network.listeners import listen
@@ -101,8 +101,8 @@ class LaneServer:
         dispatcher: Dispatcher,
         token: bytes,
         settings: LaneSettings | None = None,
-        gate: Gate | None = None,
-        turns: Turns | None = None,
+        gate: Authorizer | None = None,
+        turns: FairScheduler | None = None,
     ) -> None:
         """
         Args:
@@ -118,10 +118,10 @@ class LaneServer:
         """Name in the abstract namespace; empty: none."""
         self.gate = gate
         self.turns = turns
-        self.connections = Limiter[_LaneClient]("lane", self.settings.connections_max)
+        self.connections = Limiter[_LaneProtocol]("lane", self.settings.connections_max)
         """Those that have sent no good HELLO so far wait."""
-        self.arriving = Limiter[_LaneClient]("arriving frames", ARRIVING_BYTES_MAX)
-        self.unread = Limiter[_LaneClient]("unread replies", UNREAD_BYTES_MAX)
+        self.arriving = Limiter[_LaneProtocol]("arriving frames", ARRIVING_BYTES_MAX)
+        self.unread = Limiter[_LaneProtocol]("unread replies", UNREAD_BYTES_MAX)
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
         self._listener: socket.socket | None = None
@@ -214,11 +214,11 @@ class LaneServer:
             self.stats.refused += 1
             self.gate.refusal(f"a connection to the lane: {why}")
 
-    def _connection(self) -> _LaneClient:
-        return _LaneClient(self, self._dispatcher)
+    def _connection(self) -> _LaneProtocol:
+        return _LaneProtocol(self, self._dispatcher)
 
 
-class _LaneClient(asyncio.BufferedProtocol):
+class _LaneProtocol(asyncio.BufferedProtocol):
     """The connection of one client. Threads: the loop's."""
 
     def __init__(self, server: LaneServer, dispatcher: Dispatcher) -> None:
@@ -233,7 +233,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._greeted = False
         self._address = LOCAL
         self._caller: Caller | None = None
-        self._turns: Turns | None = None
+        self._turns: FairScheduler | None = None
         """In which its calls are answered; None: as they come."""
         self._who = ""
         """The name of its identity; empty: it has none."""

@@ -16,40 +16,40 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore._version import __version__
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.clock import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
-from kvstore.limits import highest_believed
+from kvstore.limits import plausible_epoch_max
 from kvstore.master import grpc_server, http_child, times
-from kvstore.master.authorizer import Gate
+from kvstore.master.authorizer import Authorizer
 from kvstore.master.busy_poll import new_event_loop
-from kvstore.master.cluster_events import NoticeLog
-from kvstore.master.connectivity import Reacher
+from kvstore.master.cluster_events import ClusterEventLog
+from kvstore.master.connectivity import ConnectivityProbe
 from kvstore.master.dispatcher import add_trace
 from kvstore.master.election import Election
 from kvstore.master.lane_server import LaneSettings
-from kvstore.master.rpc_servers import Carriers, Endpoints
+from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.superseded_epochs import Outruns
-from kvstore.master.tenants_file import TenantsFile
+from kvstore.master.superseded_epochs import SupersededEpochs
+from kvstore.master.tenants_file import TenantsFileWatcher
 from kvstore.network.addresses import EtcdPlace, join_address, split_address
-from kvstore.network.host import address_towards, is_loopback, own_address, why_only_here
-from kvstore.network.listeners import EVERY_INTERFACE, hears, reached_at
+from kvstore.network.host import address_towards, is_loopback, loopback_reason, own_address
+from kvstore.network.listeners import EVERY_INTERFACE, accepts_family, local_connect_address
 from kvstore.process import descriptors, logs, sd_notify, tasks
 from kvstore.process.child_process import NO_PARENT, Child, ParentLink, start_node
 from kvstore.process.malloc_tuning import keep_freed_memory
 from kvstore.process.tasks import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import refused_files, watching
 from kvstore.tenants import TenantMatcher, TenantRule
-from kvstore.web.ipc_channel import Answers, MasterEnd
-from kvstore.web.server.access_control import secured_by
+from kvstore.web.ipc_channel import Answers, MasterChannel
+from kvstore.web.server.access_control import load_security
 from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.master")
@@ -72,7 +72,7 @@ STOP_GRACE_S: Final = 1.0
 _NO_RECEIVER: Final = "ExecuteBatchError"
 
 
-class Temporary(NamedTuple):
+class EphemeralStore(NamedTuple):
     """A store that ends with this process, however that ends: no later process finds its memory."""
 
     name: str
@@ -83,7 +83,7 @@ class Temporary(NamedTuple):
 
 
 def run(
-    config: MasterConfig, parent: ParentLink = NO_PARENT, *, temporary: Temporary | None = None
+    config: MasterConfig, parent: ParentLink = NO_PARENT, *, temporary: EphemeralStore | None = None
 ) -> int:
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a background task died that the master needs.
@@ -93,7 +93,7 @@ def run(
     Raises:
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
     """
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_logging)
     keep_freed_memory()
     with (
         watching(),
@@ -102,7 +102,7 @@ def run(
         return runner.run(_serve(config, parent, temporary))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Filters out tracebacks that gRPC logs when a client cancels a call that is just ending, or is
     gone before the reply (an ``ExecuteBatchError``, which is private to gRPC).
 
@@ -116,32 +116,30 @@ def _is_news(record: logging.LogRecord) -> bool:
     return getattr(kind, "__name__", "") != _NO_RECEIVER
 
 
-async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary | None) -> int:
+async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralStore | None) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
     log.addFilter(add_trace)
-    for number in tasks.end_signals():
+    for number in tasks.shutdown_signals():
         loop.add_signal_handler(number, stopped.set)
-    tasks.hear_signals()
+    tasks.install_signal_handlers()
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
     if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):
         raise StartupError(
             "events by ZeroMQ need pyzmq and msgpack", advice="pip install pyzmq msgpack"
         )
-    secured = secured_by(config)
+    secured = load_security(config)
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
-    broken = tasks.End()
-    master = _Serving(config, broken)
+    broken = tasks.ShutdownRequest()
+    master = _MasterProcess(config, broken)
     await master.bind()
     listener: socket.socket | None = None
     election: Election | None = None
-    running: list[asyncio.Task[None]] = [
-        start_task("collector", _keep_collector_out(), died=broken)
-    ]
+    running: list[asyncio.Task[None]] = [start_task("collector", _freeze_gc(), died=broken)]
     stopping = loop.create_task(stopped.wait())
     breaking = loop.create_task(broken.wait())
     child: Child | None = None
@@ -177,8 +175,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
                 "measures": master.measures,
                 "notices": master.notices.after,
             }
-            at = join_address(reached_at(config.host), endpoints.port)
-            serving = http_child.keep_serving(
+            at = join_address(local_connect_address(config.host), endpoints.port)
+            serving = http_child.supervise_http_child(
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
                 secured=secured, auth=config.auth,
@@ -186,7 +184,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             )  # fmt: skip
             running.append(start_task("http", serving, died=broken))
         if temporary is None:
-            _greet(config, endpoints, listener, secured.scheme)
+            _print_startup_banner(config, endpoints, listener, secured.scheme)
             sd_notify.ready(f"serves on port {endpoints.port}")
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
@@ -237,9 +235,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         await master.stop()
 
 
-class _Serving:
+class _MasterProcess:
     """The carriers of this process, and the service behind them while it leads. Implements
-    ``Terms``."""
+    ``LeadershipListener``."""
 
     def __init__(self, config: MasterConfig, died: tasks.Died) -> None:
         """``died``: called when the process cannot go on serving."""
@@ -258,9 +256,9 @@ class _Serving:
             repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
         self._standby = Standby()
-        each = _connections_each(grpc_server.CONNECTIONS_MAX)
-        self.gate = Gate(config) if config.auth else None
-        self.carriers = Carriers(
+        each = _connection_limit_per_port(grpc_server.CONNECTIONS_MAX)
+        self.gate = Authorizer(config) if config.auth else None
+        self.carriers = RpcServers(
             self._standby,
             gate=self.gate,
             lane_settings=LaneSettings(connections_max=each),
@@ -268,17 +266,17 @@ class _Serving:
         )
         self._grpc_max = each
         self._grpc_connections = 0
-        self.endpoints: Endpoints
+        self.endpoints: ListenAddresses
         self._service: MasterService | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._address = ""
         self._told_leader = ""
         self._election: Election | None = None
-        self._outruns = Outruns(random.SystemRandom())
-        self.feed = MasterEnd() if config.events else None
-        self.notices = NoticeLog(wall_clock_ms)
-        self._reach = Reacher(ClientEnd(self.gate.credentials) if self.gate else None)
-        self._tenants = TenantsFile(config.tenants) if config.tenants else None
+        self._outruns = SupersededEpochs(random.SystemRandom())
+        self.feed = MasterChannel() if config.events else None
+        self.notices = ClusterEventLog(wall_clock_ms)
+        self._reach = ConnectivityProbe(ClientTls(self.gate.credentials) if self.gate else None)
+        self._tenants = TenantsFileWatcher(config.tenants) if config.tenants else None
 
     async def bind(self) -> None:
         config = self._config
@@ -298,7 +296,7 @@ class _Serving:
         self.epoch = epoch
         state = MasterState(
             epoch=epoch,
-            epoch_max=highest_believed(wall_clock_ms()),
+            epoch_max=plausible_epoch_max(wall_clock_ms()),
             version=__version__,
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
@@ -462,9 +460,9 @@ def wall_clock_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _connections_each(wanted: int) -> int:
+def _connection_limit_per_port(wanted: int) -> int:
     """The connections that the lane and gRPC's port may each have, given the open-files limit."""
-    limit = descriptors.allow(2 * wanted + descriptors.RESERVE)
+    limit = descriptors.raise_limit(2 * wanted + descriptors.RESERVE)
     fits = max(1, (limit - descriptors.RESERVE) // 2)
     if fits < wanted:
         log.warning(
@@ -482,7 +480,7 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
     if config.advertise:
         host, given = split_address(config.advertise, default_port=0)
         port = given or port
-        if not hears(config.host, host):
+        if not accepts_family(config.host, host):
             raise StartupError(
                 f"clients are told to connect to {host}, which {config.host} does not hear",
                 advice="Give --host ::, which hears IPv6 and IPv4.",
@@ -501,7 +499,7 @@ def _node_advertised(config: MasterConfig) -> str:
         return ""
     host = address_towards(str(config.etcd_place)) if config.etcd_place else own_address()
     if is_loopback(host):
-        host = reached_at(config.host)  # this host may have one kind of loopback only
+        host = local_connect_address(config.host)  # this host may have one kind of loopback only
         log.warning(
             "memory_on_loopback: clients on other hosts cannot reach the memory of this master; "
             "give --host or --advertise an address of this host"
@@ -509,10 +507,12 @@ def _node_advertised(config: MasterConfig) -> str:
     return host
 
 
-def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, prefix: str) -> Child:
+def _start_node(
+    config: MasterConfig, endpoints: ListenAddresses, *, is_own: bool, prefix: str
+) -> Child:
     """Starts the node of this master. ``is_own``: whether a user runs this master, not a parent
     process, and starts it again after it ends. ``prefix``: the beginning of the node's name."""
-    host = reached_at(config.host)
+    host = local_connect_address(config.host)
     # The name is stable: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     return start_node(
@@ -546,11 +546,11 @@ def _names(config: MasterConfig) -> list[str]:
     return [name for name in names if name]
 
 
-def _greet(
-    config: MasterConfig, endpoints: Endpoints, http: socket.socket | None, scheme: str
+def _print_startup_banner(
+    config: MasterConfig, endpoints: ListenAddresses, http: socket.socket | None, scheme: str
 ) -> None:
     at = join_address(config.host, endpoints.port)
-    why = "" if config.host in EVERY_INTERFACE else why_only_here(config.host)
+    why = "" if config.host in EVERY_INTERFACE else loopback_reason(config.host)
     if why and not is_loopback(config.host):
         log.warning("listens_on_loopback host=%s: %s", config.host, why)
     only = "; this host only, use --host to serve others" if why else ""
@@ -566,7 +566,7 @@ def _greet(
         )
 
 
-async def _keep_collector_out() -> None:
+async def _freeze_gc() -> None:
     """Keeps records out of the garbage collector's work. Records are in no reference cycles, and
     with a million of them a full collection stops the loop for half a second (measured). So every
     second the young objects are collected and the survivors are frozen, and there is no full

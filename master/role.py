@@ -33,18 +33,18 @@ BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 """Pauses of a master that stands by and cannot reach etcd; the last one is repeated."""
 
 
-class Look(NamedTuple):
+class ReadLeader(NamedTuple):
     """Read the leader's key. Report: ``saw`` or ``failed``."""
 
 
-class Watch(NamedTuple):
+class WatchLeader(NamedTuple):
     """Wait, for a limited time, until the leader's key changes after ``revision``. Report:
     ``changed`` or ``failed``."""
 
     revision: int
 
 
-class Grant(NamedTuple):
+class AcquireLease(NamedTuple):
     """Get a lease. Report: ``granted`` or ``failed``."""
 
 
@@ -63,13 +63,13 @@ class KeepAlive(NamedTuple):
     deadline: float
 
 
-class Revoke(NamedTuple):
+class ReleaseLease(NamedTuple):
     """End a lease that is no longer needed, if possible. No report."""
 
     lease_id: int
 
 
-class Lead(NamedTuple):
+class BecomeLeader(NamedTuple):
     """Begin to serve under this epoch. No report."""
 
     epoch: int
@@ -81,16 +81,26 @@ class StepDown(NamedTuple):
     why: str
 
 
-class Sleep(NamedTuple):
+class WaitUntil(NamedTuple):
     """Do nothing until that time. No report."""
 
     until: float
 
 
-Action = Look | Watch | Grant | Campaign | KeepAlive | Revoke | Lead | StepDown | Sleep
+Action = (
+    ReadLeader
+    | WatchLeader
+    | AcquireLease
+    | Campaign
+    | KeepAlive
+    | ReleaseLease
+    | BecomeLeader
+    | StepDown
+    | WaitUntil
+)
 
 
-class LeaderSeen(NamedTuple):
+class LeaderKey(NamedTuple):
     """The leader as etcd knows it."""
 
     address: str
@@ -99,7 +109,7 @@ class LeaderSeen(NamedTuple):
     """The revision at which the key was written."""
 
 
-class Role:
+class ElectionStateMachine:
     """See the module. One per process, for its whole life."""
 
     def __init__(self) -> None:
@@ -109,13 +119,13 @@ class Role:
         """This master may act as the leader only before this time; 0: it does not lead."""
         self.epoch_least = 0
         """The least epoch of the next term; nodes have joined a master of the epoch just below."""
-        self.leader: LeaderSeen | None = None
+        self.leader: LeaderKey | None = None
         """Another master that was last seen as the leader."""
         self._leading = False
         self._why = ""
         """Why this master no longer leads, until ``StepDown`` is returned."""
         self._revision = 0
-        """The etcd revision up to which ``leader`` is known; 0: ``Look`` first."""
+        """The etcd revision up to which ``leader`` is known; 0: ``ReadLeader`` first."""
         self._lease_id = 0
         self._stale: list[int] = []
         """Leases to revoke."""
@@ -128,7 +138,7 @@ class Role:
 
     @property
     def leading(self) -> bool:
-        """Whether ``Lead`` has been returned, and ``StepDown`` has not."""
+        """Whether ``BecomeLeader`` has been returned, and ``StepDown`` has not."""
         return self._leading
 
     def next(self, now: float) -> Action:
@@ -142,42 +152,42 @@ class Role:
                 self._end()
                 return StepDown(why)
             if now < self._not_before:
-                return Sleep(min(self._not_before, self.until))
+                return WaitUntil(min(self._not_before, self.until))
             return KeepAlive(self._lease_id, min(self.until, now + self._ttl_s * KEEP_SHARE))
         if self._stale:
-            return Revoke(self._stale.pop())
+            return ReleaseLease(self._stale.pop())
         if self.until:
             if now < self.until:
                 self._leading = True
                 self._not_before = now
-                return Lead(self.epoch)
+                return BecomeLeader(self.epoch)
             self._end()
             return self.next(now)
         if now < self._not_before:
-            return Sleep(self._not_before)
+            return WaitUntil(self._not_before)
         if not self._revision:
-            return Look()
+            return ReadLeader()
         if self.leader is not None:
-            return Watch(self._revision)
-        return Campaign(self._lease_id) if self._lease_id else Grant()
+            return WatchLeader(self._revision)
+        return Campaign(self._lease_id) if self._lease_id else AcquireLease()
 
     # --- reports ------------------------------------------------------------------------------
 
-    def saw(self, leader: LeaderSeen | None, revision: int) -> None:
-        """After ``Look``: who leads, at that revision of the store."""
+    def saw(self, leader: LeaderKey | None, revision: int) -> None:
+        """After ``ReadLeader``: who leads, at that revision of the store."""
         self._failures = 0
         self.leader, self._revision = leader, revision
 
     def changed(self) -> None:
-        """After ``Watch``: the leader changed, or the watch is over."""
+        """After ``WatchLeader``: the leader changed, or the watch is over."""
         self._revision = 0
 
     def granted(self, lease_id: int, ttl_s: float) -> None:
-        """After ``Grant``."""
+        """After ``AcquireLease``."""
         self._lease_id, self._ttl_s = lease_id, ttl_s
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
 
-    def campaigned(self, leader: LeaderSeen, epoch: int) -> None:
+    def campaigned(self, leader: LeaderKey, epoch: int) -> None:
         """After ``Campaign``: who leads now; and the new epoch, if we do."""
         if leader.lease_id == self._lease_id:
             assert epoch > self.epoch
@@ -188,7 +198,7 @@ class Role:
         self._end()
         self.leader, self._revision = leader, leader.revision
 
-    def kept(self, ttl_s: float, leader: LeaderSeen | None) -> None:
+    def kept(self, ttl_s: float, leader: LeaderKey | None) -> None:
         """After ``KeepAlive``: how long the lease lives from then on, and the leader in etcd."""
         if ttl_s <= 0:
             self._why = "lease_gone"

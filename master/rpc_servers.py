@@ -6,21 +6,22 @@ import secrets
 from typing import NamedTuple
 
 from kvstore.errors import StartupError
-from kvstore.master.authorizer import Gate
-from kvstore.master.dispatcher import Dispatcher, Service
-from kvstore.master.fair_scheduler import Turns
+from kvstore.master.authorizer import Authorizer
+from kvstore.master.dispatcher import Dispatcher, RpcService
+from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.grpc_server import (
     CONNECTIONS_MAX,
     GrpcServer,
-    cannot_bind,
     startup_error,
+    try_bind,
 )
 from kvstore.master.lane_server import LaneServer, LaneSettings
 from kvstore.network.addresses import join_address
 
 
-class Endpoints(NamedTuple):
-    """Where this master listens. ``Joined`` tells clients the entries about the lane and HTTP."""
+class ListenAddresses(NamedTuple):
+    """Where this master listens. ``JoinReply`` tells clients the entries about the lane and
+    HTTP."""
 
     host: str
     port: int
@@ -34,7 +35,7 @@ class Endpoints(NamedTuple):
     """Whether HTTP serves events."""
 
 
-class Carriers:
+class RpcServers:
     """gRPC and the lane, which both hand their calls to one service.
 
     ``bind`` takes the ports and returns them; then give them to the service, and call ``start``.
@@ -43,22 +44,22 @@ class Carriers:
 
     def __init__(
         self,
-        service: Service,
+        service: RpcService,
         *,
         lane_settings: LaneSettings | None = None,
         grpc_connections_max: int = CONNECTIONS_MAX,
-        gate: Gate | None = None,
+        gate: Authorizer | None = None,
     ) -> None:
         """``gate``: who gets in; None: everybody, without authentication."""
         self.dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
-        turns = None if gate is None else Turns()
+        turns = None if gate is None else FairScheduler()
         self.lane = LaneServer(self.dispatcher, token, lane_settings, gate, turns)
         self.grpc = GrpcServer(
             self.dispatcher, token, connections_max=grpc_connections_max, gate=gate, turns=turns
         )  # fmt: skip
 
-    async def bind(self, host: str, port: int, lane_port: int) -> Endpoints:
+    async def bind(self, host: str, port: int, lane_port: int) -> ListenAddresses:
         """Takes ``host:port``, ``host:lane_port`` and a Unix socket.
 
         Port 0 takes any. An empty host is every interface.
@@ -71,7 +72,7 @@ class Carriers:
         except OSError as error:
             await self.lane.stop()
             # Another master has both ports. The one that was asked for is named then.
-            if port and (asked := cannot_bind(host, port)) is not None:
+            if port and (asked := try_bind(host, port)) is not None:
                 raise asked from error
             raise startup_error(
                 join_address(host or "::", lane_port), lane_port, error,
@@ -82,9 +83,11 @@ class Carriers:
         except StartupError:
             await self.lane.stop()
             raise
-        return Endpoints(host, self.grpc.port, self.lane.port, self.lane.unix, self.lane.token)
+        return ListenAddresses(
+            host, self.grpc.port, self.lane.port, self.lane.unix, self.lane.token
+        )
 
-    def serve(self, service: Service, endpoints: Endpoints) -> Endpoints:
+    def serve(self, service: RpcService, endpoints: ListenAddresses) -> ListenAddresses:
         """From now on ``service`` answers. Clients that had joined before must join again: the lane
         is cut, and there is a new token."""
         token = secrets.token_bytes(16)

@@ -40,11 +40,18 @@ from kvstore.errors import (
 from kvstore.formatting import field_text
 from kvstore.histograms import Histogram
 from kvstore.limits import check_cluster, check_protocol
-from kvstore.master.authorizer import Gate, token_for
-from kvstore.master.capabilities import Sealing
+from kvstore.master.authorizer import Authorizer, token_for
+from kvstore.master.capabilities import CapabilityIssuer
 from kvstore.master.connectivity import AGAIN_S, Reach
-from kvstore.master.rpc_servers import Endpoints
-from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
+from kvstore.master.rpc_servers import ListenAddresses
+from kvstore.master.state.effects import (
+    CloseSession,
+    DeferredReply,
+    LogClusterEvent,
+    SendReply,
+    SendToNode,
+    SupersedeEpoch,
+)
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.process.tasks import Died, start_task
@@ -88,7 +95,7 @@ def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderErr
     )
 
 
-class _Waiting(NamedTuple):
+class _PendingCall(NamedTuple):
     """A call whose reply comes later."""
 
     future: asyncio.Future[Any]
@@ -98,7 +105,7 @@ class _Waiting(NamedTuple):
 
 
 class Standby:
-    """Answers while another master leads. Implements ``Service``."""
+    """Answers while another master leads. Implements ``RpcService``."""
 
     def __init__(self, leader: str = "") -> None:
         self.leader = leader
@@ -114,7 +121,7 @@ class Standby:
 
 
 class MasterService:
-    """Implements ``Service`` (``kvstore.master.dispatcher``) on one ``MasterState``."""
+    """Implements ``RpcService`` (``kvstore.master.dispatcher``) on one ``MasterState``."""
 
     def __init__(
         self,
@@ -128,7 +135,7 @@ class MasterService:
         self._traffic = state.traffic
         self._died = died
         self._broken = False
-        self.endpoints: Endpoints | None = None
+        self.endpoints: ListenAddresses | None = None
         """Where the carriers listen, once they do; clients that join are told."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
         """Counters of the shell around this (calls, refused connections); part of the status."""
@@ -152,11 +159,11 @@ class MasterService:
         self.late_us = Histogram()
         """How much later than planned the timer ran. A call that came meanwhile waited as long."""
         self._longest_step_us = 0
-        self.gate: Gate | None = None
+        self.gate: Authorizer | None = None
         """Decides who may call what; None: without authentication."""
         self._clock = clock
-        self._answers: dict[int, _Waiting] = {}
-        self._sealing = Sealing(state)
+        self._answers: dict[int, _PendingCall] = {}
+        self._sealing = CapabilityIssuer(state)
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._working = False
@@ -249,13 +256,13 @@ class MasterService:
         self._traffic.caller = caller = caller or self._traffic.unknown
         try:
             now_ms = self._clock()
-            result: calls.Reply | Later = step(now_ms, request)
+            result: calls.Reply | DeferredReply = step(now_ms, request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
                 self._wait_for(result.ticket, request, caller)
-                if isinstance(result, Later)
+                if isinstance(result, DeferredReply)
                 else result
             )
-            if caller.holder and not isinstance(result, Later):
+            if caller.holder and not isinstance(result, DeferredReply):
                 answer = self._sealing.seal(now_ms, request, result, caller)
         except Exception as error:
             self._check_whole(error)
@@ -269,7 +276,7 @@ class MasterService:
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
             if caller.identity is not None:
-                answer = permissions.shown_status(caller.identity, answer)
+                answer = permissions.visible_status(caller.identity, answer)
         return answer
 
     def _took(self, started: float) -> float:
@@ -287,7 +294,7 @@ class MasterService:
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
-    def _joined(self, request: calls.Join, caller: Caller | None) -> calls.Joined:
+    def _joined(self, request: calls.Join, caller: Caller | None) -> calls.JoinReply:
         check_protocol(request.protocol, "the client")
         check_cluster(self.state.cluster, request.cluster, "the client")
         self._check_time(uptime())
@@ -300,7 +307,7 @@ class MasterService:
             token = token_for(
                 endpoints.lane_token, request.client, who, self.gate, request.client_number
             )
-        return calls.Joined(
+        return calls.JoinReply(
             epoch=state.epoch,
             lane_port=endpoints.lane_port if endpoints else 0,
             lane_unix=endpoints.lane_unix if endpoints else "",
@@ -318,7 +325,7 @@ class MasterService:
         self, ticket: int, request: calls.Request, caller: Caller
     ) -> Awaitable[calls.Reply]:
         future = asyncio.get_running_loop().create_future()
-        self._answers[ticket] = _Waiting(future, request, caller)
+        self._answers[ticket] = _PendingCall(future, request, caller)
 
         def done(answered: asyncio.Future[Any]) -> None:
             if not answered.cancelled():
@@ -441,20 +448,20 @@ class MasterService:
                 return
             for effect in state.take_effects():
                 match effect:
-                    case Answer(ticket, result):
+                    case SendReply(ticket, result):
                         self._answer(ticket, result)
-                    case Send(session, message):
-                        if self.gate is not None and isinstance(message, calls.MasterBeat):
+                    case SendToNode(session, message):
+                        if self.gate is not None and isinstance(message, calls.MasterHeartbeat):
                             refused = self.gate.refused_holders()
                             message = message._replace(refused_holders=refused)
                         if session in self._outboxes:
                             self._put(self._outboxes[session], message)
-                    case Hangup(session, error):
+                    case CloseSession(session, error):
                         if session in self._outboxes:
                             self._put(self._outboxes[session], error)
-                    case Outrun(epoch):
+                    case SupersedeEpoch(epoch):
                         self.outrun(epoch)
-                    case Notice(event, fields):
+                    case LogClusterEvent(event, fields):
                         words = " ".join(f"{key}=%s" for key in fields)
                         level = logging.WARNING if event in WARNED else logging.INFO
                         log.log(level, f"{event} {words}", *map(_shown, fields.values()))  # noqa: G004

@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from kvstore.limits import highest_believed
+from kvstore.limits import plausible_epoch_max
 from kvstore.token_buckets import TokenBuckets
 
 EPOCH_STEP_MAX: Final = 1 << 20
@@ -22,7 +22,7 @@ a second or two when a term ends. Honest nodes report more than one epoch only i
 different masters after a clock had been put back; the second report waits for so long."""
 
 
-class Outruns:
+class SupersededEpochs:
     """The reports to one master process, over its whole life."""
 
     def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
@@ -36,5 +36,5 @@ class Outruns:
 
     def next_epoch(self, epoch: int, wall_clock_ms: int) -> int:
         """The epoch of a term above the reported ``epoch``: one that the next master believes."""
-        room = min(EPOCH_STEP_MAX, highest_believed(wall_clock_ms) - epoch)
+        room = min(EPOCH_STEP_MAX, plausible_epoch_max(wall_clock_ms) - epoch)
         return max(epoch + self._random.randint(1, max(1, room)), wall_clock_ms)

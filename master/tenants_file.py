@@ -19,7 +19,7 @@ class _Tenants(NamedTuple):
     matcher: TenantMatcher
 
 
-class TenantsFile:
+class TenantsFileWatcher:
     """See the module. Threads: the loop's."""
 
     def __init__(self, path: str) -> None:

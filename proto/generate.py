@@ -30,7 +30,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # the kvstore beside thi
 
 from kvstore.calls import clients, locations, nodes, operators, usage
 from kvstore.calls.described import field_texts
-from kvstore.calls.field_constraints import Rows
+from kvstore.calls.field_constraints import RowCount
 from kvstore.limits import Key, Namespace
 from kvstore.wire.codec import BY_HAND
 from kvstore.wire.messages import CALLS
@@ -114,11 +114,11 @@ def _enum(kind: type[enum.Enum]) -> Iterator[str]:
 
 
 def _type(hint: Any, default: object = None) -> str:
-    """The type of a field. Numbers without ``Rows`` are bytes: one per key, and small."""
+    """The type of a field. Numbers without ``RowCount`` are bytes: one per key, and small."""
     base, *rules = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     if typing.get_origin(base) is Sequence:
         (item,) = typing.get_args(base)
-        rows = next((rule for rule in rules if isinstance(rule, Rows)), None)
+        rows = next((rule for rule in rules if isinstance(rule, RowCount)), None)
         if item is Key:
             return "Keys"
         if item is not int:

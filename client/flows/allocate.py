@@ -19,7 +19,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, describe
 from kvstore.client.flows.write_objects import Items, PutOptions, revoke
-from kvstore.client.leases.lease_table import Granted, Lease, LeasedPlace, Named
+from kvstore.client.leases.lease_table import AllocationLease, Lease, LeasedExtent, ObjectLease
 from kvstore.client.values import Value, decode
 from kvstore.errors import (
     NodeUnreachableError,
@@ -30,7 +30,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 
 log = logging.getLogger("kvstore.client")
 
@@ -72,7 +72,7 @@ def allocate(
 
 def grant(
     context: Context, namespace: Namespace, size: int, wait_ms: int
-) -> Flow[tuple[Granted, float]]:
+) -> Flow[tuple[AllocationLease, float]]:
     """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
     grant, and until when the client holds it.
 
@@ -91,10 +91,10 @@ def grant(
         yield from revoke(grants.epoch, grants.tokens)
         raise PutRefusedError("the segment went away while it was asked for")
     until = started + grants.deadline_ms / 1000 - context.lease_margin_s
-    granted = Granted(
+    granted = AllocationLease(
         grants.epoch, grants.tokens[0], segment, grants.offsets[0], size, grants.capabilities
     )
-    wipe = Move(granted.offset, memoryview(WIPE), extent=granted.extent)
+    wipe = RangeCopy(granted.offset, memoryview(WIPE), extent=granted.extent)
     errors = yield [Transfer(segment, [wipe], True, until)]
     assert isinstance(errors, list)
     if errors[0] is not None:
@@ -130,12 +130,12 @@ def put(
         same = (named.namespace, named.key) == (options.namespace, item.keys[0])
         return PutOutcome.STORED if same else None
     granted = lease.what
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, AllocationLease)
     if not lease.held:
         raise _lost()
     if lease.capability:
         granted = granted._replace(capability=lease.capability)
-    named = Named(options.namespace, item.keys[0], granted.epoch, granted.token)
+    named = ObjectLease(options.namespace, item.keys[0], granted.epoch, granted.token)
     try:
         outcome = yield from commit(context, granted, item, options, until, lease.header)
     except SegmentGoneError:  # its node has joined another master, or left
@@ -149,13 +149,13 @@ def put(
         lease.unneeded()
         return outcome
     asked = context.clock()
-    renewed = yield from ask(_renewal(named, granted.place), calls.Renewed)
+    renewed = yield from ask(_renewal(named, granted.place), calls.RenewReply)
     held_s = renewed.lease_ms / 1000 if renewed.keys_held[0] else 0.0
     lease.become(named, asked + held_s - context.lease_margin_s)
     return outcome
 
 
-def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[Named | None, float]]:
+def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | None, float]]:
     """Returns the object that an allocation has become by a commit without an answer, or None if it
     is still an allocation; and until when the client holds it. (That commit may still arrive. Its
     object is leased until then, too.)
@@ -167,9 +167,9 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[Named | None, f
     if named is None:
         return None, context.clock() + lease.seconds_left
     asked = context.clock()
-    assert isinstance(lease.what, Granted)
+    assert isinstance(lease.what, AllocationLease)
     renew = _renewal(named, lease.what.place, [named.counter])
-    renewed = yield from ask(renew, calls.Renewed)
+    renewed = yield from ask(renew, calls.RenewReply)
     until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
     lease.capability = renewed.capabilities
     if renewed.keys_held[0] and lease.held:
@@ -182,7 +182,7 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[Named | None, f
 
 def commit(
     context: Context,
-    granted: Granted,
+    granted: AllocationLease,
     item: Items,
     options: PutOptions,
     deadline: float,
@@ -209,7 +209,7 @@ def commit(
     if head != written:
         written.clear()  # until the new header is whole
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
-        move = Move(offset, memoryview(head), extent=granted.extent)
+        move = RangeCopy(offset, memoryview(head), extent=granted.extent)
         errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
@@ -220,13 +220,13 @@ def commit(
             epoch, token, options.namespace, key, options.parent, size, options.overwrite,
             options.ttl_ms,
         ),
-        calls.Committed,
+        calls.CommitReply,
     )  # fmt: skip
     context.placements.forget(options.namespace, key)
     if committed.stamp and end + len(committed.stamp) <= HEADER_BYTES:
         # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
         # the next master, or the next start of its node, does not find it.
-        move = Move(offset + end, memoryview(committed.stamp), extent=granted.extent)
+        move = RangeCopy(offset + end, memoryview(committed.stamp), extent=granted.extent)
         errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
@@ -234,7 +234,7 @@ def commit(
     return PutOutcome(committed.outcome)
 
 
-def _renewal(named: Named, place: LeasedPlace, tokens: Sequence[int] = ()) -> calls.Renew:
+def _renewal(named: ObjectLease, place: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
     """The call that asks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,

@@ -9,16 +9,24 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
+from kvstore.client.flows.steps import (
+    Context,
+    Flow,
+    ResultT,
+    SleepFor,
+    Transfer,
+    ask,
+    resolve_placements,
+)
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import UnavailableError
 from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.packed_keys import keys_per_request
-from kvstore.transport.common import Move, extent_of
+from kvstore.transport.common import RangeCopy, extent_of
 
 
-class Match(NamedTuple):
+class PrefixMatchResult(NamedTuple):
     """How much of a chain is stored, in one namespace."""
 
     matched: int
@@ -28,7 +36,7 @@ class Match(NamedTuple):
     request looked."""
 
 
-class Reach(NamedTuple):
+class EngineMatchResult(NamedTuple):
     """How much of a chain is stored in every namespace of an engine."""
 
     matched: int
@@ -47,7 +55,7 @@ def match_all(
     namespaces: Sequence[Namespace],
     states: Sequence[Namespace],
     keys: Sequence[Key],
-) -> Flow[Reach]:
+) -> Flow[EngineMatchResult]:
     """One call, unless there are more keys than a request may have."""
     lease = context.leases.new()
     state: int | None = None
@@ -55,24 +63,25 @@ def match_all(
         request = calls.MatchPrefix(
             namespaces, keys, False, states, lease.number, context.leases.take()
         )
-        answer = yield from ask(request, calls.Matched)
-        matches = [Match(each.matched, each.being_written) for each in answer.matches]
+        answer = yield from ask(request, calls.MatchPrefixReply)
+        matches = [PrefixMatchResult(each.matched, each.being_written) for each in answer.matches]
         state = answer.state
     else:
         matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
     matched = min((each.matched for each in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
-    return Reach(matched, any(each.being_written for each in matches), state, lease)
+    return EngineMatchResult(matched, any(each.being_written for each in matches), state, lease)
 
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
-    """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
+    """As ``calls.MatchPrefixReply.state``, for any number of keys: asks from the end of the
+    chain."""
     end, most = len(keys), keys_per_request(keys)
     while end > 0:
         start = max(0, end - most)
         request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
-        answer = yield from ask(request, calls.Matched)
+        answer = yield from ask(request, calls.MatchPrefixReply)
         if answer.state:
             return start + answer.state
         end = start
@@ -81,7 +90,7 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLea
 
 def match_prefix(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
-) -> Flow[list[Match]]:
+) -> Flow[list[PrefixMatchResult]]:
     """How much of a chain each namespace has; leased until the last blocks found were read."""
     lease = context.leases.new()
     matches = yield from _match(context, namespaces, keys, lease)
@@ -97,11 +106,11 @@ def match_prefix(
 
 def _match(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
-) -> Flow[list[Match]]:
+) -> Flow[list[PrefixMatchResult]]:
     """Matches as many keys as a request may have, from the front, as long as any namespace has all
     of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
     the next call."""
-    found = [Match(0, 0)] * len(namespaces)
+    found = [PrefixMatchResult(0, 0)] * len(namespaces)
     whole = list(range(len(namespaces)))
     most = keys_per_request(keys)
     for start in range(0, len(keys), most):
@@ -109,9 +118,9 @@ def _match(
         asked = [namespaces[index] for index in whole]
         released = context.leases.take()
         request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)
-        answer = yield from ask(request, calls.Matched)
+        answer = yield from ask(request, calls.MatchPrefixReply)
         for index, each in zip(whole, answer.matches, strict=True):
-            found[index] = Match(start + each.matched, each.being_written)
+            found[index] = PrefixMatchResult(start + each.matched, each.being_written)
         whole = [index for index in whole if found[index].matched == start + len(piece)]
         if not whole:
             break
@@ -125,7 +134,7 @@ def exists(
         return []
     lease = context.leases.new() if leases else None
     request = calls.Exists(namespace, keys, lease.number if lease else 0, context.leases.take())
-    existing = yield from ask(request, calls.Existing)
+    existing = yield from ask(request, calls.ExistsReply)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
     there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
     if lease is not None:
@@ -140,7 +149,7 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
         return []
     for key in keys:
         context.placements.forget(namespace, key)
-    removed = yield from _removing(calls.Remove(namespace, keys), calls.Removed)
+    removed = yield from _removing(calls.Remove(namespace, keys), calls.RemoveReply)
     for key in keys:
         context.placements.forget(namespace, key)
     return [bool(each) for each in removed.removed]
@@ -151,7 +160,7 @@ def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bo
     pinned: list[bool] = []
     for start in range(0, len(keys), PIN_KEYS_MAX):
         request = calls.Pin(namespace, keys[start : start + PIN_KEYS_MAX], hold_ms)
-        pinned += map(bool, (yield from ask(request, calls.Pinned)).pinned)
+        pinned += map(bool, (yield from ask(request, calls.PinReply)).pinned)
     return pinned
 
 
@@ -159,7 +168,7 @@ def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
     unpinned: list[bool] = []
     for start in range(0, len(keys), PIN_KEYS_MAX):
         request = calls.Unpin(namespace, keys[start : start + PIN_KEYS_MAX])
-        unpinned += map(bool, (yield from ask(request, calls.Unpinned)).unpinned)
+        unpinned += map(bool, (yield from ask(request, calls.UnpinReply)).unpinned)
     return unpinned
 
 
@@ -167,9 +176,9 @@ CLEAR_STEP = 1_024
 """Objects removed per call: a few milliseconds of the master, one order to each node."""
 
 
-def clear_some(context: Context, namespace: str) -> Flow[calls.Cleared]:
+def clear_page(context: Context, namespace: str) -> Flow[calls.ClearReply]:
     """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
-    cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.Cleared)
+    cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.ClearReply)
     context.placements.clear()
     return cleared
 
@@ -182,7 +191,7 @@ def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
         except UnavailableError as error:
             if error.code != UnavailableError.code:
                 raise
-        yield Pause(pause_s)
+        yield SleepFor(pause_s)
     return (yield from ask(request, expected))
 
 
@@ -204,10 +213,10 @@ def traffic(namespace: str) -> Flow[calls.TrafficReport]:
     return report
 
 
-def reach() -> Flow[None]:
+def ping_leader() -> Flow[None]:
     """The cheapest question to the master that leads. It names no namespace, so that an engine may
     ask it whatever its namespaces are."""
-    yield from ask(calls.DescribeSegments(()), calls.Segments)
+    yield from ask(calls.DescribeSegments(()), calls.DescribeSegmentsReply)
 
 
 class ObjectStat(NamedTuple):
@@ -222,13 +231,13 @@ def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | 
     if detail.row is None:
         return None
     epoch = detail.epoch or detail.version.epoch  # the object's own is wrong after a restart
-    placed = yield from learn(context, epoch, detail.placements, asked + 1.0)
+    placed = yield from resolve_placements(context, epoch, detail.placements, asked + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)
     segment, offset, capability = placed[0].replicas[0]
     head = bytearray(HEADER_BYTES)
     extent = extent_of(offset, placed[0].size, capability)
-    errors = yield [Transfer(segment, [Move(offset, memoryview(head), extent=extent)], False)]
+    errors = yield [Transfer(segment, [RangeCopy(offset, memoryview(head), extent=extent)], False)]
     assert isinstance(errors, list)
     header = None if errors[0] is not None else unpack(head, segment.seed, offset)
     return ObjectStat(detail, header)

@@ -1,4 +1,4 @@
-"""Copying objects from node to node: the flows of ``move_some`` and ``repair_some``.
+"""Copying objects from node to node: the flows of ``move_page`` and ``repair_page``.
 
     start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
                                                      │ no: given back; corrupt if it is still there
@@ -27,7 +27,7 @@ from kvstore.client.flows.write_objects import revoke
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.common import Move, extent_of
+from kvstore.transport.common import RangeCopy, extent_of
 
 log = logging.getLogger("kvstore.client")
 
@@ -38,11 +38,11 @@ BYTES_MAX = 64 << 20
 """Bytes moved by one call, unless one object is larger: the client holds them in memory."""
 
 REPAIRED_BYTES_MAX = 16 << 20
-"""The same for one call of ``repair_some``: the memory of a node's process may be limited to little
+"""The same for one call of ``repair_page``: the memory of a node's process may be limited to little
 more than its segment."""
 
 
-class Moved(NamedTuple):
+class MoveProgress(NamedTuple):
     """The result of one step of a pass over a node's objects."""
 
     next_cursor: int
@@ -80,9 +80,9 @@ class _Copy:
     """The header, once it has been read and verified."""
 
 
-def move_some(
+def move_page(
     context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
-) -> Flow[Moved]:
+) -> Flow[MoveProgress]:
     """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
 
     Raises:
@@ -96,7 +96,7 @@ def move_some(
     return (yield from _copy(context, request))
 
 
-def repair_some(context: Context, node: str) -> Flow[Moved]:
+def repair_page(context: Context, node: str) -> Flow[MoveProgress]:
     """Copies some objects of this node to other nodes, if the master wants more replicas.
 
     Raises:
@@ -110,9 +110,9 @@ def repair_some(context: Context, node: str) -> Flow[Moved]:
     return (yield from _copy(context, request))
 
 
-def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
+def _copy(context: Context, request: calls.StartMoves) -> Flow[MoveProgress]:
     started = context.clock()
-    reply = yield from ask(request, calls.MovesStarted)
+    reply = yield from ask(request, calls.StartMovesReply)
     grants = reply.grants
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
     copies = _copies(reply)
@@ -126,7 +126,7 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
     moved = yield from _write(context, ready, segments, grants.epoch, deadline)
     for copy in copies:
         context.placements.forget(copy.namespace, copy.key)
-    return Moved(
+    return MoveProgress(
         next_cursor=reply.next_cursor,
         objects=len(moved),
         size=sum(copy.size for copy in moved),
@@ -138,7 +138,7 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
     )
 
 
-def _copies(reply: calls.MovesStarted) -> list[_Copy]:
+def _copies(reply: calls.StartMovesReply) -> list[_Copy]:
     sources, grants = reply.sources, reply.grants
     readable = capability_of_each(sources.capabilities, len(sources.segments))
     writable = writable_of_each(grants)
@@ -211,10 +211,10 @@ def _reads(
         transfer = transfers.setdefault(
             segment_id, Transfer(segments[segment_id], [], False, deadline)
         )
-        transfer.moves.append(Move(offset, memoryview(copy.head), extent=extent))
+        transfer.moves.append(RangeCopy(offset, memoryview(copy.head), extent=extent))
         if payload and copy.size:
             place, data = offset + HEADER_BYTES, memoryview(copy.data)
-            transfer.moves.append(Move(place, data, copy.hasher, extent))
+            transfer.moves.append(RangeCopy(place, data, copy.hasher, extent))
     return transfers
 
 
@@ -283,7 +283,7 @@ def _write(
             yield from revoke(epoch, [copy.token], why)
     if not written:
         return []
-    ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEnded)
+    ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEndReply)
     return [
         copy
         for copy, outcome in zip(written, ended.outcomes, strict=True)

@@ -5,7 +5,8 @@ between its memory and the extents: one copy each way. Elsewhere the bytes take 
 the ring of page-locked memory or, if they do not fit there, through ordinary memory; the second
 step is the usual transfer of the same rows.
 
-The work that was queued before the call has ended when a transfer begins (the step ``Ready``).
+The work that was queued before the call has ended when a transfer begins (the step
+``WaitForDevice``).
 
 A segment may be in the memory of the same device, which then copies within its memory. The
 processor has to see the bytes for their checksum, so those that are written, and those that are
@@ -32,13 +33,13 @@ from kvstore.client.flows.object_transfers import (
     Outcome,
     headers,
 )
-from kvstore.client.flows.steps import Ready
+from kvstore.client.flows.steps import WaitForDevice
 from kvstore.client.validation import Stream
 from kvstore.client.values import Payload
 from kvstore.device.device import GROUP_BYTES, Device
-from kvstore.device.driver import Event, Way
-from kvstore.device.memory import DeviceMemory, laid_out
-from kvstore.device.page_locks import Locked
+from kvstore.device.driver import Direction, Event
+from kvstore.device.memory import DeviceMemory, layout_copies
+from kvstore.device.page_locks import LockedSegment
 from kvstore.device.streams import handle_of
 from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
@@ -47,21 +48,21 @@ from kvstore.native.interface import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
 from kvstore.process.cancellation import check_current
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move, batch_ended
-from kvstore.transport.device import DeviceTransport, Lent
+from kvstore.transport.common import RangeCopy, batch_ended
+from kvstore.transport.device import DeviceTransport, DeviceView
 from kvstore.transport.device_ranges import DeviceRanges
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
-def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
+def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> WaitForDevice:
     """The step that waits for the events of the payloads (``DeviceMemory.after``). If a payload has
     none, or a stream is given, it also waits for the work queued on the stream before the call."""
     memories = [payload for payload in payloads if not isinstance(payload, list)]
     events = [event for memory in memories for event in memory.after]
     if stream is not None or not all(memory.after for memory in memories):
         events.append(device.driver.mark(handle_of(stream)))
-    return Ready(device, events)
+    return WaitForDevice(device, events)
 
 
 class DeviceReads(ObjectReads):
@@ -83,7 +84,7 @@ class DeviceReads(ObjectReads):
             return
         with (
             _straight(device, transport, self.segment) as locked,
-            _UnderWay(device, deadline) as under_way,
+            _DeviceCopies(device, deadline) as under_way,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
@@ -98,14 +99,18 @@ class DeviceReads(ObjectReads):
         self.outcomes = outcomes
 
     def _straight(
-        self, group: list[ReadRow], under_way: _UnderWay, transport: Transport, locked: Locked
+        self,
+        group: list[ReadRow],
+        under_way: _DeviceCopies,
+        transport: Transport,
+        locked: LockedSegment,
     ) -> list[Outcome]:
         """Lets the device copy the payloads, and verifies them meanwhile."""
         memory = transport.memory(self.segment)
         bare = _bare(group)
         found = headers(memory, self.segment, self.namespace, bare)
         there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
-        under_way.copy(Way.LOAD, there, locked.base, locked)
+        under_way.copy(Direction.LOAD, there, locked.base, locked)
         if not self.verify or not there:
             return found
         deadline = under_way.deadline
@@ -117,11 +122,11 @@ class DeviceReads(ObjectReads):
         """The device copies within its memory, after the headers have been checked."""
         with (
             transport.lent(self.segment, _extents(group), deadline) as (ranges, check),
-            _UnderWay(device, deadline) as under_way,
+            _DeviceCopies(device, deadline) as under_way,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
             there = [row for row, header in zip(group, found, strict=True) if header is not None]
-            under_way.copy(Way.LOAD, there, ranges.base)
+            under_way.copy(Direction.LOAD, there, ranges.base)
             return _checked_on(self, group, found, ranges, deadline, check)
 
     def _staged(
@@ -133,11 +138,11 @@ class DeviceReads(ObjectReads):
             reads.run(transport, deadline)
             outcomes = reads.outcomes
             there = [isinstance(found, bytes) for found in outcomes]
-            room.copy(Way.LOAD, group, there, deadline)
+            room.copy(Direction.LOAD, group, there, deadline)
         return outcomes
 
 
-class DeviceLooks(ObjectReads):
+class DeviceHeaderChecks(ObjectReads):
     """Checks, without a copy, objects in the memory of a device that a program is to use there. The
     rows have no buffers; the ``outcomes`` are those of any read."""
 
@@ -145,7 +150,7 @@ class DeviceLooks(ObjectReads):
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
-        self.lent: list[Lent | None] = []
+        self.lent: list[DeviceView | None] = []
         """Per row the memory of the object; None: it was not found."""
 
     def run(self, transport: Transport, deadline: float) -> None:
@@ -183,7 +188,7 @@ class DeviceWrites(ObjectWrites):
         unsealed: deque[list[WriteRow]] = deque()
         with (
             _straight(device, transport, self.segment) as locked,
-            _UnderWay(device, deadline) as under_way,
+            _DeviceCopies(device, deadline) as under_way,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
@@ -204,13 +209,13 @@ class DeviceWrites(ObjectWrites):
         self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> None:
         """The device copies within its memory. The checksums are of the bytes in the segment."""
-        wipes = [Move(row[0], memoryview(WIPE)) for row in group]
+        wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
         with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
-            with _UnderWay(device, deadline) as under_way:
-                under_way.copy(Way.SAVE, group, ranges.base)
+            with _DeviceCopies(device, deadline) as under_way:
+                under_way.copy(Direction.SAVE, group, ranges.base)
             payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
-            heads = [Move(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
+            heads = [RangeCopy(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
             hashers = ranges.hashed(payloads, deadline, check)
             for row, head, hasher in zip(group, heads, hashers, strict=True):
                 checksum = hasher.intdigest()
@@ -218,13 +223,17 @@ class DeviceWrites(ObjectWrites):
             ranges.write(heads, deadline, check)
 
     def _begin(
-        self, group: list[WriteRow], under_way: _UnderWay, transport: Transport, locked: Locked
+        self,
+        group: list[WriteRow],
+        under_way: _DeviceCopies,
+        transport: Transport,
+        locked: LockedSegment,
     ) -> None:
         """Wipes the headers, and lets the device copy the payloads to their places."""
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
-        under_way.copy(Way.SAVE, group, locked.base, locked)
+        under_way.copy(Direction.SAVE, group, locked.base, locked)
 
     def _seal(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
         """Writes the headers of objects whose payloads are in their places."""
@@ -234,7 +243,7 @@ class DeviceWrites(ObjectWrites):
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
     ) -> None:
         with _room(device, _payload_bytes(group), deadline) as room:
-            room.copy(Way.SAVE, group, [True] * len(group), deadline)
+            room.copy(Direction.SAVE, group, [True] * len(group), deadline)
             writes = ObjectWrites(self.segment, self.namespace, deadline)
             writes.rows = _into(group, room.memory)
             writes.run(transport, deadline)
@@ -249,7 +258,7 @@ def _headers_on(
 ) -> list[Header | None]:
     """The headers of these rows on a device; None: another object is there."""
     heads = [bytearray(HEADER_BYTES) for _ in group]
-    moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+    moves = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
     ranges.read(moves, deadline, check)
     return [
         header_of(head, reads.segment.seed, reads.namespace, row)
@@ -284,7 +293,7 @@ def _checked_on(
     ]
 
 
-class _UnderWay:
+class _DeviceCopies:
     """Copies that the device makes at this moment; when the ``with`` block ends, so have they."""
 
     def __init__(self, device: Device, deadline: float) -> None:
@@ -299,7 +308,9 @@ class _UnderWay:
     def __exit__(self, *_: object) -> None:
         self.settle()
 
-    def copy(self, way: Way, rows: Sequence[Any], base: int, locked: Locked | None = None) -> None:
+    def copy(
+        self, way: Direction, rows: Sequence[Any], base: int, locked: LockedSegment | None = None
+    ) -> None:
         """Queues the copies between the memory of these rows and their extents.
 
         Args:
@@ -310,7 +321,7 @@ class _UnderWay:
         event = None
         if with_bytes:
             places = [base + row[0] + HEADER_BYTES for row in with_bytes]
-            copies = laid_out([row[5] for row in with_bytes], places)
+            copies = layout_copies([row[5] for row in with_bytes], places)
             event = self._device.copy(way, copies, locked)
         self._events.append(event)
 
@@ -330,7 +341,9 @@ class _HostMemory:
         self._device = device
         self._is_locked = is_locked
 
-    def copy(self, way: Way, group: Sequence[Any], wanted: Sequence[bool], deadline: float) -> None:
+    def copy(
+        self, way: Direction, group: Sequence[Any], wanted: Sequence[bool], deadline: float
+    ) -> None:
         """Copies the payloads of the wanted rows between the device and this memory."""
         base = address_of(self.memory)
         values: list[DeviceMemory] = []
@@ -341,7 +354,7 @@ class _HostMemory:
                 places.append(base)
             base += row[1]
         if values:
-            copies = laid_out(values, places)
+            copies = layout_copies(values, places)
             copy = self._device.copy if self._is_locked else self._device.copy_ordinary
             self._device.settle(copy(way, copies), deadline)
 
@@ -360,7 +373,7 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
 @contextmanager
 def _straight(
     device: Device, transport: Transport, segment: SegmentInfo
-) -> Iterator[Locked | None]:
+) -> Iterator[LockedSegment | None]:
     """The mapped segment, for copies by the device itself; None: it is not mapped here."""
     is_mounted: Callable[[], bool] | None = transport.watch(segment) if transport.maps else None
     if is_mounted is None:
@@ -371,7 +384,7 @@ def _straight(
 
 
 def _lock(
-    device: Device, locked: Locked, group: Sequence[ReadRow] | Sequence[WriteRow],
+    device: Device, locked: LockedSegment, group: Sequence[ReadRow] | Sequence[WriteRow],
     segment: SegmentInfo,
 ) -> bool:  # fmt: skip
     """Locks the pages of these extents. Raises InvalidRangeError: one is not in the segment."""

@@ -12,17 +12,23 @@ from collections.abc import Iterable, Sequence
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows import views
 from kvstore.client.flows.device_io import DeviceReads, ready
-from kvstore.client.flows.location_cache import Placed
-from kvstore.client.flows.object_transfers import ObjectReads, Sought
-from kvstore.client.flows.read_objects import GetOptions, Target, look_up_to_read, read, read_values
+from kvstore.client.flows.location_cache import LeasedLocation
+from kvstore.client.flows.object_transfers import ObjectReads, ReadRequest
+from kvstore.client.flows.read_objects import (
+    GetOptions,
+    ReadTarget,
+    look_up_to_read,
+    read,
+    read_values,
+)
 from kvstore.client.flows.steps import Context, Flow, Transfer
-from kvstore.client.validation import Stream, check_apart
+from kvstore.client.validation import Stream, check_no_overlap
 from kvstore.client.values import (
     UNREADABLE,
     Buffer,
     Found,
     View,
-    fillable,
+    as_writable,
 )
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
@@ -30,7 +36,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.interface import STALE
 from kvstore.native.object_headers import header_of
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move, extent_of
+from kvstore.transport.common import RangeCopy, extent_of
 
 log = logging.getLogger("kvstore.client")
 
@@ -69,8 +75,8 @@ def get_into(
     options: GetOptions,
     stream: Stream | None,
 ) -> Flow[list[int | None]]:
-    targets = [Target(key, *fillable(each, context.pool.devices)) for key, each in wanted]
-    device = check_apart([(target.key, target.views or []) for target in targets])
+    targets = [ReadTarget(key, *as_writable(each, context.pool.devices)) for key, each in wanted]
+    device = check_no_overlap([(target.key, target.views or []) for target in targets])
     kind = ObjectReads
     if device is not None:
         yield ready(device, [target.views or [] for target in targets], stream)
@@ -84,7 +90,7 @@ def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     return [None if known is None else known.size for known in placed]
 
 
-class ObjectParts(Target):
+class ObjectParts(ReadTarget):
     """Parts of one object to read, and the caller's memory for them."""
 
     __slots__ = ("head", "ranges")
@@ -105,7 +111,9 @@ class PartReads(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
+    def add(
+        self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
+    ) -> None:
         """As ``ObjectReads.add``.
 
         Raises:
@@ -113,7 +121,7 @@ class PartReads(ObjectReads):
         """
         assert isinstance(target, ObjectParts)
         extent = extent_of(offset, placed.size, capability)
-        self.moves.append(Move(offset, memoryview(target.head), extent=extent))
+        self.moves.append(RangeCopy(offset, memoryview(target.head), extent=extent))
         for start, view in target.ranges:
             if start + len(view) > placed.size:
                 raise BufferMismatchError(
@@ -122,7 +130,7 @@ class PartReads(ObjectReads):
                     size_bytes=placed.size,
                     key=target.key.hex(),
                 )
-            self.moves.append(Move(offset + HEADER_BYTES + start, view, extent=extent))
+            self.moves.append(RangeCopy(offset + HEADER_BYTES + start, view, extent=extent))
         size, epoch, counter = placed.size, placed.epoch, placed.counter
         self.rows.append((offset, size, epoch, counter, target.key, None, capability))
         self.heads.append(target.head)

@@ -46,7 +46,7 @@ class Replica(NamedTuple):
         return self.segment, self.offset
 
 
-class Placed(NamedTuple):
+class LeasedLocation(NamedTuple):
     """Where a complete object is, and until when its lease lasts."""
 
     size: int
@@ -61,7 +61,7 @@ class Placed(NamedTuple):
 
 
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
-_PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
+_PLACED: Callable[[Iterable[object]], LeasedLocation] = partial(tuple.__new__, LeasedLocation)
 """Make one from a tuple of its fields, at half the cost of a call with the fields."""
 
 
@@ -91,9 +91,9 @@ class PlacementCache:
     def __init__(self, capacity: int, clock: Callable[[], float] = uptime) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._placed: OrderedDict[tuple[Namespace, Key], Placed] = OrderedDict()
+        self._placed: OrderedDict[tuple[Namespace, Key], LeasedLocation] = OrderedDict()
 
-    def get(self, namespace: Namespace, key: Key) -> Placed | None:
+    def get(self, namespace: Namespace, key: Key) -> LeasedLocation | None:
         placed = self._placed.get((namespace, key))
         if placed is not None and placed.until <= self._clock():
             self.forget(namespace, key)
@@ -103,7 +103,7 @@ class PlacementCache:
         return placed
 
     def remember(
-        self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[Placed | None]
+        self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[LeasedLocation | None]
     ) -> None:
         """``placed``: where the object of each key is; None: a miss."""
         if not self._capacity:
@@ -135,7 +135,7 @@ def is_silent(error: KVStoreError) -> bool:
     return bool(error.fields.get("silent_ms"))
 
 
-class Failed(NamedTuple):
+class SegmentFailure(NamedTuple):
     segment: SegmentInfo
     error: KVStoreError
     at: float
@@ -157,7 +157,7 @@ class SegmentTable:
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self._clock = clock
         self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
-        self._failed: dict[bytes, Failed] = {}
+        self._failed: dict[bytes, SegmentFailure] = {}
         """Segments that failed lately, by uuid."""
 
     def of(self, epoch: int) -> dict[int, SegmentInfo]:
@@ -196,13 +196,13 @@ class SegmentTable:
         while len(self._failed) >= FAILED_MAX:
             self._failed.pop(next(iter(self._failed), b""), None)
         self._failed.pop(segment.uuid, None)
-        self._failed[segment.uuid] = Failed(segment, error, now, now + pause_s, pause_s)
+        self._failed[segment.uuid] = SegmentFailure(segment, error, now, now + pause_s, pause_s)
 
     def avoided(self, segment: SegmentInfo) -> bool:
         failed = self._failed.get(segment.uuid)
         return failed is not None and self._clock() < failed.until
 
-    def failures(self) -> list[Failed]:
+    def failures(self) -> list[SegmentFailure]:
         """The segments that are avoided now, the latest first; forgets those of long ago."""
         now = self._clock()
         failures = []
@@ -246,7 +246,7 @@ class SegmentTable:
         known: Mapping[int, SegmentInfo],
         placements: Placements,
         until: float,
-    ) -> Iterator[Placed | None]:
+    ) -> Iterator[LeasedLocation | None]:
         """One entry per row; None for a miss, or when no replica's segment is mounted any more.
 
         Replicas that failed a moment ago come last.
@@ -274,7 +274,7 @@ class SegmentTable:
                 segment = known.get(segments[at])
                 one = segment and (Replica(segment, offsets[at], capabilities[at]),)
                 at += 1
-                yield Placed(size, epoch, counter, one, until) if one else None
+                yield LeasedLocation(size, epoch, counter, one, until) if one else None
                 continue
             several = []
             for index in range(at, at + count):
@@ -287,4 +287,4 @@ class SegmentTable:
                 continue
             if len(several) > 1 and self._failed:
                 several.sort(key=lambda replica: self.avoided(replica.segment))
-            yield Placed(size, epoch, counter, tuple(several), until)
+            yield LeasedLocation(size, epoch, counter, tuple(several), until)

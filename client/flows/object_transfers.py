@@ -10,7 +10,7 @@ import math
 from typing import ClassVar, Protocol, cast
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.location_cache import Placed
+from kvstore.client.flows.location_cache import LeasedLocation
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.values import Payload
 from kvstore.limits import Key, Namespace
@@ -23,7 +23,7 @@ Outcome = bytes | int
 """The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
 
 
-class Sought(Protocol):
+class ReadRequest(Protocol):
     """One object to read, and the memory for it: see ``Target``."""
 
     key: Key
@@ -49,7 +49,9 @@ class ObjectReads(Transfer):
         self.outcomes: list[Outcome] = []
         """One per row, once it has run."""
 
-    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
+    def add(
+        self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
+    ) -> None:
         """``capability``: as in ``ReadRow``.
 
         Raises:

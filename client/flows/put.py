@@ -10,7 +10,7 @@ from kvstore.client.flows.device_io import ready
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.flows.write_objects import Items, PutOptions, write
 from kvstore.client.validation import Stream
-from kvstore.client.values import Columns, Storable, encode_all
+from kvstore.client.values import EncodedBatch, Storable, encode_all
 from kvstore.device.streams import computing_on
 from kvstore.limits import Key
 
@@ -47,7 +47,7 @@ def put_many(
     return (yield from write(context, items, options))
 
 
-def _encoded(context: Context, values: Sequence[Storable], stream: Stream | None) -> Columns:
+def _encoded(context: Context, values: Sequence[Storable], stream: Stream | None) -> EncodedBatch:
     if stream is None:
         return encode_all(values, context.pool.devices)
     with computing_on([stream]):

@@ -24,9 +24,16 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.client.flows.device_io import DeviceReads
-from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import ObjectReads
-from kvstore.client.flows.steps import Ask, Context, Flow, ask, learn, unreachable
+from kvstore.client.flows.steps import (
+    CallMaster,
+    Context,
+    Flow,
+    ask,
+    resolve_placements,
+    unreachable,
+)
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.client.values import (
     UNREADABLE,
@@ -70,7 +77,7 @@ class GetOptions(NamedTuple):
     """Of the whole call; None: the client's."""
 
 
-class Target:
+class ReadTarget:
     """One object to read, and the memory for its payload."""
 
     __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
@@ -83,12 +90,12 @@ class Target:
         """What the caller's memory expects; "": raw bytes."""
         self.descriptor: bytes | None = None
         """The descriptor of the object that was read; None: a miss."""
-        self.placed: Placed | None = None
+        self.placed: LeasedLocation | None = None
         self.data: Bytes1D | None = None
         """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
         """Memory that was allocated here for the payload."""
-        self.bad: Sequence[Bad] = ()
+        self.bad: Sequence[CorruptReplica] = ()
         """Reads under a valid lease that found other bytes."""
 
     def make_room(self, size: int) -> Payload:
@@ -100,7 +107,7 @@ class Target:
                 return views.first(size) if size else []
             if len(views) == 1 and len(views[0]) == size:
                 return views
-            return _exactly(views, size, self.key)
+            return _first_bytes(views, size, self.key)
         self.room = np.empty(size, np.uint8)
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
@@ -114,7 +121,7 @@ class Target:
             return unreadable(error, self.key)
 
 
-class _OnDevice(Target):
+class _OnDevice(ReadTarget):
     """A target whose memory is allocated on a device."""
 
     __slots__ = ("device", "tensor")
@@ -130,18 +137,18 @@ class _OnDevice(Target):
         return memory_of(self.device, self.tensor) if size else []
 
     def value(self, kind: Kind | None) -> Found:
-        """As ``Target.value``: a tensor."""
+        """As ``ReadTarget.value``: a tensor."""
         del kind
         return (
             None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
         )
 
 
-class Bad(NamedTuple):
+class CorruptReplica(NamedTuple):
     """A place where a read under a lease found other bytes than the object's."""
 
     key: Key
-    placed: Placed
+    placed: LeasedLocation
     replica: Replica
 
 
@@ -152,7 +159,7 @@ def locate(
     *,
     fresh: bool = False,
     leases: list[ReadLease] | None = None,
-) -> Flow[list[Placed | None]]:
+) -> Flow[list[LeasedLocation | None]]:
     """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``.
 
     Args:
@@ -161,7 +168,7 @@ def locate(
             moment ago.
     """
     remembered = context.placements
-    placed: list[Placed | None] = []
+    placed: list[LeasedLocation | None] = []
     wanted = keys
     if not fresh and len(remembered):
         placed = [remembered.get(namespace, key) for key in keys]
@@ -180,7 +187,7 @@ def locate(
         if once:
             leases.append(context.leases.new())
             parts.append((once, leases[-1].number))
-    of_key: dict[Key, Placed | None] = {}
+    of_key: dict[Key, LeasedLocation | None] = {}
     for part, number in parts:
         rows = yield from _look_up(context, namespace, part, number)
         if part is keys:
@@ -191,13 +198,13 @@ def locate(
 
 def _look_up(
     context: Context, namespace: Namespace, keys: Sequence[Key], number: int = 0
-) -> Flow[list[Placed | None]]:
+) -> Flow[list[LeasedLocation | None]]:
     """Leases the objects under this number; 0: by time, and remembers where they are."""
     asked = context.clock()
-    found = yield Ask(calls.Lookup(namespace, keys, number, context.leases.take()))
-    assert isinstance(found, calls.Found)
+    found = yield CallMaster(calls.Lookup(namespace, keys, number, context.leases.take()))
+    assert isinstance(found, calls.LookupReply)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
-    rows = yield from learn(context, found.epoch, found.placements, until)
+    rows = yield from resolve_placements(context, found.epoch, found.placements, until)
     if not number:
         context.placements.remember(namespace, keys, rows)
     return rows
@@ -205,7 +212,7 @@ def _look_up(
 
 def look_up_to_read(
     context: Context, namespace: Namespace, keys: Sequence[Key]
-) -> Flow[list[Placed | None]]:
+) -> Flow[list[LeasedLocation | None]]:
     """Leases the objects for later reads, which need no call. The last of these reads, or
     ``release``, releases the lease."""
     lease = context.leases.new()
@@ -228,7 +235,10 @@ def release(context: Context, namespace: Namespace, keys: Sequence[Key]) -> None
 
 
 def _keep_by_time(
-    context: Context, namespace: Namespace, keys: Sequence[Key], placed: Sequence[Placed | None]
+    context: Context,
+    namespace: Namespace,
+    keys: Sequence[Key],
+    placed: Sequence[LeasedLocation | None],
 ) -> None:
     """Remembers again what was taken out of the cache; the shares of its leases are not given up,
     so these end by time."""
@@ -240,7 +250,7 @@ def _keep_by_time(
 def _kept_for_the_rest(
     context: Context,
     namespace: Namespace,
-    targets: Sequence[Target],
+    targets: Sequence[ReadTarget],
     leases: Sequence[ReadLease],
 ) -> list[ReadLease]:
     """Remembers again where the objects of an earlier lookup are, of which only parts were read.
@@ -254,14 +264,14 @@ def _kept_for_the_rest(
     return [lease for lease in leases if lease not in kept]
 
 
-def _leases_of(placed: Sequence[Placed | None]) -> list[ReadLease]:
+def _leases_of(placed: Sequence[LeasedLocation | None]) -> list[ReadLease]:
     return [row.lease for row in placed if row is not None and row.lease is not None]
 
 
 def read(
     context: Context,
     namespace: Namespace,
-    targets: Sequence[Target],
+    targets: Sequence[ReadTarget],
     timeout_ms: int | None = None,
     kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
@@ -289,7 +299,7 @@ def read(
                     replica = known.replicas[0]
                     if target.bad or context.segments.failing:
                         target.bad = confirmed(target.bad, known)
-                        replicas = context.segments.reachable(in_order(known, target.bad))
+                        replicas = context.segments.reachable(order_replicas(known, target.bad))
                         if not replicas:
                             context.count("avoided_reads")
                             continue  # a miss: none of its nodes has answered
@@ -342,7 +352,7 @@ def read(
 
 
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    reads, targets = ObjectReads, [Target(key) for key in keys]
+    reads, targets = ObjectReads, [ReadTarget(key) for key in keys]
     if options.device:
         device = context.pool.devices.of(options.device)
         reads, targets = DeviceReads, [_OnDevice(key, device) for key in keys]
@@ -366,14 +376,14 @@ def unreadable(error: Unreadable, key: Key) -> Unreadable:
     return named
 
 
-def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
+def confirmed(bad: Sequence[CorruptReplica], placed: LeasedLocation) -> list[CorruptReplica]:
     """The entries of ``bad`` that are of the version placed now. A removal hides an object before
     it wipes the header, so a reader with an older answer has not found bad memory."""
     version = placed.epoch, placed.counter
     return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
 
 
-def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
+def order_replicas(placed: LeasedLocation, bad: Sequence[CorruptReplica]) -> Sequence[Replica]:
     """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
@@ -381,7 +391,9 @@ def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
     return sorted(placed.replicas, key=lambda replica: seen[replica.place])
 
 
-def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
+def report_corrupt(
+    context: Context, namespace: Namespace, bad: Sequence[CorruptReplica]
+) -> Flow[None]:
     """Reports bad memory to the master. It removes an object without another replica, which is then
     a miss for all clients and can be put again."""
     if not bad:
@@ -398,20 +410,20 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
     log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
     try:
         request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
-        yield from ask(request, calls.Dropped)
+        yield from ask(request, calls.ReportCorruptReply)
     except KVStoreError as error:
         log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
 
 
 class _SegmentReads(NamedTuple):
     reads: ObjectReads
-    targets: list[tuple[Target, Placed, Replica]]
+    targets: list[tuple[ReadTarget, LeasedLocation, Replica]]
     """The target of each row, and where it is read."""
 
 
-def _finish(context: Context, group: _SegmentReads) -> list[Target]:
+def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
     """Notes the results of the reads; returns the targets without the right bytes."""
-    again: list[Target] = []
+    again: list[ReadTarget] = []
     reads, targets = group
     now = context.clock()
     for (target, known, replica), outcome in zip(targets, reads.outcomes, strict=True):
@@ -429,7 +441,7 @@ def _finish(context: Context, group: _SegmentReads) -> list[Target]:
                 context.count("stale_reads")
             else:
                 mismatch(context, reads.namespace, target.key, replica)
-            target.bad = [*target.bad, Bad(target.key, known, replica)]
+            target.bad = [*target.bad, CorruptReplica(target.key, known, replica)]
         again.append(target)
     return again
 
@@ -446,7 +458,7 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
     )
 
 
-def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
+def _first_bytes(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
     _check_room(sum(len(view) for view in whole), size, key)
     views = []
     for view in whole:

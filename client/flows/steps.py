@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.devices import ClientDevices
-from kvstore.client.flows.location_cache import Placed, PlacementCache, SegmentTable
+from kvstore.client.flows.location_cache import LeasedLocation, PlacementCache, SegmentTable
 from kvstore.client.leases.lease_table import Lease, Mounted, Watched
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.device.driver import Event
@@ -34,7 +34,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 
 if TYPE_CHECKING:
     from kvstore.device.device import Device
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 
-class Ask(NamedTuple):
+class CallMaster(NamedTuple):
     """Step: call the master; the result is its reply."""
 
     request: calls.Request
@@ -57,7 +57,11 @@ class Transfer:
     __slots__ = ("deadline", "moves", "segment", "write")
 
     def __init__(
-        self, segment: SegmentInfo, moves: list[Move], write: bool, deadline: float | None = None
+        self,
+        segment: SegmentInfo,
+        moves: list[RangeCopy],
+        write: bool,
+        deadline: float | None = None,
     ) -> None:
         """``deadline``: ``uptime()`` by which it must have stopped; None: the call's."""
         self.segment = segment
@@ -78,11 +82,11 @@ class Transfer:
         move(self.segment, self.moves, deadline)
 
 
-class Pause(NamedTuple):
+class SleepFor(NamedTuple):
     seconds: float
 
 
-class Ready(NamedTuple):
+class WaitForDevice(NamedTuple):
     """Step: wait until the work that was queued on a device before the call has ended, so that its
     memory can be read or filled."""
 
@@ -90,14 +94,14 @@ class Ready(NamedTuple):
     events: Sequence[Event]
 
 
-Step = Ask | Sequence[Transfer] | Pause | Ready
+Step = CallMaster | Sequence[Transfer] | SleepFor | WaitForDevice
 ResultT = TypeVar("ResultT")
 NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
 class PoolAccess(Protocol):
-    """Segments that are mapped in this process, and its devices: see ``Movers``."""
+    """Segments that are mapped in this process, and its devices: see ``TransportSelector``."""
 
     devices: ClientDevices
 
@@ -149,7 +153,7 @@ class Context:
 
 
 def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
-    reply = yield Ask(request)
+    reply = yield CallMaster(request)
     assert isinstance(reply, kind)
     return reply
 
@@ -164,7 +168,9 @@ def describe(
     known = context.segments.of(epoch)
     unknown = set(segment_ids).difference(known)
     if unknown:
-        described = yield from ask(calls.DescribeSegments(sorted(unknown)), calls.Segments)
+        described = yield from ask(
+            calls.DescribeSegments(sorted(unknown)), calls.DescribeSegmentsReply
+        )
         if described.epoch != epoch:
             context.count("changed_epochs")
             return {}
@@ -175,10 +181,11 @@ def describe(
     return known
 
 
-def learn(
+def resolve_placements(
     context: Context, epoch: int, placements: Placements, until: float
-) -> Flow[list[Placed | None]]:
-    """Each row of ``placements`` as a ``Placed``, once its segments are described; None: a miss."""
+) -> Flow[list[LeasedLocation | None]]:
+    """Each row of ``placements`` as a ``LeasedLocation``, once its segments are described; None: a
+    miss."""
     known = yield from describe(context, epoch, placements.segments)
     return list(context.segments.rows(known, placements, until))
 
@@ -211,7 +218,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         [segment.segment_id], context.client, context.host, _one_line(error.message), epoch
     )
     try:
-        yield from ask(report, calls.Reported)
+        yield from ask(report, calls.ReportFailureReply)
     except KVStoreError as unreported:
         log.debug("failure_not_reported node=%s error=%s", segment.node, unreported)
 

@@ -7,12 +7,12 @@ from typing import NamedTuple, cast
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows import read_objects
-from kvstore.client.flows.device_io import DeviceLooks
-from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.device_io import DeviceHeaderChecks
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import headers
 from kvstore.client.flows.read_objects import GetOptions, read_values, tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
-from kvstore.client.leases.lease_table import LeasedPlace, Named, Watched
+from kvstore.client.leases.lease_table import LeasedExtent, ObjectLease, Watched
 from kvstore.client.values import (
     UNREADABLE,
     Bytes1D,
@@ -29,14 +29,14 @@ from kvstore.memory.process_memory import address_of
 from kvstore.native.interface import STALE, ReadRow
 
 
-class _Looks(NamedTuple):
+class _HeaderChecks(NamedTuple):
     """Headers to check in one segment, and their objects."""
 
     segment: SegmentInfo
     shown: memoryview
-    """``Movers.shown``."""
+    """``TransportSelector.shown``."""
     rows: list[ReadRow]
-    of: list[tuple[int, Placed, Replica]]
+    of: list[tuple[int, LeasedLocation, Replica]]
 
 
 def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
@@ -50,7 +50,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
         placed = yield from read_objects.locate(
             context, namespace, [keys[index] for index in todo], fresh=fresh
         )
-        here: dict[int, _Looks] = {}
+        here: dict[int, _HeaderChecks] = {}
         for index, known in zip(todo, placed, strict=True):
             if known is None:
                 continue
@@ -58,7 +58,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
                 segment, offset, _ = replica
                 looks = here.get(id(segment))
                 if looks is None and (shown := context.pool.shown(segment)) is not None:
-                    looks = here[id(segment)] = _Looks(segment, shown, [], [])
+                    looks = here[id(segment)] = _HeaderChecks(segment, shown, [], [])
                 if looks is not None:
                     size, epoch, counter, _, _, _ = known
                     looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
@@ -94,7 +94,7 @@ def _copy(
 def _look(
     context: Context,
     options: GetOptions,
-    looks: _Looks,
+    looks: _HeaderChecks,
     views: list[Found],
 ) -> list[int]:
     """Puts values over the segment into ``views``. Returns the indexes of objects that are not in
@@ -141,8 +141,8 @@ def _look(
             views[index] = unreadable(error, Key(key))
             continue
         if size:
-            named = Named(namespace, Key(key), epoch, counter)
-            place = LeasedPlace(segment.uuid, offset)
+            named = ObjectLease(namespace, Key(key), epoch, counter)
+            place = LeasedExtent(segment.uuid, offset)
             held.append((array, base + at, named, placed.until, place, tensor))
     context.views.add_many(held, mounted)
     return stale
@@ -153,14 +153,14 @@ def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> 
     device; copies of all others, and of those that are not found there after all."""
     namespace, device = options.namespace, context.pool.devices.of(options.device)
     views: list[Found] = [None] * len(keys)
-    here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
+    here: dict[int, tuple[DeviceHeaderChecks, list[tuple[int, LeasedLocation, int]]]] = {}
     placed = yield from read_objects.locate(context, namespace, keys)
     for index, known in enumerate(placed):
         if known is None or not known.size:
             continue
         for segment, offset, _ in known.replicas:
             if context.pool.is_on(segment, device):
-                looks = DeviceLooks(segment, namespace, verify=context.verify_views)
+                looks = DeviceHeaderChecks(segment, namespace, verify=context.verify_views)
                 looks, of = here.setdefault(id(segment), (looks, []))
                 size, epoch, counter, _, _, _ = known
                 looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
@@ -181,8 +181,8 @@ def _lend(
     context: Context,
     namespace: Namespace,
     keys: Sequence[Key],
-    looks: DeviceLooks,
-    of: Sequence[tuple[int, Placed, int]],
+    looks: DeviceHeaderChecks,
+    of: Sequence[tuple[int, LeasedLocation, int]],
     views: list[Found],
 ) -> None:
     """Puts tensors over the objects that were found into ``views``, and watches them."""
@@ -195,7 +195,7 @@ def _lend(
         views[index] = tensor = tensor_of(keys[index], descriptor, lent.tensor)
         if isinstance(tensor, UNREADABLE):
             continue
-        named = Named(namespace, keys[index], placed.epoch, placed.counter)
-        place = LeasedPlace(looks.segment.uuid, offset, ends_with_owner=True)
+        named = ObjectLease(namespace, keys[index], placed.epoch, placed.counter)
+        place = LeasedExtent(looks.segment.uuid, offset, ends_with_owner=True)
         held.append((lent.owner, lent.address, named, placed.until, place, tensor))
     context.views.add_many(held, context.pool.watch(looks.segment))

@@ -15,7 +15,7 @@ from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.flows.device_io import DeviceWrites
 from kvstore.client.flows.location_cache import is_silent, writable_of_each
 from kvstore.client.flows.object_transfers import ObjectWrites
-from kvstore.client.flows.steps import Context, Flow, Pause, ask, describe, unreachable
+from kvstore.client.flows.steps import Context, Flow, SleepFor, ask, describe, unreachable
 from kvstore.client.values import Payload
 from kvstore.errors import (
     DeadlineExceededError,
@@ -134,7 +134,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
             new = failures[before:]
             quick.update(each.segment.uuid for each in new if not is_silent(each.error))
             if not any(is_silent(each.error) for each in new):
-                yield Pause(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
+                yield SleepFor(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
     except DeadlineExceededError as late:
         if not failures:
             raise
@@ -143,10 +143,10 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         known = context.segments.failures()
         failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
     kind = DeadlineExceededError if isinstance(error, DeadlineExceededError) else PutRefusedError
-    raise _not_stored(context, kind, outcomes, failures, attempts) from error
+    raise _put_error(context, kind, outcomes, failures, attempts) from error
 
 
-def _not_stored(
+def _put_error(
     context: Context,
     kind: type[KVStoreError],
     outcomes: Sequence[PutOutcome],
@@ -196,7 +196,7 @@ def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
     return runs
 
 
-class _Started(NamedTuple):
+class _GrantedItems(NamedTuple):
     """Items of a put that the master has answered for together."""
 
     run: Sequence[int]
@@ -216,7 +216,7 @@ def _start(
     options: PutOptions,
     wait_ms: int,
     avoid: Sequence[bytes],
-) -> Flow[list[_Started]]:
+) -> Flow[list[_GrantedItems]]:
     """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
     asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
     written before all is granted, because stored objects could be evicted for the next ones."""
@@ -242,11 +242,11 @@ def _start(
     )
     try:
         grants = yield from ask(request, calls.Grants)
-        return [_Started(run, some, parent, grants, at)]
+        return [_GrantedItems(run, some, parent, grants, at)]
     except NoSpaceError as full:
         if not options.partial or full.fields.get("cause") != "leased":
             raise
-    none = _Started(run, some, parent, None, at)
+    none = _GrantedItems(run, some, parent, None, at)
     if len(run) == 1:
         return [none]
     middle = len(run) // 2
@@ -264,7 +264,7 @@ def _start(
 
 
 def _finish(
-    context: Context, started: _Started, options: PutOptions, failures: list[_Failure]
+    context: Context, started: _GrantedItems, options: PutOptions, failures: list[_Failure]
 ) -> Flow[list[PutOutcome]]:
     """Carries out the transfers of a grant, and ends it; returns the outcomes. Adds to
     ``failures``."""
@@ -325,10 +325,10 @@ def _finish(
     if not written:
         return outcomes
     tokens = [grants.tokens[number] for number in written]
-    ended = calls.PutEnded([PutOutcome.REFUSED] * len(tokens))
+    ended = calls.PutEndReply([PutOutcome.REFUSED] * len(tokens))
     for _ in range(2):
         try:
-            ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
+            ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEndReply)
             break
         except UnavailableError as error:
             # The put may or may not be complete. If it is not, another put_end completes it. If it
@@ -378,6 +378,6 @@ def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) 
         connections = ()  # any connection of this client
     request = calls.PutRevoke(epoch, tokens, not unsettled, connections)
     try:
-        yield from ask(request, calls.Revoked)
+        yield from ask(request, calls.PutRevokeReply)
     except KVStoreError as error:
         log.debug("revoke_failed tokens=%d error=%s", len(tokens), str(error))

@@ -54,7 +54,7 @@ Mounted = Callable[[], bool]
 """Whether a segment is mounted as it was (``Transport.watch``)."""
 
 
-class LeasedPlace(NamedTuple):
+class LeasedExtent(NamedTuple):
     """The position of leased memory. It stays the same when another master mounts the segment."""
 
     uuid: bytes
@@ -63,7 +63,7 @@ class LeasedPlace(NamedTuple):
     """Whether the memory is a device's: what it holds is undefined once its node has ended."""
 
 
-class Named(NamedTuple):
+class ObjectLease(NamedTuple):
     """The subject of a lease: one version of an object."""
 
     namespace: Namespace
@@ -72,7 +72,7 @@ class Named(NamedTuple):
     counter: int
 
 
-class Granted(NamedTuple):
+class AllocationLease(NamedTuple):
     """The subject of a lease: an allocation that has no name yet."""
 
     epoch: int
@@ -91,11 +91,11 @@ class Granted(NamedTuple):
         return extent_of(self.offset, self.size, self.capability)
 
     @property
-    def place(self) -> LeasedPlace:
-        return LeasedPlace(self.segment.uuid, self.offset)
+    def place(self) -> LeasedExtent:
+        return LeasedExtent(self.segment.uuid, self.offset)
 
 
-class Unneeded(NamedTuple):
+class RedundantAllocation(NamedTuple):
     """The subject of a lease: an allocation whose put found its key stored already. Its memory is
     quarantined, and readable until its deadline."""
 
@@ -103,9 +103,11 @@ class Unneeded(NamedTuple):
     token: int
 
 
-What = Named | Granted | Unneeded
+What = ObjectLease | AllocationLease | RedundantAllocation
 
-Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, LeasedPlace | None, object]
+Watched = tuple[
+    "NDArray[np.generic]", int, ObjectLease | AllocationLease, float, LeasedExtent | None, object
+]
 """An array to watch; the address of its first byte; what the lease is on; when the promise ends;
 where the object is (with that, it is found again if its segment is mounted anew); and a tensor over
 the array, if the program gets that instead of the array."""
@@ -137,7 +139,7 @@ class Lease:
         size: int,
         mounted: Mounted,
         clock: Callable[[], float] = uptime,
-        place: LeasedPlace | None = None,
+        place: LeasedExtent | None = None,
     ) -> None:
         self.place = place
         """Where the object is; None: an allocation, which cannot be found again."""
@@ -154,7 +156,7 @@ class Lease:
         """Of an allocation: the header that a commit has written in front of it."""
         self.capability = b""
         """Of an allocation: as it was last renewed; empty: as it was granted."""
-        self.unanswered: Named | None = None
+        self.unanswered: ObjectLease | None = None
         """Of an allocation: the object that it may have become, by a commit without an answer."""
         self.is_retried = False
         """Whether the last attempt to renew the lease failed."""
@@ -176,7 +178,7 @@ class Lease:
 
     @property
     def _outlives_mount(self) -> bool:
-        if not isinstance(self.what, Named):
+        if not isinstance(self.what, ObjectLease):
             return False
         return self.place is None or not self.place.ends_with_owner
 
@@ -222,10 +224,10 @@ class Lease:
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 10, RENEW_PAUSE_S)
 
-    def become(self, named: Named, until: float) -> None:
+    def become(self, named: ObjectLease, until: float) -> None:
         """Called when the allocation was put: it is an object now."""
         self._kept = self.held  # a lease that has ended stays ended
-        if isinstance(self.what, Granted):
+        if isinstance(self.what, AllocationLease):
             self.place = self.what.place
         self.what = named
         self.unanswered = None
@@ -234,8 +236,8 @@ class Lease:
 
     def unneeded(self) -> None:
         """Called when the allocation was put, and its object was stored already."""
-        if isinstance(self.what, Granted):
-            self.what = Unneeded(self.what.epoch, self.what.token)
+        if isinstance(self.what, AllocationLease):
+            self.what = RedundantAllocation(self.what.epoch, self.what.token)
             self.renew_at = math.inf
 
     def end(self) -> None:
@@ -256,9 +258,8 @@ class LeaseTable:
 
     An address identifies memory only until its lease ends. After that, the client may get a new
     lease on the same bytes while the program still holds the old array. The table then has both
-    leases. So a lease is found by the array with which it was handed out (``Watches``), and by its
-    address only if that array is not known.
-    """
+    leases. So a lease is found by the array with which it was handed out (``ArrayTracker``), and by
+    its address only if that array is not known."""
 
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self.clock = clock
@@ -269,10 +270,10 @@ class LeaseTable:
         self,
         address: int,
         size: int,
-        held: Named | Granted,
+        held: ObjectLease | AllocationLease,
         until: float,
         mounted: Mounted,
-        place: LeasedPlace | None = None,
+        place: LeasedExtent | None = None,
     ) -> Lease:
         """The lease of the memory at ``address``, for one more holder. A new lease is in the table
         only after ``enter``."""
@@ -291,7 +292,7 @@ class LeaseTable:
         elif there[-1] is not lease:
             there.append(lease)
 
-    def let_go(self, address: int, lease: Lease, holder: object) -> Granted | None:
+    def let_go(self, address: int, lease: Lease, holder: object) -> AllocationLease | None:
         """Removes one holder; returns the allocation if it can no longer be put. Idempotent."""
         lease.holders.discard(holder)
         if lease.holders:
@@ -303,7 +304,7 @@ class LeaseTable:
             self._leases[address] = there
         else:
             self._leases.pop(address, None)
-        return lease.what if is_ours and isinstance(lease.what, Granted) else None
+        return lease.what if is_ours and isinstance(lease.what, AllocationLease) else None
 
     def starts_at(self, address: int) -> bool:
         """Whether leased memory starts at this address."""
@@ -328,7 +329,7 @@ class LeaseTable:
         """When the next renewal is due; infinity: none is."""
         return min((lease.renew_at for lease in self if lease.held), default=math.inf)
 
-    def due(self) -> list[Renewal]:
+    def due(self) -> list[LeaseRenewal]:
         """The calls that renew the leases that are due now, or within ``RENEW_PAUSE_S``."""
         return list(_renewals(lease for lease in self._due() if not lease.moved))
 
@@ -341,13 +342,15 @@ class LeaseTable:
         return (lease for lease in self if lease.renew_at <= soon and lease.held)
 
 
-def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> SegmentInfo | None:
+def found_at(
+    lease: Lease, found: calls.LookupReply, described: calls.DescribeSegmentsReply
+) -> SegmentInfo | None:
     """The segment that holds the leased object at its place, according to these answers about its
     key; None: none does."""
     what, placements = lease.what, found.placements
     version = placements.epochs[0], placements.counters[0]
     if (
-        not isinstance(what, Named)
+        not isinstance(what, ObjectLease)
         or found.epoch != described.epoch
         or version != (what.epoch, what.counter)
     ):
@@ -355,12 +358,12 @@ def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> Seg
     by_id = {segment.segment_id: segment for segment in described.segments}
     for segment_id, offset in zip(placements.segments, placements.offsets, strict=True):
         segment = by_id.get(segment_id)
-        if segment is not None and lease.place == LeasedPlace(segment.uuid, offset):
+        if segment is not None and lease.place == LeasedExtent(segment.uuid, offset):
             return segment
     return None
 
 
-class Renewal:
+class LeaseRenewal:
     """One renewal call, and the leases that it renews."""
 
     def __init__(self, request: calls.Renew, leases: list[Lease]) -> None:
@@ -380,7 +383,7 @@ class Renewal:
         for lease in self._leases:
             lease.plan_retry()
 
-    def answered(self, renewed: calls.Renewed, asked: float, margin_s: float) -> None:
+    def answered(self, renewed: calls.RenewReply, asked: float, margin_s: float) -> None:
         """
         Args:
             asked: on the leases' clock, before the question was sent.
@@ -401,15 +404,15 @@ class Renewal:
                 lease.plan_renewal()
 
 
-def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
-    named: dict[Namespace, list[tuple[Lease, Named, LeasedPlace]]] = {}
-    granted: dict[int, list[tuple[Lease, Granted]]] = {}
+def _renewals(due: Iterable[Lease]) -> Iterator[LeaseRenewal]:
+    named: dict[Namespace, list[tuple[Lease, ObjectLease, LeasedExtent]]] = {}
+    granted: dict[int, list[tuple[Lease, AllocationLease]]] = {}
     for lease in due:
         what = lease.what
-        if isinstance(what, Named):
+        if isinstance(what, ObjectLease):
             assert lease.place is not None
             named.setdefault(what.namespace, []).append((lease, what, lease.place))
-        elif isinstance(what, Granted):
+        elif isinstance(what, AllocationLease):
             granted.setdefault(what.epoch, []).append((lease, what))
     for namespace, all_objects in named.items():
         for start in range(0, len(all_objects), RENEW_KEYS_MAX):
@@ -424,10 +427,10 @@ def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
                 [place.uuid for _, _, place in objects],
                 [place.offset for _, _, place in objects],
             )
-            yield Renewal(request, [lease for lease, _, _ in objects])
+            yield LeaseRenewal(request, [lease for lease, _, _ in objects])
     for epoch, all_granted in granted.items():
         for start in range(0, len(all_granted), RENEW_KEYS_MAX):
             allocations = all_granted[start : start + RENEW_KEYS_MAX]
             tokens = [what.token for _, what in allocations]
             request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens, (), ())
-            yield Renewal(request, [lease for lease, _ in allocations])
+            yield LeaseRenewal(request, [lease for lease, _ in allocations])

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from kvstore import calls
 from kvstore.calls import SegmentInfo
 from kvstore.client.leases.lease_table import (
-    Granted,
+    AllocationLease,
     Lease,
     LeaseTable,
     Mounted,
-    Named,
+    ObjectLease,
     Watched,
     found_at,
 )
@@ -68,7 +68,7 @@ class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
         return self is other
 
 
-class Watches:
+class ArrayTracker:
     """Which arrays were handed out, and the lease of each.
 
     A lease belongs to the first array over its memory. What a program makes of that array leads
@@ -103,7 +103,7 @@ class Watches:
         return len(self._allocations)
 
     def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
-        """As ``Views.add_many``.
+        """As ``ViewManager.add_many``.
 
         A signal handler may raise between any two steps. Until the watch is in ``_arrays`` the
         lease is in no table; from then on the end of the array lets go of whatever there is.
@@ -125,7 +125,7 @@ class Watches:
         storage: int,
         ended: Callable[[weakref.ref[NDArray[np.generic]]], object],
     ) -> None:
-        is_granted = type(lease.what) is Granted
+        is_granted = type(lease.what) is AllocationLease
         wakes = weakref.ref(array, self.woken.put) if is_granted else None  # called after ``ended``
         watch = _ArrayReference(array, ended)
         watch.wakes = wakes
@@ -154,7 +154,7 @@ class Watches:
         self.let_go(watch)
         self.settle([])
 
-    def settle(self, dropped: list[Granted]) -> None:
+    def settle(self, dropped: list[AllocationLease]) -> None:
         """Removes arrays that are gone; adds the allocations that can no longer be put to
         ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
         while self._let_go:
@@ -187,13 +187,15 @@ class Watches:
         watch, address = self._watch(data), _address(data)
         if watch is not None:
             lease = watch.lease
-            is_it = watch.address == address and isinstance(lease.what, Granted)
+            is_it = watch.address == address and isinstance(lease.what, AllocationLease)
             return lease if is_it else None
         if not self.leases.starts_at(address):
             return None
         there = self.leases.around(address)
         granted = [
-            lease for start, lease in there if start == address and isinstance(lease.what, Granted)
+            lease
+            for start, lease in there
+            if start == address and isinstance(lease.what, AllocationLease)
         ]
         if len(there) == 1 and granted:
             return granted[0]
@@ -221,7 +223,7 @@ class Watches:
                 return None
 
 
-class Views:
+class ViewManager:
     """All views and allocations of one client."""
 
     def __init__(
@@ -235,12 +237,13 @@ class Views:
         """
         Args:
             reads: the leases that are to be released.
-            watch: ``Movers.watch``; None: a lease runs out after its segment was mounted anew.
+            watch: ``TransportSelector.watch``; None: a lease runs out after its segment was mounted
+                anew.
         """
         self._ask = ask
         self._watch = watch
         self._margin_s = lease_margin_s
-        self._watches = Watches()
+        self._watches = ArrayTracker()
         self.of, self.allocation = self._watches.of, self._watches.allocation
         self._begin(reads)
 
@@ -251,7 +254,9 @@ class Views:
         reads.on_finish = self._release_later
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
-        self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
+        self._dropped: list[
+            AllocationLease
+        ] = []  # allocations dropped without a put, to be revoked
         self._wake_at = math.inf
         self._closing = threading.Event()
         self._started: list[threading.Thread] = []
@@ -320,15 +325,15 @@ class Views:
             lease.plan_renewal()
         for lease in moved:
             what, asked = lease.what, uptime()
-            if not isinstance(what, Named) or self._watch is None or not lease.held:
+            if not isinstance(what, ObjectLease) or self._watch is None or not lease.held:
                 continue
             try:
                 patience_s = max(0.05, lease.seconds_left / 2)
                 found = self._ask(calls.Lookup(what.namespace, [what.key]), patience_s)
-                assert isinstance(found, calls.Found)
+                assert isinstance(found, calls.LookupReply)
                 segments = calls.DescribeSegments(found.placements.segments)
                 described = self._ask(segments, patience_s)
-                assert isinstance(described, calls.Segments)
+                assert isinstance(described, calls.DescribeSegmentsReply)
             except KVStoreError as error:
                 if self._closing.is_set():
                     return
@@ -389,7 +394,7 @@ class Views:
                     return
                 renewal.failed(error)
             else:
-                assert isinstance(renewed, calls.Renewed)
+                assert isinstance(renewed, calls.RenewReply)
                 renewal.answered(renewed, asked, self._margin_s)
 
     def _release_later(self) -> None:

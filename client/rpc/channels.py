@@ -21,11 +21,11 @@ from typing import Final
 import grpc
 
 from kvstore.auth.credentials import Credentials, open_channel
-from kvstore.client.rpc.retries import CarrierBrokenError
+from kvstore.client.rpc.retries import ConnectionBrokenError
 from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.network.resolver import UnknownNameError, grpc_target
+from kvstore.network.resolver import NameResolutionError, grpc_target
 
 IDLE_S: Final = 25.0
 """The connection is closed within two times that: before a master, which waits for 60 s within 10 %
@@ -47,7 +47,7 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-class BusyChannel:
+class TrackedChannel:
     def __init__(self, channel: grpc.Channel, now: float) -> None:
         self.channel = channel
         self.used = now
@@ -58,7 +58,7 @@ class BusyChannel:
         """Set by a call that got no answer; the next call then gets a new channel."""
 
 
-class Channels:
+class ChannelPool:
     """The channels of one stub, by address. Threads: any."""
 
     def __init__(
@@ -75,12 +75,12 @@ class Channels:
         self._options = (*CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(idle_s * 1_000)))
         self._clock = clock
         self._lock = threading.Lock()
-        self._by_address: dict[str, BusyChannel] = {}
-        self._retired: set[BusyChannel] = set()
+        self._by_address: dict[str, TrackedChannel] = {}
+        self._retired: set[TrackedChannel] = set()
         self._closed = False
 
     @contextmanager
-    def lend(self, address: str, deadline: float) -> Iterator[BusyChannel]:
+    def lend(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
         """The channel to ``address``, for one call. For a new channel the host's name is resolved.
 
         Raises:
@@ -92,8 +92,8 @@ class Channels:
         if known is None or self._is_idle(known):
             try:
                 target = grpc_target(address, deadline)
-            except UnknownNameError as error:
-                raise CarrierBrokenError(str(error), sent=False) from None
+            except NameResolutionError as error:
+                raise ConnectionBrokenError(str(error), sent=False) from None
         me = object()
         with self._lock:
             if self._closed:
@@ -104,7 +104,7 @@ class Channels:
                 lent = None
             if lent is None:
                 channel = open_channel(target, self._credentials, self._options)
-                lent = self._by_address[address] = BusyChannel(channel, self._clock())
+                lent = self._by_address[address] = TrackedChannel(channel, self._clock())
             lent.calls.add(me)
         try:
             yield lent
@@ -120,7 +120,7 @@ class Channels:
             for each in over:
                 each.channel.close()
 
-    def _is_idle(self, each: BusyChannel) -> bool:
+    def _is_idle(self, each: TrackedChannel) -> bool:
         """Whether the channel has closed its connection, or is about to."""
         return not each.calls and self._clock() - each.used > 0.9 * self._idle_s
 

@@ -11,9 +11,9 @@ import struct
 import time
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
-from kvstore.calls import Joined
+from kvstore.calls import JoinReply
 from kvstore.client.rpc.retries import (
-    CarrierBrokenError,
+    ConnectionBrokenError,
     LaneUnreachableError,
     TokenRefusedError,
 )
@@ -25,7 +25,7 @@ from kvstore.native.interface import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OU
 from kvstore.network import resolver
 from kvstore.network.addresses import join_address
 from kvstore.network.tls_stream import TlsError
-from kvstore.wire.busy_poll_gauge import SpinGauge
+from kvstore.wire.busy_poll_gauge import BusyPollGauge
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.status import decode_error
 
@@ -33,7 +33,7 @@ _CONNECT_PAUSE_S = 0.005
 """The pause between attempts to connect to a Unix socket whose backlog is full."""
 
 
-class EndedBeforeError(CarrierBrokenError):
+class StaleConnectionError(ConnectionBrokenError):
     """The master had closed the connection or sent bytes before the call: nothing was sent."""
 
 
@@ -45,10 +45,10 @@ class LaneConnection:
         self._exchange = pure_python.exchange if isinstance(sock, ssl.SSLSocket) else steps.exchange
         self.generation = generation
         self._spin_s = spin_s
-        self._gauge = SpinGauge()
+        self._gauge = BusyPollGauge()
         self._call_id = 0
 
-    def greet(self, joined: Joined, until: float) -> None:
+    def greet(self, joined: JoinReply, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
         first = hello(joined.lane_token)
         try:
@@ -87,14 +87,14 @@ class LaneConnection:
         if status == TIMED_OUT:
             raise TimeoutError("no answer in time")
         if status == UNASKED:
-            raise EndedBeforeError("the connection had ended", sent=False)
+            raise StaleConnectionError("the connection had ended", sent=False)
         if status in (NOT_SENT, BROKEN):
             reason = _reason(OSError(number, os.strerror(number)))
-            raise CarrierBrokenError(reason, sent=status == BROKEN)
+            raise ConnectionBrokenError(reason, sent=status == BROKEN)
         if status == ENDED:
-            raise CarrierBrokenError("the master closed the connection", sent=True)
+            raise ConnectionBrokenError("the master closed the connection", sent=True)
         if kind == ERROR and data is not None:
-            raise CarrierBrokenError(decode_error(data).message, sent=True)
+            raise ConnectionBrokenError(decode_error(data).message, sent=True)
         raise ProtocolError(
             "the master's reply on the lane belongs to another call, or is not a frame"
         )
@@ -114,7 +114,7 @@ class LaneConnection:
 
 
 def connect(
-    joined: Joined,
+    joined: JoinReply,
     host: str,
     until: float,
     spin_s: float,

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import grpc
 
-from kvstore.calls import Allocate, Clear, Commit, Joined, PutEnd, PutStart, Remove, Request
+from kvstore.calls import Allocate, Clear, Commit, JoinReply, PutEnd, PutStart, Remove, Request
 from kvstore.config import DEFAULT_PORT
 from kvstore.errors import (
     DeadlineExceededError,
@@ -40,9 +40,9 @@ from kvstore.network.addresses import (
     shown_place,
     split_address,
 )
-from kvstore.port_probe import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
-from kvstore.wire.messages import JOIN_METADATA, Call
-from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
+from kvstore.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch, unreachable_advice
+from kvstore.wire.messages import JOIN_METADATA, RpcMethod
+from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason
 
 LANE_RETRY_S: Final = 30.0
 """How long gRPC carries everything before an unreachable lane is tried again."""
@@ -89,7 +89,7 @@ ATTEMPT_S: Final = 0.01
 NO_ANSWER: Final = "no answer in time"
 
 
-class CarrierBrokenError(Exception):
+class ConnectionBrokenError(Exception):
     """A connection could not be made or broke before the reply.
 
     ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
@@ -120,7 +120,7 @@ class TokenRefusedError(Exception):
     """The peer does not know the token: the joined master is gone. The call was not executed."""
 
 
-class Locate(NamedTuple):
+class FindLeader(NamedTuple):
     """Ask the etcd for the leader. Answer: its address; empty if no master leads."""
 
     place: EtcdPlace
@@ -136,17 +136,17 @@ class JoinAt(NamedTuple):
     generation: int
 
 
-class OnLane(NamedTuple):
+class SendOnLane(NamedTuple):
     """Send the call on the lane. Answer: the encoded reply."""
 
 
-class OnGrpc(NamedTuple):
+class SendOnGrpc(NamedTuple):
     """Send the call by gRPC. Answer: the encoded reply."""
 
     address: str
 
 
-class Identify(NamedTuple):
+class ProbePort(NamedTuple):
     """Find out which program listens at ``address``. Answer: what
     ``kvstore.port_probe.what_answers`` returns."""
 
@@ -154,7 +154,7 @@ class Identify(NamedTuple):
     timeout_s: float
 
 
-class WaitStep(NamedTuple):
+class Backoff(NamedTuple):
     """Wait. Answer: anything."""
 
     seconds: float
@@ -162,10 +162,11 @@ class WaitStep(NamedTuple):
     """Why the call waits; empty during its first ``TELL_S``."""
 
 
-Action = Locate | JoinAt | OnLane | OnGrpc | Identify | WaitStep
+Action = FindLeader | JoinAt | SendOnLane | SendOnGrpc | ProbePort | Backoff
 Attempts = Generator[Action, Any, bytes]
-"""What ``attempts`` returns. It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an
-address after ``Locate``, a text after ``Identify``, and nothing of use after other actions."""
+"""What ``attempts`` returns. It is sent the encoded reply after ``SendOnLane`` and ``SendOnGrpc``,
+an address after ``FindLeader``, a text after ``ProbePort``, and nothing of use after other
+actions."""
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
@@ -182,7 +183,7 @@ def parse_addresses(address: str) -> tuple[str, ...]:
     )
 
 
-class MasterLink:
+class MasterConnectionState:
     """What a stub knows of its master. One per stub; all its calls use it."""
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
@@ -191,7 +192,7 @@ class MasterLink:
         self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
         self.alone = len(self.addresses) == 1
         self.shown = shown_place(address)
-        self.joined: Joined | None = None
+        self.joined: JoinReply | None = None
         self.current = False
         """Whether ``joined`` is believed to be valid."""
         self.generation = 0
@@ -215,7 +216,7 @@ class MasterLink:
         """The epoch of the master that was last joined; 0 before."""
         return self.joined.epoch if self.joined is not None else 0
 
-    def accept(self, joined: Joined, address: str) -> None:
+    def accept(self, joined: JoinReply, address: str) -> None:
         """Called after a join at ``address``: that master is used from now on, even if another call
         has chosen a different one meanwhile."""
         if address != self.address:
@@ -289,18 +290,18 @@ class MasterLink:
         longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
-    def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
+    def metadata(self, call: RpcMethod[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
         if self.joined is None or not call.lane:
             return ()
         return ((JOIN_METADATA, self.joined.lane_token),)
 
 
 def attempts(
-    link: MasterLink,
-    call: Call[Any, Any] | None,
+    link: MasterConnectionState,
+    call: RpcMethod[Any, Any] | None,
     deadline: float,
     clock: Callable[[], float],
-    broken: CarrierBrokenError | NotLeaderError | None = None,
+    broken: ConnectionBrokenError | NotLeaderError | None = None,
 ) -> Attempts:
     """Carries one call to its reply; see the module.
 
@@ -338,10 +339,10 @@ def attempts(
                 return b""
             epoch = link.epoch  # another call may join anew while this one is under way
             if doubtful == epoch:
-                raise _in_doubt(call, address, reasons)
+                raise _unknown_outcome_error(call, address, reasons)
             if call.lane and link.lane_open(clock()):
-                return cast(bytes, (yield OnLane()))
-            return cast(bytes, (yield OnGrpc(address)))
+                return cast(bytes, (yield SendOnLane()))
+            return cast(bytes, (yield SendOnGrpc(address)))
         except TokenRefusedError as refused:
             refusals += 1
             if refusals > REFUSALS_MAX:
@@ -351,7 +352,7 @@ def attempts(
             link.lost(generation)
         except LaneUnreachableError as unreachable:
             link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
-        except CarrierBrokenError as failure:
+        except ConnectionBrokenError as failure:
             failures += 1
             # A call that needs no join may be the first one.
             is_first = joining or link.joined is None
@@ -398,7 +399,7 @@ def attempts(
             pause_s = link.backoff_s(failures)
         left_s = deadline - clock()
         if strange and left_s >= ATTEMPT_S:
-            what = yield Identify(address, min(ASK_S, left_s / 2))
+            what = yield ProbePort(address, min(ASK_S, left_s / 2))
             if what and what != GRPC:
                 reasons[address] = NO_MASTER + what
                 identified.add(address)
@@ -408,30 +409,30 @@ def attempts(
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
             reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
-            yield WaitStep(min(pause_s, left_s / 2), reason)
+            yield Backoff(min(pause_s, left_s / 2), reason)
 
 
-def _locate(link: MasterLink, left_s: float) -> Generator[Action, Any, str]:
+def _locate(link: MasterConnectionState, left_s: float) -> Generator[Action, Any, str]:
     """The address of the leader; another call may meanwhile find that it cannot be used.
 
     Raises:
         NotLeaderError: no master leads.
     """
     assert link.etcd is not None, "where there are addresses, there is an address"
-    leader = yield Locate(link.etcd, min(left_s, LOCATE_S))
+    leader = yield FindLeader(link.etcd, min(left_s, LOCATE_S))
     if not leader:
         raise NotLeaderError("no master leads now", leader="")
     link.follow(leader)
     return link.address or leader
 
 
-def _join(link: MasterLink, address: str, left_s: float) -> JoinAt:
+def _join(link: MasterConnectionState, address: str, left_s: float) -> JoinAt:
     timeout_s = left_s if link.alone else min(left_s, JOIN_S)
     return JoinAt(address, timeout_s, link.generation)
 
 
-def _in_doubt(
-    call: Call[Any, Any], address: str, reasons: dict[str, str]
+def _unknown_outcome_error(
+    call: RpcMethod[Any, Any], address: str, reasons: dict[str, str]
 ) -> MasterUnreachableError:
     return MasterUnreachableError(
         f"the connection to the master at {address} broke during {call.name} "
@@ -444,7 +445,7 @@ def _in_doubt(
 
 
 def _unreachable(
-    link: MasterLink, reasons: dict[str, str], attempts: int, waited_s: float
+    link: MasterConnectionState, reasons: dict[str, str], attempts: int, waited_s: float
 ) -> MasterUnreachableError:
     tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
     return MasterUnreachableError(
@@ -456,7 +457,7 @@ def _unreachable(
     )
 
 
-def late(link: MasterLink, name: str) -> DeadlineExceededError:
+def deadline_error(link: MasterConnectionState, name: str) -> DeadlineExceededError:
     """The error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
         f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
@@ -466,17 +467,17 @@ def late(link: MasterLink, name: str) -> DeadlineExceededError:
     )
 
 
-def silent(generation: int) -> CarrierBrokenError:
+def failover_error(generation: int) -> ConnectionBrokenError:
     """The error of a call that one of several masters has not answered for too long, on a
     connection that was made under this generation of the link."""
-    error = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+    error = ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
     error.generation = generation
     return error
 
 
 def grpc_failure(
-    error: grpc.RpcError, link: MasterLink, name: str, *, last: bool
-) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
+    error: grpc.RpcError, link: MasterConnectionState, name: str, *, last: bool
+) -> KVStoreError | ConnectionBrokenError | TokenRefusedError:
     """What a failed gRPC call means. ``last``: it had all the time that the whole call had left."""
     detail = detail_of(error)
     if detail is not None:
@@ -486,7 +487,13 @@ def grpc_failure(
         return answer
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return late(link, name) if last else CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+        return (
+            deadline_error(link, name)
+            if last
+            else ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
+        )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return CarrierBrokenError(brief(details), sent=True, strange=is_strange(details))
+        return ConnectionBrokenError(
+            short_reason(details), sent=True, strange=is_protocol_mismatch(details)
+        )
     return from_grpc(code, details, None)

@@ -15,39 +15,39 @@ from typing import Any, NamedTuple, cast
 import grpc
 
 from kvstore.auth.credentials import Credentials
-from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.calls import Join, JoinReply, Reply, Request
 from kvstore.client import fork_support
-from kvstore.client.rpc.channels import Channels
-from kvstore.client.rpc.lane_client import EndedBeforeError, LaneConnection, connect
+from kvstore.client.rpc.channels import ChannelPool
+from kvstore.client.rpc.lane_client import LaneConnection, StaleConnectionError, connect
 from kvstore.client.rpc.retries import (
     LANE_CONNECT_S,
     NO_ANSWER,
     TELL_S,
     Action,
     Attempts,
-    CarrierBrokenError,
-    Identify,
+    Backoff,
+    ConnectionBrokenError,
+    FindLeader,
     JoinAt,
-    Locate,
-    MasterLink,
-    OnGrpc,
-    OnLane,
-    WaitStep,
+    MasterConnectionState,
+    ProbePort,
+    SendOnGrpc,
+    SendOnLane,
     attempts,
+    deadline_error,
+    failover_error,
     grpc_failure,
-    late,
-    silent,
 )
 from kvstore.clock import uptime
 from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.leader_lookup import find_leader
 from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
 from kvstore.network.addresses import split_address
-from kvstore.port_probe import GRPC, TLS, what_answers
-from kvstore.process.cancellation import Stop, current
-from kvstore.process.tasks import in_one_piece
+from kvstore.port_probe import GRPC, TLS, identify_service
+from kvstore.process.cancellation import CancelToken, current
+from kvstore.process.tasks import uninterrupted
 from kvstore.wire.frames import ERROR
-from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.pieces import CUTS, Cut
 from kvstore.wire.status import decode_error, detail_of
 from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
@@ -83,11 +83,11 @@ def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
 class _Sending(NamedTuple):
     """A call, as each attempt sends it."""
 
-    call: Call[Any, Any]
+    call: RpcMethod[Any, Any]
     payload: bytes
     deadline: float
     silence_s: float
-    """As ``MasterLink.silence_s``."""
+    """As ``MasterConnectionState.silence_s``."""
 
 
 class MasterStub:
@@ -121,7 +121,7 @@ class MasterStub:
             InvalidArgumentError: ``address`` is not an address.
             ConfigError: the file cannot be used.
         """
-        self._link = MasterLink(address, lane=lane)
+        self._link = MasterConnectionState(address, lane=lane)
         self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
         self._closed = False
         self.check: Callable[[Request], None] | None = None
@@ -131,7 +131,7 @@ class MasterStub:
         self.begin_anew()
         self.credentials = Credentials(auth) if auth else None
         """Our identity; None: without authentication."""
-        self._channels = Channels(self.credentials)
+        self._channels = ChannelPool(self.credentials)
 
     def begin_anew(self) -> None:
         """Called after a foreign exception has cut a call: the next calls use connections and locks
@@ -141,7 +141,7 @@ class MasterStub:
         self._connections: set[LaneConnection] = set()
 
     @property
-    def joined(self) -> Joined | None:
+    def joined(self) -> JoinReply | None:
         """The master's answer to the last join; None before the first."""
         return self._link.joined
 
@@ -160,7 +160,7 @@ class MasterStub:
         """Whether a master has answered a call, or a join."""
         return self._answered or self._link.joined is not None
 
-    def join(self, deadline: float) -> Joined:
+    def join(self, deadline: float) -> JoinReply:
         """Joins now if the stub has not joined, as any other call would.
 
         Raises:
@@ -205,18 +205,18 @@ class MasterStub:
         if trace:
             payload = with_trace(payload, trace)
         sending = _Sending(call, payload, deadline, self._link.silence_s(request))
-        broken: CarrierBrokenError | NotLeaderError | None = None
+        broken: ConnectionBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
                 return decode_reply(call, self._on_lane(connection, sending))
-            except EndedBeforeError:
+            except StaleConnectionError:
                 pass
-            except (CarrierBrokenError, NotLeaderError) as error:
+            except (ConnectionBrokenError, NotLeaderError) as error:
                 broken = without_frames(error)
         under_way = attempts(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(under_way, sending))
         self._answered = True
-        if isinstance(reply, Joined):
+        if isinstance(reply, JoinReply):
             self._accept(reply, self._link.address)
         return reply
 
@@ -243,7 +243,7 @@ class MasterStub:
         self._closed = True
         for connection in list(self._connections):
             connection.close()
-        fork_support.keep(self._channels)  # gRPC's threads and locks were the parent's
+        fork_support.leak_deliberately(self._channels)  # gRPC's threads and locks were the parent's
 
     def close(self) -> None:
         """Ends calls under way with ``ClosedError``. Idempotent."""
@@ -283,25 +283,25 @@ class MasterStub:
         if isinstance(action, JoinAt):
             self._join_at(action, deadline)
             return None
-        if isinstance(action, Identify):
-            what = what_answers(action.address, action.timeout_s)
+        if isinstance(action, ProbePort):
+            what = identify_service(action.address, action.timeout_s)
             return GRPC if what == TLS and self.credentials is not None else what
-        if isinstance(action, WaitStep):
+        if isinstance(action, Backoff):
             self._tell_waiting(action.reason, deadline)
             wait_in_call(action.seconds, lambda: self._closed)
             return None
-        if isinstance(action, Locate):
-            return in_one_piece(
+        if isinstance(action, FindLeader):
+            return uninterrupted(
                 functools.partial(find_leader, action.place, uptime() + action.timeout_s)
             )
-        if isinstance(action, OnLane):
+        if isinstance(action, SendOnLane):
             connection = self._take() or self._connect(deadline)
             if connection is not None:
                 return self._on_lane(connection, sending)
         until = min(deadline, uptime() + silence_s)
-        address = action.address if isinstance(action, OnGrpc) else self._link.address
+        address = action.address if isinstance(action, SendOnGrpc) else self._link.address
         reply = self._on_grpc(address, call, payload, until, last=until == deadline)
-        if isinstance(action, OnLane):
+        if isinstance(action, SendOnLane):
             return reply
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
@@ -311,24 +311,24 @@ class MasterStub:
     def _join_at(self, action: JoinAt, deadline: float) -> None:
         joining = self._joining
         if not joining.acquire(timeout=max(0.0, deadline - uptime())):
-            raise late(self._link, "Join")
+            raise deadline_error(self._link, "Join")
         try:
             if self._link.generation == action.generation:
                 until = min(deadline, uptime() + action.timeout_s)
                 payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
-                self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
+                self._accept(cast(JoinReply, decode_reply(JOIN, data)), action.address)
         finally:
             joining.release()
 
-    def _accept(self, joined: Joined, address: str) -> None:
+    def _accept(self, joined: JoinReply, address: str) -> None:
         self._link.accept(joined, address)
         self._told_waiting = False
 
     def _on_grpc(
         self,
         address: str,
-        call: Call[Any, Any],
+        call: RpcMethod[Any, Any],
         payload: bytes,
         deadline: float,
         *,
@@ -336,22 +336,22 @@ class MasterStub:
     ) -> bytes:
         # gRPC's channels are guarded by conditions of Python, which a signal handler that raises
         # would leave taken for ever.
-        return in_one_piece(
+        return uninterrupted(
             functools.partial(self._send, address, call, payload, deadline, last, current())
         )
 
     def _send(
         self,
         address: str,
-        call: Call[Any, Any],
+        call: RpcMethod[Any, Any],
         payload: bytes,
         deadline: float,
         last: bool,
-        stop: Stop | None,
+        stop: CancelToken | None,
     ) -> bytes:
         left_s = deadline - uptime()
         if left_s <= 0:
-            raise late(self._link, call.name)
+            raise deadline_error(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         with self._channels.lend(address, deadline) as lent:
             try:
@@ -368,14 +368,14 @@ class MasterStub:
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-                if self.credentials is not None and isinstance(failure, CarrierBrokenError):
+                if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
                     failure.reason = REFUSED_US.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
-                failure = CarrierBrokenError(str(error), sent=True)
+                failure = ConnectionBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
-                failure = CarrierBrokenError(str(error), sent=False)
+                failure = ConnectionBrokenError(str(error), sent=False)
         # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
         # open for as long as the caller keeps this error.
         try:
@@ -383,7 +383,9 @@ class MasterStub:
         finally:
             del failure  # its traceback refers to this frame
 
-    def _result(self, calling: grpc.Future[bytes], call: Call[Any, Any], deadline: float) -> bytes:
+    def _result(
+        self, calling: grpc.Future[bytes], call: RpcMethod[Any, Any], deadline: float
+    ) -> bytes:
         if call is JOIN:
             with contextlib.suppress(grpc.FutureTimeoutError):
                 return calling.result(TELL_S)
@@ -430,11 +432,11 @@ class MasterStub:
         except TimeoutError:
             self._drop(connection)
             if until < deadline:
-                raise silent(connection.generation) from None
-            raise late(self._link, call.name) from None
+                raise failover_error(connection.generation) from None
+            raise deadline_error(self._link, call.name) from None
         except BaseException as error:
             self._drop(connection)
-            if isinstance(error, CarrierBrokenError):
+            if isinstance(error, ConnectionBrokenError):
                 error.generation = connection.generation
             raise
         if self._closed:
@@ -457,7 +459,7 @@ class MasterStub:
         now = uptime()
         until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
         if until <= now:
-            raise late(self._link, "lane")
+            raise deadline_error(self._link, "lane")
         host, _ = split_address(self._link.address)
         connection = connect(joined, host, until, SPIN_S, generation, self.credentials)
         with self._lock:

@@ -3,8 +3,8 @@
 A fleet record (``kvstore.fleet_records``) says which engine serves which models, in which
 namespaces its blocks are, and on which settings their bytes depend. An engine warns if another
 engine's record of the same model differs from its own; ``kvstore why`` shows all records; the proxy
-reads those of vLLM. An ``Announcer`` puts records in the background: an engine does not wait for
-the store."""
+reads those of vLLM. An ``FleetAnnouncer`` puts records in the background: an engine does not wait
+for the store."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Final
 
 from kvstore.client.client import Client
 from kvstore.clock import uptime
-from kvstore.connectors.engine.guarded_client import Refusals
+from kvstore.connectors.engine.guarded_client import DenialLog
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.fleet_records import (
     ANNOUNCED_EVERY_S,
     FORMAT,
     LIFETIME_S,
-    Record,
+    FleetRecord,
     as_read,
-    contrast,
+    compare_descriptions,
     record_keys,
     records_of,
     short_name,
@@ -51,7 +51,7 @@ class FleetRecords:
         self._due: dict[str, float] = {}
         """By fingerprint: from when on the next put renews the record's lifetime."""
 
-    def announce(self, record: Record, **more: object) -> list[str]:
+    def announce(self, record: FleetRecord, **more: object) -> list[str]:
         """Puts this engine's record; returns a warning for each other one of its model and engine.
 
         Args:
@@ -96,21 +96,21 @@ class FleetRecords:
         self._client.remove(_prefix(models) + fingerprint.encode(), namespace=self._namespace)
 
 
-class Announcer:
+class FleetAnnouncer:
     """A thread that puts fleet records: it retries until the store has taken them, and repeats
     them every ``ANNOUNCED_EVERY_S``, because records have a lifetime. Threads: any."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
         self._fleet = FleetRecords(client, log)
         self._log = log
-        self._refusals = Refusals(log)
-        self._news: queue.SimpleQueue[tuple[Record, str, Callable[[], object]] | None] = (
+        self._refusals = DenialLog(log)
+        self._news: queue.SimpleQueue[tuple[FleetRecord, str, Callable[[], object]] | None] = (
             queue.SimpleQueue()
         )
         self._stopping = threading.Event()
         self._thread = start_thread("kvstore-fleet", self._run)
 
-    def announce(self, record: Record, *, former: str = "", **more: object) -> None:
+    def announce(self, record: FleetRecord, *, former: str = "", **more: object) -> None:
         """Hands the record to the thread, and returns at once.
 
         Args:
@@ -160,12 +160,12 @@ class Announcer:
                 pause_s = AGAIN_S
 
 
-def _warning(ours: Record, theirs: Record) -> str:
+def _warning(ours: FleetRecord, theirs: FleetRecord) -> str:
     """In what another engine differs; empty: it has ended, or is of another kind, which never
     shares blocks."""
     if theirs.engine != ours.engine or theirs.has_ended(time.time()):
         return ""
-    told = contrast(ours.engine, as_read(ours.description), theirs.description).text()
+    told = compare_descriptions(ours.engine, as_read(ours.description), theirs.description).text()
     return f"another engine serves {ours.models[0]}, and shares no block with this one: {told}"
 
 

@@ -40,7 +40,7 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
-class Refusals:
+class DenialLog:
     """Tells an engine's operator that the store refuses its calls, in one line for each reason: an
     engine makes thousands of such calls. Threads: any."""
 
@@ -59,7 +59,7 @@ class Refusals:
         self._log.warning("refused_by_the_store, such calls are misses: %s", why)
 
 
-class Guard:
+class GuardedClient:
     """A client behind a circuit breaker. Threads: any."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
@@ -67,7 +67,7 @@ class Guard:
         self._log = log
         self._breaker = Breaker.of_a_store()
         self._changing = threading.Lock()
-        self._refusals = Refusals(log)
+        self._refusals = DenialLog(log)
         self.openings = 0
         """How often the breaker has opened."""
 
@@ -116,17 +116,17 @@ class Guard:
             )
 
 
-class Deadline:
+class GuardedCall:
     """One call of an engine, whose deadline all its exchanges with the store share. All methods
-    raise the same errors as ``Guard.run``. For one thread."""
+    raise the same errors as ``GuardedClient.run``. For one thread."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: GuardedClient) -> None:
         self._guard = guard
         self._start = time.monotonic()
         self._moved = 0
 
     def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
-        """As ``Guard.run``, with the time that this call of the engine has left."""
+        """As ``GuardedClient.run``, with the time that this call of the engine has left."""
         before_ms = self._moved // BYTES_PER_MS
         self._moved += size
 

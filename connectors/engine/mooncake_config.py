@@ -95,7 +95,7 @@ def settings_of(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]
     return values | _of_the_engine(given, log)
 
 
-def in_own_words(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]:
+def translate_config(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]:
     """A dictionary of settings that may hold Mooncake's keys: settings instead of these, and
     everything else as it is. Keys that are both Mooncake's and settings (``protocol``) are
     Mooncake's where the master is named by Mooncake's key."""
@@ -108,7 +108,7 @@ def in_own_words(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any
     }
     own = {key: value for key, value in given.items() if key not in theirs and value is not None}
     if is_theirs and "memory" not in own:
-        tell_if_none_is_pooled(given, log)
+        warn_if_no_memory(given, log)
     return settings_of(theirs, log) | own
 
 
@@ -128,7 +128,7 @@ def tell_unknown(keys: Iterable[str], known: Iterable[str], log: logging.Logger)
             log.info("key_ignored key=%s reason=unknown", key)
 
 
-def tell_if_none_is_pooled(given: Mapping[str, Any], log: logging.Logger) -> None:
+def warn_if_no_memory(given: Mapping[str, Any], log: logging.Logger) -> None:
     """Logs that a missing ``global_segment_size`` pools no memory. Mooncake's connectors of vLLM
     and SGLang would pool 4 GiB in each worker."""
     if "global_segment_size" not in given and given.get("mode") != "standalone-store":

@@ -28,7 +28,12 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
 from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.guarded_client import Deadline, Guard, client_of_an_engine, slices
+from kvstore.connectors.engine.guarded_client import (
+    GuardedCall,
+    GuardedClient,
+    client_of_an_engine,
+    slices,
+)
 from kvstore.connectors.lmcache.conversions import (
     Layout,
     layout_of,
@@ -68,9 +73,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             ConfigError: an unknown or wrong setting.
         """
         super().__init__()  # no capacity, so that LMCache does not evict by usage
-        settings = mooncake_config.in_own_words(params, log)
+        settings = mooncake_config.translate_config(params, log)
         model_id = settings.pop("model_id", None)
-        self._guard = Guard(client_of_an_engine(**settings), log)
+        self._guard = GuardedClient(client_of_an_engine(**settings), log)
         self._client = self._guard.client
         self._namespaces = ChunkNamespaces(self._client, log, model_id=model_id)
         self._layouts: dict[tuple[str, int], Layout] = {}
@@ -79,9 +84,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """By namespace: bytes of the object that was stored last."""
         self._listings: dict[tuple[str | None, int], Iterator[tuple[str, ObjectRow]]] = {}
         """The listing that the last page left unfinished, by model and number of rows so far."""
-        self._stores: _Finished[L2StoreResult] = _Finished()
-        self._lookups: _Finished[Bitmap] = _Finished()
-        self._loads: _Finished[Bitmap] = _Finished()
+        self._stores: _CompletionQueue[L2StoreResult] = _CompletionQueue()
+        self._lookups: _CompletionQueue[Bitmap] = _CompletionQueue()
+        self._loads: _CompletionQueue[Bitmap] = _CompletionQueue()
         self._writers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-put")
         self._readers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-get")
         self._numbers = itertools.count()
@@ -228,7 +233,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _submit(
         self,
         pool: ThreadPoolExecutor,
-        finished: _Finished[ResultT],
+        finished: _CompletionQueue[ResultT],
         work: Callable[[], ResultT],
         failed: ResultT,
     ) -> int:
@@ -255,7 +260,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         layouts = list(map(layout_of_object, objects))
         for key, layout in zip(keys, layouts, strict=True):
             self._layouts[key.model_name, key.object_group_id] = layout
-        deadline = Deadline(self._guard)
+        deadline = GuardedCall(self._guard)
         moved = there = 0
         for namespace, indices in self._grouped(keys, layouts).items():
             for some in slices(indices):
@@ -278,7 +283,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     def _put(
         self,
-        deadline: Deadline,
+        deadline: GuardedCall,
         namespace: str,
         keys: Sequence[ObjectKey],
         objects: Sequence[MemoryObj],
@@ -309,7 +314,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                     self._layouts[place] = layout
             layouts.append(layout)
         found: list[tuple[str, list[int]]] = []
-        deadline = Deadline(self._guard)
+        deadline = GuardedCall(self._guard)
         for namespace, indices in self._grouped(keys, layouts).items():
             names = [_name(keys[index]) for index in indices]
             pairs = zip(indices, deadline.lookup(names, namespace), strict=True)
@@ -325,7 +330,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
         loaded = Bitmap(len(keys))
-        deadline = Deadline(self._guard)
+        deadline = GuardedCall(self._guard)
         for namespace, indices in self._grouped(keys, list(map(layout_of_object, objects))).items():
             for some in slices(indices):
                 names = [_name(keys[index]) for index in some]
@@ -381,7 +386,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             log.warning("LMCache's memory passes through a buffer: %s", error)
 
 
-class _Finished(Generic[ResultT]):
+class _CompletionQueue(Generic[ResultT]):
     """The results of one kind of task, and the event descriptor that signals new ones."""
 
     def __init__(self) -> None:

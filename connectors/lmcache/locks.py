@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.connectors.engine.guarded_client import Deadline, Guard
+from kvstore.connectors.engine.guarded_client import GuardedCall, GuardedClient
 from kvstore.errors import KVStoreError
 from kvstore.process.tasks import CLOSE_S, join_all, start_thread
 
@@ -38,7 +38,7 @@ class LookupLocks:
     """Counts the locks on each object, and renews the leases of locked objects by looking them up
     again. A lease that cannot be renewed costs a miss, never wrong bytes. Threads: any."""
 
-    def __init__(self, guard: Guard, log: logging.Logger) -> None:
+    def __init__(self, guard: GuardedClient, log: logging.Logger) -> None:
         self._guard = guard
         self._log = log
         self._changing = threading.Condition()
@@ -93,7 +93,7 @@ class LookupLocks:
                 due = self._due(time.monotonic())
             for namespace, names in due.items():
                 try:
-                    Deadline(self._guard).lookup(names, namespace)
+                    GuardedCall(self._guard).lookup(names, namespace)
                 except KVStoreError as error:
                     self._log.debug("leases of %d objects not renewed: %s", len(names), error)
 

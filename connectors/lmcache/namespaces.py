@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvstore.client.client import Client
-from kvstore.connectors.engine.fleet import Announcer
+from kvstore.connectors.engine.fleet import FleetAnnouncer
 from kvstore.connectors.lmcache.conversions import Layout
 from kvstore.fingerprint import config_of, fingerprint, weights_of
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import of_tenant
 from kvstore.process.tasks import start_thread
 
@@ -56,7 +56,7 @@ class ChunkNamespaces:
         """By model: what its weights are. Guarded by ``_reading_files``."""
         self._is_stopped = False
         self._tenant = client.config.tenant
-        self._announcer = Announcer(client, log)
+        self._announcer = FleetAnnouncer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
         """The namespace of a model's objects; None: not known yet, or the weights are unreadable.
@@ -106,7 +106,9 @@ class ChunkNamespaces:
         self._found[model, layout] = namespace
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         if announce:
-            self._announcer.announce(Record(ENGINE, (model,), found, (namespace,), description))
+            self._announcer.announce(
+                FleetRecord(ENGINE, (model,), found, (namespace,), description)
+            )
 
     def _meaning(self, model: str) -> Mapping[str, str]:
         """Which weights the model has. Its files are read once for all of its layouts, and files of

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.calls import Placements, PutOutcome
 from kvstore.client.client import Client
 from kvstore.client.values import Payload, Storable
-from kvstore.connectors.engine.guarded_client import Guard, slices
+from kvstore.connectors.engine.guarded_client import GuardedClient, slices
 from kvstore.connectors.mooncake.mooncake_types import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
 from kvstore.limits import KEY_BYTES_MAX, REPLICAS_MAX
@@ -34,7 +34,7 @@ Found = list[memoryview] | Code
 """Host memory at some addresses, or a code: why it cannot be used."""
 
 
-def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
+def any_overlap(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
     """Whether any two runs of memory overlap. Each element has the addresses and sizes of some."""
     spans = sorted(
         (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
@@ -42,10 +42,10 @@ def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
     return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
-class Objects:
+class ObjectAccess:
     """The objects of one client. Without a client every call is INVALID_PARAMS. Threads: any."""
 
-    def __init__(self, guard: Guard | None) -> None:
+    def __init__(self, guard: GuardedClient | None) -> None:
         self._guard = guard
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Objects:
         """Raises ClosedError."""
         return self._guarded().client
 
-    def _guarded(self) -> Guard:
+    def _guarded(self) -> GuardedClient:
         if self._guard is None:
             raise ClosedError("the store is not set up, or closed")
         return self._guard
@@ -199,7 +199,7 @@ class Objects:
         code = self.get_range(key, pointers, sizes, offsets)
         if code >= 0:
             return list(sizes)
-        if code != Code.INVALID_PARAMS or len(sizes) <= 1 or share_memory([(pointers, sizes)]):
+        if code != Code.INVALID_PARAMS or len(sizes) <= 1 or any_overlap([(pointers, sizes)]):
             return [code] * len(sizes)
         each = zip(pointers, sizes, offsets, strict=True)
         return [self.get_range(key, [at], [size], [offset]) for at, size, offset in each]

@@ -24,7 +24,7 @@ from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
 from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.guarded_client import DEADLINE_MS, Guard, client_of_an_engine
+from kvstore.connectors.engine.guarded_client import DEADLINE_MS, GuardedClient, client_of_an_engine
 from kvstore.connectors.mooncake.mooncake_types import (
     BufferDescriptor,
     BufferHandle,
@@ -38,9 +38,9 @@ from kvstore.connectors.mooncake.mooncake_types import (
     ReplicateConfig,
     code_of,
 )
-from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of, share_memory
+from kvstore.connectors.mooncake.objects import ObjectAccess, any_overlap, log, name_of, names_of
 from kvstore.connectors.mooncake.put_sessions import PutSessions
-from kvstore.connectors.mooncake.tensors import Tensors
+from kvstore.connectors.mooncake.tensors import TensorMethods
 from kvstore.errors import ClosedError, KVStoreError
 
 _DEFAULT_TENANT: Final = "default"
@@ -48,11 +48,11 @@ _SEGMENT_BYTES_MIN: Final = 1 << 20
 _EMBEDDED_VARIABLE: Final = "MOONCAKE_ENABLE_EMBEDDED_MASTER"
 
 
-class MooncakeDistributedStore(Tensors):
+class MooncakeDistributedStore(TensorMethods):
     """Threads: any, after ``setup``. After a fork the child can use it as the parent does."""
 
     def __init__(self) -> None:
-        self._objects = Objects(None)
+        self._objects = ObjectAccess(None)
         self._hostname = ""
         self._sessions = PutSessions()
         self._reading: set[bytes] = set()
@@ -125,7 +125,9 @@ class MooncakeDistributedStore(Tensors):
             log.error("setup failed: it is set up already, call close() first")
             return Code.INVALID_PARAMS
         try:
-            is_embedded = not master_server_addr and _wants_a_master(enable_embedded_master)
+            is_embedded = not master_server_addr and _embedded_master_requested(
+                enable_embedded_master
+            )
             client = _connected(
                 master_server_addr, _size(global_segment_size), tenant_id, is_embedded=is_embedded
             )
@@ -141,7 +143,7 @@ class MooncakeDistributedStore(Tensors):
         if ignored := [name for name, is_set in without.items() if is_set]:
             log.info("setup: no effect here: %s", ", ".join(ignored))
         self._hostname = local_hostname
-        self._objects = Objects(Guard(client, log))
+        self._objects = ObjectAccess(GuardedClient(client, log))
         log.info("setup: master %s, namespace %r", client.config.master, client.config.namespace)
         return Code.OK
 
@@ -154,7 +156,7 @@ class MooncakeDistributedStore(Tensors):
     def close(self) -> int:
         """Closes the client, and drops sessions and registrations. Idempotent."""
         self._objects.close()
-        self._objects = Objects(None)
+        self._objects = ObjectAccess(None)
         self._sessions = PutSessions()
         self._reading = set()
         self._registered = set()
@@ -316,7 +318,7 @@ class MooncakeDistributedStore(Tensors):
         all_dst_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
         """Copies each buffer to its offset; per key the bytes copied, or a code."""
-        if not _are_even([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
+        if not _have_equal_lengths([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
             self._write(name, *each)
@@ -426,9 +428,11 @@ class MooncakeDistributedStore(Tensors):
         results = []
         for index, start in enumerate(buffer_ptrs):
             of_buffer = [each[index] if index < len(each) else [] for each in lists]
-            is_even = {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer)
+            is_even = {len(each) for each in lists} == {len(buffer_ptrs)} and _have_equal_lengths(
+                of_buffer
+            )
             runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
-            if is_even and (len(of_buffer[0]) < 2 or not share_memory(runs)):
+            if is_even and (len(of_buffer[0]) < 2 or not any_overlap(runs)):
                 results.append(
                     [self._ranges_of(snapshot, start, *each) for each in zip(*of_buffer)]
                 )
@@ -446,7 +450,7 @@ class MooncakeDistributedStore(Tensors):
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> list[int]:
-        if not _are_even([targets, offsets, sizes]):
+        if not _have_equal_lengths([targets, offsets, sizes]):
             return [Code.INVALID_PARAMS] * max(1, len(targets))
         if snapshot is not None and name_of(key) not in snapshot.names:
             return [Code.OBJECT_NOT_FOUND] * len(targets)
@@ -472,8 +476,8 @@ class MooncakeDistributedStore(Tensors):
     ) -> list[int]:
         """Reads ranges of objects of a get session; per key the bytes read, or a code."""
         lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
-        is_even = _are_even([keys, *lists])
-        if not is_even or share_memory(zip(all_buffer_ptrs, all_sizes, strict=True)):
+        is_even = _have_equal_lengths([keys, *lists])
+        if not is_even or any_overlap(zip(all_buffer_ptrs, all_sizes, strict=True)):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
             self._objects.get_range(key, pointers, sizes, offsets)
@@ -620,7 +624,7 @@ def _size(given: int | str) -> int:
     return parse_size(mooncake_config.size_of(given))
 
 
-def _wants_a_master(given: object) -> bool:
+def _embedded_master_requested(given: object) -> bool:
     """Whether the switch of ``setup`` is on, which a dictionary may hold as a text."""
     switch = os.environ.get(_EMBEDDED_VARIABLE, "") if given is None else given
     return str(switch).strip().lower() in ("1", "true", "yes", "on")
@@ -663,7 +667,7 @@ def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview] | Code:
     return plain if len(plain) == len(several) else Code.INVALID_PARAMS
 
 
-def _are_even(lists: Sequence[Sized]) -> bool:
+def _have_equal_lengths(lists: Sequence[Sized]) -> bool:
     return len({len(each) for each in lists}) == 1
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvstore.client.values import Storable, encode
 from kvstore.connectors.mooncake.mooncake_types import Code, ReplicateConfig
-from kvstore.connectors.mooncake.objects import Found, Objects
+from kvstore.connectors.mooncake.objects import Found, ObjectAccess
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
     return method
 
 
-class Tensors:
+class TensorMethods:
     """The store's methods that put and get tensors, with its ``_objects``. From each method for
     many keys, ``_of_one`` makes one for a single key.
 
@@ -119,7 +119,7 @@ class Tensors:
     existing value, ``upsert`` replaces it; ``pub`` is ``put`` with a configuration.
     """
 
-    _objects: Objects
+    _objects: ObjectAccess
 
     # --- putting ------------------------------------------------------------------------------
 

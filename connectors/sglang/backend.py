@@ -38,13 +38,13 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from kvstore.calls import PutOutcome
 from kvstore.config import ClientConfig
 from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.fleet import Announcer
-from kvstore.connectors.engine.guarded_client import Deadline, Guard, client_of_an_engine
+from kvstore.connectors.engine.fleet import FleetAnnouncer
+from kvstore.connectors.engine.guarded_client import GuardedCall, GuardedClient, client_of_an_engine
 from kvstore.connectors.sglang import fingerprint as sglang_fingerprint
 from kvstore.connectors.sglang.pools import Buffers, PoolPages, bytes_of
 from kvstore.errors import ConfigError, KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import of_tenant
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         job = str(given.pop("job_name", "")) or sglang_fingerprint.job_name()
         self._job = "" if given.pop("shares_versions", False) else job
         self._zero_copy = bool(given.get("interface_v1"))
-        self._guard = Guard(client_of_an_engine(**_settings(given)), log)
-        self._announcer = Announcer(self._guard.client, log)
+        self._guard = GuardedClient(client_of_an_engine(**_settings(given)), log)
+        self._announcer = FleetAnnouncer(self._guard.client, log)
         self._pools: dict[str, HostPool] = {}
         """By name. Besides SGLang's names, ``_FLAT`` is the main pool as SGLang's copies of it."""
         self._fingerprints: dict[sglang_fingerprint.ServedWeights, str] = {}
         self._describing = threading.Lock()
         self._of_thread = threading.local()
-        self._figures = _Figures()
+        self._figures = _BackendStats()
 
     # --- pools --------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> int:
         """The number of leading pages that are stored. They are leased."""
         del extra_info  # its prefix keys: a page counts whether or not those before it are stored
-        return self._answer(lambda: self._leading(Deadline(self._guard), keys), 0)
+        return self._answer(lambda: self._leading(GuardedCall(self._guard), keys), 0)
 
     def batch_exists_v2(
         self,
@@ -192,17 +192,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """The prefixes that all pools can serve. Pages that are found are leased."""
         del extra_info
         return self._answer(
-            lambda: self._restorable(Deadline(self._guard), keys, pool_transfers or []),
+            lambda: self._restorable(GuardedCall(self._guard), keys, pool_transfers or []),
             PoolTransferResult(0, {}, []),
         )
 
     def exists(self, key: str) -> bool:
         """Whether a page that ``set`` has put is stored."""
         return self._answer(
-            lambda: self._found_of(Deadline(self._guard), [key], [_FLAT])[_FLAT][0], False
+            lambda: self._found_of(GuardedCall(self._guard), [key], [_FLAT])[_FLAT][0], False
         )
 
-    def _leading(self, deadline: Deadline, keys: Sequence[str]) -> int:
+    def _leading(self, deadline: GuardedCall, keys: Sequence[str]) -> int:
         if not self._pools[PoolName.KV].pages.size:
             return len(keys)  # the pool only counts pages: side pools hold the bytes
         pool = self._pools[PoolName.KV if self._zero_copy else _FLAT]
@@ -221,7 +221,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return client.match_prefix(names, namespace=namespace, timeout_ms=timeout_ms)
 
     def _restorable(
-        self, deadline: Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
+        self, deadline: GuardedCall, keys: Sequence[str], transfers: Sequence[PoolTransfer]
     ) -> PoolTransferResult:
         leading = self._leading(deadline, keys)
         hits = {PoolName.KV: leading} if leading else {}
@@ -241,7 +241,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
     def _found_of(
-        self, deadline: Deadline, keys: Sequence[str], names: Sequence[str]
+        self, deadline: GuardedCall, keys: Sequence[str], names: Sequence[str]
     ) -> dict[str, list[bool]]:
         """Per pool, which of its pages are stored. Asks once per namespace."""
         pools: dict[str, list[str]] = {}
@@ -256,7 +256,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 there[name] = [so_far & next(found) for so_far in there[name]]
         return there
 
-    def _found(self, deadline: Deadline, part: str, names: Sequence[str]) -> list[bool]:
+    def _found(self, deadline: GuardedCall, part: str, names: Sequence[str]) -> list[bool]:
         return [size is not None for size in deadline.lookup(names, self._namespace(part))]
 
     # --- reading ------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         del extra_info
-        deadline = Deadline(self._guard)
+        deadline = GuardedCall(self._guard)
         return {
             transfer.name: self._answer(
                 partial(self._read, deadline, transfer), [False] * len(transfer.keys or ())
@@ -298,7 +298,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def read() -> list[bool]:
             buffers = [[bytes_of(target)] for target in targets]
-            return self._get(Deadline(self._guard), self._pools[_FLAT], keys, buffers)
+            return self._get(GuardedCall(self._guard), self._pools[_FLAT], keys, buffers)
 
         there = self._answer(read, [False] * len(keys))
         return [target if is_there else None for target, is_there in zip(targets, there)]
@@ -309,7 +309,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
-    def _read(self, deadline: Deadline, transfer: PoolTransfer) -> list[bool]:
+    def _read(self, deadline: GuardedCall, transfer: PoolTransfer) -> list[bool]:
         pool, keys = self._pools[transfer.name], transfer.keys or []
         if not pool.pages.size or not keys:
             return [True] * len(keys)
@@ -321,7 +321,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return there
 
     def _get(
-        self, deadline: Deadline, pool: HostPool, keys: Sequence[str], buffers: Buffers
+        self, deadline: GuardedCall, pool: HostPool, keys: Sequence[str], buffers: Buffers
     ) -> list[bool]:
         start, client = time.monotonic(), self._guard.client
         there, names = [True] * len(keys), pool.names(keys)
@@ -354,7 +354,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        deadline = Deadline(self._guard)
+        deadline = GuardedCall(self._guard)
         return {
             transfer.name: self._answer(
                 partial(self._write, deadline, transfer, extra_info),
@@ -378,7 +378,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def write() -> list[bool]:
             copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
-            return self._put(Deadline(self._guard), self._pools[_FLAT], keys, copies, None)
+            return self._put(GuardedCall(self._guard), self._pools[_FLAT], keys, copies, None)
 
         return all(self._answer(write, [False]))
 
@@ -393,7 +393,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _write(
         self,
-        deadline: Deadline,
+        deadline: GuardedCall,
         transfer: PoolTransfer,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
@@ -413,7 +413,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _put(
         self,
-        deadline: Deadline,
+        deadline: GuardedCall,
         pool: HostPool,
         keys: Sequence[str],
         values: Buffers,
@@ -501,7 +501,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 if not any(ranks):
                     models = (weights.path or self._model_id or "unknown",)
                     places = (self._place(found, full.parts[0]),)
-                    self._announcer.announce(Record("sglang", models, found, places, described))
+                    self._announcer.announce(
+                        FleetRecord("sglang", models, found, places, described)
+                    )
                 self._fingerprints[weights] = found
             return self._fingerprints[weights]
 
@@ -518,7 +520,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return miss
 
 
-class _Figures:
+class _BackendStats:
     """Collects the numbers of ``get_stats``. Threads: any."""
 
     def __init__(self) -> None:
@@ -547,7 +549,7 @@ def _new_metrics() -> StorageMetrics:
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a client in SGLang's extra configuration. Unknown names are logged."""
     others = {name: value for name, value in given.items() if name not in _OF_SGLANG}
-    settings = mooncake_config.in_own_words(others, log)
+    settings = mooncake_config.translate_config(others, log)
     known = ClientConfig.model_fields
     unknown = [name for name in settings if name not in known]
     mooncake_config.tell_unknown(unknown, [*known, *_OURS, *mooncake_config.MEANT], log)

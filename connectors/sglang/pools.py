@@ -33,7 +33,7 @@ _TOLD: Final = (
 _REFUSALS: Final = (NotImplementedError, ValueError, AttributeError, InvalidArgumentError)
 
 
-class Targets(NamedTuple):
+class PageBuffers(NamedTuple):
     """Memory to read pages into."""
 
     buffers: Buffers
@@ -113,14 +113,14 @@ class PoolPages:
             [bytes_of(get(at, flat=True).contiguous())] for at in indices[:: self.tokens].tolist()
         ]
 
-    def targets(self, indices: torch.Tensor | None, count: int) -> Targets:
+    def targets(self, indices: torch.Tensor | None, count: int) -> PageBuffers:
         """Memory for ``count`` pages. Raises the same as ``sources``."""
         indices = self._checked(indices, count)
         if not self._is_flat:
-            return Targets(self._named(indices, count), lambda _: None)
+            return PageBuffers(self._named(indices, count), lambda _: None)
         copies = [self._pool.get_dummy_flat_data_page() for _ in range(count)]
         starts = indices[:: self.tokens].tolist()
-        return Targets(
+        return PageBuffers(
             [[bytes_of(copy)] for copy in copies],
             lambda page: self._pool.set_from_flat_data_page(starts[page], copies[page]),
         )

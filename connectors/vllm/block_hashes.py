@@ -19,7 +19,7 @@ Hasher = Callable[[Any], list[bytes]]
 
 
 @dataclass
-class Derived:
+class HashCache:
     """Hashes that are made from those of vLLM."""
 
     made: list[bytes] = field(default_factory=list)
@@ -47,13 +47,13 @@ class BlockHashes:
         self._each = each
         self._hasher = hasher
 
-    def of(self, request: Request, known: Derived) -> Sequence[bytes]:
+    def of(self, request: Request, known: HashCache) -> Sequence[bytes]:
         """``known``: what was made for this request before."""
         hashes: Sequence[bytes] = request.block_hashes
         if self._hasher is None:
             return hashes
         known.keep(hashes, self._each)
-        known.made += self._hasher(_Hashed(request, known.made))
+        known.made += self._hasher(_RequestWithHashes(request, known.made))
         known.source += hashes[len(known.source) :]
         return known.made
 
@@ -76,7 +76,7 @@ def block_hashes(tokens: int, vllm_tokens: int, algorithm: str) -> BlockHashes:
     return BlockHashes(tokens, vllm_tokens // tokens, hasher)
 
 
-class _Hashed:
+class _RequestWithHashes:
     """A request that has these hashes instead of vLLM's."""
 
     def __init__(self, request: Request, hashes: list[bytes]) -> None:

@@ -94,7 +94,7 @@ def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
     known = mooncake_config.MEANT | mooncake_config.IGNORED
     mooncake_config.tell_unknown((key for key in read if key not in known), known, log)
     if "memory" not in given:
-        mooncake_config.tell_if_none_is_pooled(read, log)
+        mooncake_config.warn_if_no_memory(read, log)
     values = mooncake_config.settings_of(read, log)
     if "master" not in values and "master" not in given:
         raise ConfigError(

@@ -27,17 +27,17 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.layout import specs_of, split_of, wanted_layout
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
-    Orders,
-    StillUnderWay,
+    TransferCommands,
     TransferReport,
+    UnfinishedTransfers,
     WorkerIdentity,
 )
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.scheduler import Scheduler
-from kvstore.connectors.vllm.scheduler_logic import Decisions
-from kvstore.connectors.vllm.weights import Adapters, LiveWeights, draft_layers, identify
+from kvstore.connectors.vllm.scheduler import SchedulerSide
+from kvstore.connectors.vllm.scheduler_logic import SchedulerLogic
+from kvstore.connectors.vllm.weights import LoraAdapters, WeightMonitor, draft_layers, identify
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
-from kvstore.connectors.vllm.worker_parts import Parts
+from kvstore.connectors.vllm.worker_parts import WorkerParts
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
         )  # fmt: skip
         self._groups, hashes = _groups_of(vllm_config, kv_cache_config, self._split.block_tokens)
-        self._scheduler: Scheduler | None = None
+        self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._adapters: Adapters | None = None
-        self._live: LiveWeights | None = None
+        self._adapters: LoraAdapters | None = None
+        self._live: WeightMonitor | None = None
         if role is KVConnectorRole.SCHEDULER:
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
                 log.warning(FAIL_POLICY)
-            self._scheduler = Scheduler(
+            self._scheduler = SchedulerSide(
                 vllm_config, kv_cache_config, self._config, self._groups, self._split,
                 hashes, self.options, _on_worker,
             )  # fmt: skip
@@ -108,12 +108,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler ----------------------------------------------------------------------------
 
     @property
-    def _scheduler_side(self) -> Scheduler:
+    def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None, "the worker's connector has no scheduler side"
         return self._scheduler
 
     @property
-    def _decisions(self) -> Decisions:
+    def _decisions(self) -> SchedulerLogic:
         return self._scheduler_side.decisions
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -188,7 +188,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with ExitStack() as failing:
             config = client_config(self._config, TRANSFER_TIMEOUT_MS)
             client = failing.enter_context(Client(config=config))
-            parts = Parts(
+            parts = WorkerParts(
                 kv_caches, self._split.parts(stage, rank // replicas), self._vllm_config,
                 self._kv_cache_config, self._groups, self._split, client.device,
             )  # fmt: skip
@@ -206,8 +206,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         parts = self._parts
         if self._adapters is None or self._live is None:
-            self._adapters = Adapters(worker)
-            self._live = LiveWeights(
+            self._adapters = LoraAdapters(worker)
+            self._live = WeightMonitor(
                 worker, self._vllm_config, name=self._config.model_id,
                 is_split=bool(self._split.shards),
             )  # fmt: skip
@@ -237,13 +237,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return worker.rank, self._live.seem_equal()
 
     def finish_check(self, worker: Any) -> tuple[int, tuple[int, bool]] | None:
-        """Waits for the check that is under way: this rank, and ``LiveWeights.take_verdict``."""
+        """Waits for the check that is under way: this rank, and ``WeightMonitor.take_verdict``."""
         assert self._live is not None, "hello comes first"
         self._live.finish()
         verdict = self._live.take_verdict()
         return None if verdict is None else (worker.rank, verdict)
 
-    def order_saves(self, worker: Any, orders: Orders) -> None:
+    def order_saves(self, worker: Any, orders: TransferCommands) -> None:
         """Orders saves between two steps."""
         del worker
         self._worker_side.save(orders)
@@ -264,7 +264,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.resume()
 
-    def drain(self, worker: Any) -> StillUnderWay:
+    def drain(self, worker: Any) -> UnfinishedTransfers:
         del worker
         return self._worker_side.drain()
 
@@ -272,9 +272,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         del worker
         self._worker_side.forget_failures()
 
-    def _orders(self) -> Orders:
+    def _orders(self) -> TransferCommands:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
+        assert isinstance(orders, TransferCommands)
         return orders
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

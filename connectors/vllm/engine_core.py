@@ -1,8 +1,9 @@
 """Access to the engine core, for what vLLM's connector interface has no hook.
 
-* ``Core.watch``: calls to the workers, other than those of each step, may change the weights.
-* ``Core.ask``: between two steps, the workers are asked what their weights are.
-* ``before_reset``, ``Core.free_waiting``: before vLLM resets its prefix cache, blocks that are
+* ``EngineCoreAccess.watch``: calls to the workers, other than those of each step, may change the
+weights. * ``EngineCoreAccess.ask``: between two steps, the workers are asked what their weights
+are. * ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache,
+blocks that are
   pinned, being loaded, or not freed yet because a step is under way, must become free.
 
 vLLM creates the connector while it creates the engine core, so the core is found among the callers.
@@ -35,7 +36,7 @@ HARMLESS: Final = frozenset(
 OF_ADAPTERS: Final = frozenset({"add_lora", "remove_lora", "pin_lora"})
 
 
-class Core:
+class EngineCoreAccess:
     def __init__(self, core: Any) -> None:
         self._core = weakref.ref(core)
         self._executor = core.model_executor

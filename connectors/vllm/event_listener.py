@@ -1,6 +1,6 @@
 """Learns from the store's own events which blocks of this engine may have gone.
 
-    master's HTTP ── events ──► a thread ──► ``Heard``, taken by the scheduler in each step
+    master's HTTP ── events ──► a thread ──► ``ReceivedEvents``, taken by the scheduler in each step
 
 A master serves events only with ``--events``. While no events are heard, ``listening`` is False and
 the scheduler asks the store instead: with a master that serves none, and from the end of one stream
@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from kvstore.config import http_token_given
 from kvstore.connectors.vllm.events import Block
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.process.cancellation import Stop
+from kvstore.process.cancellation import CancelToken
 from kvstore.process.tasks import CLOSE_S, join_all, start_thread
-from kvstore.web.events.sse_client import Told, follow
+from kvstore.web.events.sse_client import StreamEvent, follow
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -36,7 +36,7 @@ PAUSE_MAX_S: Final = 5.0
 """Pause before the next attempt to hear events; doubles with each failure up to ``PAUSE_MAX_S``."""
 
 
-class Heard(NamedTuple):
+class ReceivedEvents(NamedTuple):
     listening: bool
     """Whether events are heard now."""
     missed: bool
@@ -45,10 +45,10 @@ class Heard(NamedTuple):
     """Blocks of which a part, or all, may have gone."""
 
 
-NOTHING: Final = Heard(listening=False, missed=False, blocks=[])
+NOTHING: Final = ReceivedEvents(listening=False, missed=False, blocks=[])
 
 
-class Listener:
+class EventListener:
     """Follows the events of some namespaces, in a thread of its own. One other thread calls it."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Listener:
         self._failures = 0
         """Attempts since events were last heard."""
         self._place = ""
-        self._stop = Stop()
+        self._stop = CancelToken()
         self._stopped = threading.Event()
         self._thread = start_thread("kvstore-events", self._run, died=self._died)
 
@@ -81,13 +81,13 @@ class Listener:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def take(self) -> Heard:
+    def take(self) -> ReceivedEvents:
         """What was heard since the last call, at most ``TAKEN_MAX`` blocks. Does not wait."""
         with self._lock:
             missed, self._missed = self._missed, False
             count = min(len(self._blocks), TAKEN_MAX)
             blocks = [self._blocks.popleft() for _ in range(count)]
-        return Heard(self._listening, missed, blocks)
+        return ReceivedEvents(self._listening, missed, blocks)
 
     def stop(self) -> None:
         """Lets the thread end, without waiting for it."""
@@ -152,7 +152,7 @@ class Listener:
         self._failures += 1
         self._listening = False
 
-    def _took(self, told: Told) -> None:
+    def _took(self, told: StreamEvent) -> None:
         if told.name == "removed":
             group = self._groups.get(told.data["namespace"])
             if group is not None:

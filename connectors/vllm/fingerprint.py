@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
+from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.connectors.vllm.recurrent_states import is_state, shard_shapes
 from kvstore.errors import ConfigError
@@ -59,7 +59,7 @@ PROCESSOR_FILES: Final = (
 
 
 def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split = NOT_SPLIT,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: PageSplit = NOT_SPLIT,
     hash_tokens: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """All settings on which the bytes and hashes of blocks depend, as plain JSON values.
@@ -99,7 +99,7 @@ def describe(
 
 
 def without_draft(
-    description: Mapping[str, Any], kv_cache_config: KVCacheConfig, split: Split,
+    description: Mapping[str, Any], kv_cache_config: KVCacheConfig, split: PageSplit,
     layers: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The description of an engine that stores the pages of these layers, a draft model's, apart:
@@ -108,7 +108,7 @@ def without_draft(
     return {**description, "groups": groups, "speculative": ""}
 
 
-def _group(group: Any, split: Split, drafts: Collection[str] = ()) -> dict[str, Any]:
+def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[str, Any]:
     """A cache group without these layers."""
     spec = group.kv_cache_spec  # of the first layer, where layers have pages of several sizes
     return {

@@ -20,11 +20,11 @@ from itertools import chain
 from typing import Any, Final
 
 from kvstore.client.client import Client
-from kvstore.connectors.engine.fleet import Announcer
+from kvstore.connectors.engine.fleet import FleetAnnouncer
 from kvstore.connectors.vllm import fingerprint as fingerprints
-from kvstore.connectors.vllm.engine_core import Core
+from kvstore.connectors.vllm.engine_core import EngineCoreAccess
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -40,12 +40,12 @@ RANDOM_HASHES: Final = (
 )
 
 
-class Identity:
+class FingerprintTracker:
     """See the module. For the scheduler's thread; any thread may read ``fingerprint``."""
 
     def __init__(
-        self, client: Client, core: Core | None, engine: Record, *, model_id: str, what: str,
-        without_draft: Callable[[Collection[str]], Mapping[str, Any]] | None = None,
+        self, client: Client, core: EngineCoreAccess | None, engine: FleetRecord, *, model_id: str,
+        what: str, without_draft: Callable[[Collection[str]], Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -66,7 +66,7 @@ class Identity:
         self.is_doubted = False
         """Whether the workers have to be asked whether their weights still seem to be the same."""
         self.is_off = False
-        self.announcer = Announcer(client, log)
+        self.announcer = FleetAnnouncer(client, log)
         self._core = core
         self._engine = engine
         self._without_draft = without_draft
@@ -102,7 +102,7 @@ class Identity:
 
     def recheck(self, function: Callable[..., tuple[int, int] | None], *arguments: object) -> None:
         """Asks the workers for samples of their weights, between two steps, and starts a check of
-        all of them. See ``Core.ask``."""
+        all of them. See ``EngineCoreAccess.ask``."""
         assert self._core is not None
         self._checks = dict(each for each in self._core.ask(function, *arguments) if each)
         self.is_doubted = False
@@ -122,8 +122,8 @@ class Identity:
     def ask(
         self, function: Callable[..., WorkerIdentity | None], *arguments: object
     ) -> list[WorkerIdentity]:
-        """Asks the workers for their identities, between two steps; see ``Core.ask``. Switches this
-        engine off if their weights cannot be identified."""
+        """Asks the workers for their identities, between two steps; see ``EngineCoreAccess.ask``.
+        Switches this engine off if their weights cannot be identified."""
         assert self._core is not None
         hellos = [each for each in self._core.ask(function, *arguments) if each]
         self.is_outdated = False
@@ -134,7 +134,7 @@ class Identity:
             self.switch_off(NO_PREFIX_CACHING)
         return hellos
 
-    def take(self, hellos: Sequence[WorkerIdentity]) -> Record | None:
+    def take(self, hellos: Sequence[WorkerIdentity]) -> FleetRecord | None:
         """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
         differs from the last one; None: it is the same, and is used again."""
         self.draft = fingerprints.draft_of(hellos)
@@ -154,8 +154,9 @@ class Identity:
         self.fingerprint = fingerprint
         return None
 
-    def move(self, record: Record, **more: object) -> None:
-        """Uses and announces this fingerprint from now on. Args: as for ``Announcer.announce``."""
+    def move(self, record: FleetRecord, **more: object) -> None:
+        """Uses and announces this fingerprint from now on. Args: as for
+        ``FleetAnnouncer.announce``."""
         former, self.last = self.last, record.fingerprint
         if former:
             log.info("weights_changed fingerprint=%s before=%s", self.last, former)

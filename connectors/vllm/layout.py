@@ -31,7 +31,7 @@ _HEADS_FIRST_CAPABILITY: Final = 10
 (``supported_kv_cache_layouts`` of that backend)."""
 
 
-class Split(NamedTuple):
+class PageSplit(NamedTuple):
     """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes,
     and cut by tokens, for those of other block sizes."""
 
@@ -59,12 +59,12 @@ class Split(NamedTuple):
         return [f"p{stage}s{shard}" for shard in range(first, first + self.each)]
 
 
-NOT_SPLIT: Final = Split(0, 1)
+NOT_SPLIT: Final = PageSplit(0, 1)
 
 
 def split_of(
     shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int, block_tokens: int = 0
-) -> Split:
+) -> PageSplit:
     """How to split the pages into ``shards`` (``tp_shards``; 0: not), and to cut them into objects
     of ``block_tokens`` (0: not).
 
@@ -76,7 +76,7 @@ def split_of(
             a group's blocks cannot be cut.
     """
     specs = [each for group in kv_cache_config.kv_cache_groups for each in specs_of(group)]
-    return Split(
+    return PageSplit(
         *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
     )
 
@@ -91,7 +91,7 @@ def specs_of(group: Any) -> list[Any]:
 
 
 def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
-    """``Split.block_tokens`` for these layers."""
+    """``PageSplit.block_tokens`` for these layers."""
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
     sizes = sorted({spec.block_size for spec in specs})
@@ -117,7 +117,7 @@ def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
 def _shards(
     shards: int, specs: Sequence[Any], kv_cache_config: KVCacheConfig, tensor_parallel: int
 ) -> tuple[int, int]:
-    """``Split.shards`` and ``Split.each``."""
+    """``PageSplit.shards`` and ``PageSplit.each``."""
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
     if not shards:

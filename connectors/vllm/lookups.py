@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker
-from kvstore.client.flows.control_calls import Reach
-from kvstore.connectors.engine.guarded_client import Refusals
+from kvstore.client.flows.control_calls import EngineMatchResult
+from kvstore.connectors.engine.guarded_client import DenialLog
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX
@@ -48,12 +48,12 @@ FRESH_S: Final = 5.0
 PENDING_MAX: Final = 4_096
 """Lookups, or errands, under way; beyond this number the answer is "nothing"."""
 
-Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], Reach]
+Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], EngineMatchResult]
 """Asks how many leading keys all namespaces of the first list hold, and where all of the second
 have a state. Raises KVStoreError within its time-out."""
 
 
-class Question(NamedTuple):
+class StoreQuery(NamedTuple):
     """One call to the store."""
 
     size: int
@@ -83,11 +83,11 @@ class PendingLookup:
     answered: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
-    reaches: list[Reach] = field(default_factory=list)
+    reaches: list[EngineMatchResult] = field(default_factory=list)
     """What the last attempt found, whose leases are not released yet."""
 
 
-class Lookups:
+class LookupThread:
     """The lookups of one engine. The scheduler's thread calls the public methods; the lookup thread
     asks the store."""
 
@@ -96,7 +96,7 @@ class Lookups:
         ask: Ask,
         groups: Groups,
         *,
-        release: Callable[[Reach], object] = lambda _: None,
+        release: Callable[[EngineMatchResult], object] = lambda _: None,
         deadline_s: float,
         writers_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -104,7 +104,7 @@ class Lookups:
         """``release``: releases the lease of an answer, without waiting for the store."""
         self._release = release
         self.breaker = Breaker.of_a_store()
-        self._refusals = Refusals(log)
+        self._refusals = DenialLog(log)
         self.is_busy: Callable[[], bool] = lambda: False
         """Whether requests run, which wait while the scheduler does."""
         self._counters: Counter[str] = Counter()
@@ -199,7 +199,7 @@ class Lookups:
                     self._answer(lookup, failed=True)
                 self._hold(lookup, [])
 
-    def _hold(self, lookup: PendingLookup, reaches: list[Reach]) -> None:
+    def _hold(self, lookup: PendingLookup, reaches: list[EngineMatchResult]) -> None:
         """Keeps these leases for the lookup in place of earlier ones."""
         earlier, lookup.reaches = lookup.reaches, reaches
         for reach in earlier:
@@ -298,7 +298,7 @@ class Lookups:
                 self._answer(lookup, failed=True)
             return
         try:
-            reaches: list[Reach] = []
+            reaches: list[EngineMatchResult] = []
             tokens, being_written = self._match(lookup.hashes, reaches)
         except KVStoreError as error:
             with self._changed:
@@ -341,7 +341,7 @@ class Lookups:
                 self._counters["lookups_waited_for_writers"] += 1
             self._answer(lookup, tokens=tokens)
 
-    def _match(self, hashes: list[bytes], reaches: list[Reach]) -> tuple[int, bool]:
+    def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
         """The tokens that the store has of every group of every worker, and whether more are being
         written. Adds the answers, which are leased, to ``reaches``."""
         tokens = len(hashes) * self._groups.hash_block_tokens
@@ -356,11 +356,11 @@ class Lookups:
             being_written |= reach.being_written
         return self._groups.aligned(tokens), being_written
 
-    def _questions(self, hashes: list[bytes]) -> Iterator[Question]:
+    def _questions(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
         """One for most models. The last one asks about states, at which a hit has to end."""
         groups, size = self._groups, self._groups.scheduler_block_tokens
         states = [name for group in groups.recurrent for name in self._namespaces[group]]
-        last = Question(size, groups.state_keys(hashes), [], states)
+        last = StoreQuery(size, groups.state_keys(hashes), [], states)
         by_size: dict[int, list[int]] = {}
         for group, tokens in groups.chains.items():
             by_size.setdefault(tokens, []).append(group)
@@ -372,7 +372,7 @@ class Lookups:
                 if block_tokens == size and fits:
                     last = last._replace(chains=some)
                 else:
-                    yield Question(block_tokens, groups.keys(ids[0], hashes), some, [])
+                    yield StoreQuery(block_tokens, groups.keys(ids[0], hashes), some, [])
         if last.chains or last.states:
             yield last
 

@@ -36,14 +36,14 @@ class Run(NamedTuple):
     """Hash at the end of the object before the first; None: the run starts the prompt."""
 
 
-class Load(NamedTuple):
+class LoadCommand(NamedTuple):
     """Order to fill these blocks, then report that the request's blocks have arrived."""
 
     request_id: str
     runs: list[Run]
 
 
-class Save(NamedTuple):
+class SaveCommand(NamedTuple):
     """Order to store these blocks, which are pinned until every worker has reported the number."""
 
     number: int
@@ -53,15 +53,15 @@ class Save(NamedTuple):
 
 
 @dataclass
-class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+class TransferCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     fingerprint: str = ""
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[LoadCommand] = field(default_factory=list)
+    saves: list[SaveCommand] = field(default_factory=list)
     draft: str = ""
     """Which draft model the engine has (``fingerprint.draft_of``)."""
 
 
-class SaveEnd(NamedTuple):
+class SaveResult(NamedTuple):
     """How one save ended, summed over the workers that have reported it."""
 
     workers: int
@@ -74,7 +74,7 @@ class SaveEnd(NamedTuple):
 class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The transfers that ended since the step before."""
 
-    saves: dict[int, SaveEnd] = field(default_factory=dict)
+    saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
     """By request: how many of its leading tokens were loaded. The tokens after them were not."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, TransferReport)
         for number, end in other.saves.items():
-            mine = self.saves.get(number, SaveEnd(0, 0))
-            self.saves[number] = SaveEnd(mine.workers + end.workers, mine.stored + end.stored)
+            mine = self.saves.get(number, SaveResult(0, 0))
+            self.saves[number] = SaveResult(mine.workers + end.workers, mine.stored + end.stored)
         for request_id, tokens in other.failed_loads.items():
             self.failed_loads[request_id] = min(tokens, self.failed_loads.get(request_id, tokens))
         self.adapters.update(other.adapters)
@@ -95,7 +95,7 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class StillUnderWay:
+class UnfinishedTransfers:
     """The transfers that a worker still has under way after it has waited for them."""
 
     report: TransferReport | None
@@ -157,9 +157,9 @@ def draft_part(part: str, draft: str) -> str:
 
 def namespace(fingerprint: str, group: int, part: str, *, tenant: str = "") -> Namespace:
     """The namespace of one worker's part of one cache group."""
-    return Namespace(f"{under_of(fingerprint, tenant=tenant)}g{group}/{part}")
+    return Namespace(f"{namespace_prefix(fingerprint, tenant=tenant)}g{group}/{part}")
 
 
-def under_of(fingerprint: str, *, tenant: str = "") -> str:
+def namespace_prefix(fingerprint: str, *, tenant: str = "") -> str:
     """The prefix of all namespaces of a fingerprint."""
     return of_tenant(tenant, f"vllm/{fingerprint}/")

@@ -28,7 +28,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values, ``[tokens, heads, content]``, into a cache of one block."""
 
 
-class Cutter:
+class PageSplitter:
     """Cuts the pages of one worker into pieces of ``tokens`` tokens."""
 
     def __init__(self, tokens: int, layers: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -56,14 +56,14 @@ class Cutter:
         """
         dtype, dims, strides, count = shape
         if len(dims) != 3:
-            raise _uncut(name, f"its cache has shape {tuple(cache.shape)}")
+            raise _cannot_split_error(name, f"its cache has shape {tuple(cache.shape)}")
         parts = _parts(runs, count)
         inside, tokens = dims[1], self._tokens
         if tokens % inside == 0:
             each = tokens // inside
             return parts[index * each : (index + 1) * each], (dtype, dims, strides, each)
         if inside % tokens:
-            raise _uncut(name, f"its kernel uses blocks of {inside} tokens")
+            raise _cannot_split_error(name, f"its kernel uses blocks of {inside} tokens")
         left = (dims[0], tokens, dims[2])
         of_part, cut = divmod(index, inside // tokens)
         cut_shape = (dtype, left, _dense(left, strides), 1)
@@ -75,19 +75,19 @@ class Cutter:
 
     def _cut(self, name: str, cache: torch.Tensor, whole: _Dims, small: _Dims, cut: int) -> Part:
         """The bytes of one piece, in the order in which the smaller page has them."""
-        places = self._places(name, cache, whole)[cut * self._tokens : (cut + 1) * self._tokens]
+        offsets = self._places(name, cache, whole)[cut * self._tokens : (cut + 1) * self._tokens]
         order = np.argsort(self._places(name, cache, small), axis=None)
-        at = places.ravel()[order]
+        at = offsets.ravel()[order]
         ends = np.flatnonzero(np.diff(at) != 1) + 1
         size = cache.element_size()
         return [(int(run[0]) * size, len(run) * size) for run in np.split(at, ends)]
 
     def _places(self, name: str, cache: torch.Tensor, page: _Dims) -> Numbers:
-        """``places``, once for each kind of layer."""
+        """``element_offsets``, once for each kind of layer."""
         layer: Any = self._layers.get(name)
         write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
         if write is None:
-            raise _uncut(name, "vLLM has no function that writes one token of it")
+            raise _cannot_split_error(name, "vLLM has no function that writes one token of it")
         kind = (type(layer.impl), getattr(layer, "isa", ""), layer.head_size, cache.dtype, page)
         if kind not in self._known:
             slots = torch.arange(page[0][1], dtype=torch.int64, device=cache.device)
@@ -96,9 +96,11 @@ class Cutter:
                 write(layer, keys, values, scratch, slots)
 
             try:
-                self._known[kind] = places(into, layer.head_size, self._dtype, cache, page)
+                self._known[kind] = element_offsets(into, layer.head_size, self._dtype, cache, page)
             except Exception as error:
-                raise _uncut(name, f"writing a token of it failed: {error!r}") from error
+                raise _cannot_split_error(
+                    name, f"writing a token of it failed: {error!r}"
+                ) from error
         return self._known[kind]
 
 
@@ -106,7 +108,7 @@ _Dims = tuple[tuple[int, ...], tuple[int, ...]]
 """Heads, tokens and content of a page, and their strides (0 for a dimension of length 1)."""
 
 
-def places(
+def element_offsets(
     write: Write, key_size: int, dtype: torch.dtype, like: torch.Tensor, page: _Dims
 ) -> Numbers:
     """Where a kernel writes each element: ``[tokens, heads, content]``, in elements of the page.
@@ -160,7 +162,7 @@ def _parts(runs: Sequence[Page], count: int) -> list[Page]:
     return [page._replace(offset=page.offset + n * size, length=size) for n in range(count)]
 
 
-def _uncut(name: str, why: str) -> ConfigError:
+def _cannot_split_error(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"block_tokens: the blocks of layer {name} cannot be cut: {why}",
         advice=ADVICE,
@@ -168,7 +170,7 @@ def _uncut(name: str, why: str) -> ConfigError:
     )
 
 
-class CutPages:
+class SplitPages:
     """Implements ``Pages`` for blocks that are cut. Objects are numbered as ``Groups.places``
     does."""
 

@@ -68,7 +68,7 @@ class Page(NamedTuple):
     """Where the pages of one layer are, or of several layers that are adjacent in each block."""
 
     storage: int
-    """Index of the allocation, in ``Geometry.storages``."""
+    """Index of the allocation, in ``CacheGeometry.storages``."""
     offset: int
     """Offset of block 0, bytes."""
     stride: int
@@ -76,7 +76,7 @@ class Page(NamedTuple):
     length: int
 
 
-class Geometry(NamedTuple):
+class CacheGeometry(NamedTuple):
     """All pages of a worker."""
 
     storages: list[torch.Tensor]
@@ -93,7 +93,7 @@ class Geometry(NamedTuple):
 def survey(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
     piece: Piece | None = None, layers: Mapping[str, Any] | None = None,
-) -> Geometry:  # fmt: skip
+) -> CacheGeometry:  # fmt: skip
     """Finds where all pages are, or one shard or piece of each.
 
     Args:
@@ -141,7 +141,7 @@ def survey(
         if of_group:
             pages[group] = _merged(of_group)
     digest = hashlib.sha256(repr(inside).encode()).hexdigest()[:16]
-    return Geometry(tensors, pages, digest)
+    return CacheGeometry(tensors, pages, digest)
 
 
 Shape = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -224,7 +224,7 @@ def _merged(pages: list[Page]) -> list[Page]:
 class CPUPages:
     """Implements ``Pages`` for a cache in main memory."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: CacheGeometry) -> None:
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
         self._memory = [memoryview(each.numpy()) for each in geometry.storages]  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ class CUDAPages:
     It has been run only with the fake GPU of the tests, not on a real one: see docs/vllm.md.
     """
 
-    def __init__(self, geometry: Geometry, device: Device) -> None:
+    def __init__(self, geometry: CacheGeometry, device: Device) -> None:
         """``device``: the device whose memory holds the cache."""
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
@@ -329,7 +329,7 @@ def stream_apart(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-def pages_of(geometry: Geometry, device_of: Callable[[str], Device]) -> Pages:
+def pages_of(geometry: CacheGeometry, device_of: Callable[[str], Device]) -> Pages:
     """The implementation of ``Pages`` for the device on which the cache is.
 
     Args:

@@ -14,30 +14,30 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.client import Client
-from kvstore.client.flows.control_calls import Reach
+from kvstore.client.flows.control_calls import EngineMatchResult
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.block_hashes import BlockHashes
-from kvstore.connectors.vllm.engine_core import Core, before_reset
-from kvstore.connectors.vllm.event_listener import NOTHING, Listener
+from kvstore.connectors.vllm.engine_core import EngineCoreAccess, before_reset
+from kvstore.connectors.vllm.event_listener import NOTHING, EventListener
 from kvstore.connectors.vllm.events import Block, BlockEvents, audit
-from kvstore.connectors.vllm.fingerprint_tracker import NO_PREFIX_CACHING, Identity
+from kvstore.connectors.vllm.fingerprint_tracker import NO_PREFIX_CACHING, FingerprintTracker
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import Split
-from kvstore.connectors.vllm.lookups import Lookups
+from kvstore.connectors.vllm.layout import PageSplit
+from kvstore.connectors.vllm.lookups import LookupThread
 from kvstore.connectors.vllm.messages import (
-    Orders,
+    TransferCommands,
     TransferReport,
     draft_part,
     namespace,
-    under_of,
+    namespace_prefix,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
-from kvstore.connectors.vllm.scheduler_logic import Decisions
+from kvstore.connectors.vllm.scheduler_logic import SchedulerLogic
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.connectors.vllm_media import are_names_marked
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +67,7 @@ Files = tuple[tuple[str, int, int, int], ...]
 """The files in a folder: name, inode, size and time of the last change of each."""
 
 
-class Scheduler:
+class SchedulerSide:
     """The scheduler side of the connector; see the module. For the scheduler's thread."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         kv_cache_config: KVCacheConfig,
         config: ConnectorConfig,
         groups: Groups,
-        split: Split,
+        split: PageSplit,
         hashes: BlockHashes,
         options: dict[str, Any],
         on_worker: Callable[..., Any],
@@ -112,28 +112,28 @@ class Scheduler:
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
-        self._core = Core.above()
+        self._core = EngineCoreAccess.above()
         is_usual = groups.hash_block_tokens == groups.usual_hash_tokens
         described = fingerprint.describe(
             vllm_config, kv_cache_config, split=split,
             hash_tokens=0 if is_usual else groups.hash_block_tokens,
         )  # fmt: skip
-        engine = Record(
+        engine = FleetRecord(
             "vllm", fingerprint.models_of(vllm_config), "", (), described,
             groups.shared_tokens,
         )  # fmt: skip
-        self._identity = Identity(
+        self._identity = FingerprintTracker(
             self._client, self._core, engine, model_id=config.model_id, what="blocks",
             without_draft=partial(fingerprint.without_draft, described, kv_cache_config, split),
         )  # fmt: skip
         events = vllm_config.kv_events_config
         self.events = BlockEvents(groups, wanted=bool(events and events.enable_kv_cache_events))
-        self._lookups = Lookups(
+        self._lookups = LookupThread(
             self._ask, groups, release=self._client.release_match,
             deadline_s=config.lookup_deadline_ms / 1000,
             writers_wait_s=max(WRITERS_WAIT_S, 2 * config.lookup_deadline_ms / 1000),
         )  # fmt: skip
-        self.decisions = Decisions(
+        self.decisions = SchedulerLogic(
             config, groups, self._identity, self._lookups, self.events,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer or config.save_decode,
@@ -145,7 +145,7 @@ class Scheduler:
         self.decisions.are_names_marked = are_names_marked()
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
-        self._listeners: list[Listener] = []
+        self._listeners: list[EventListener] = []
         """The last one listens to the current namespaces; those before it are ending."""
         self._closed = False
         if self._core is None:
@@ -328,14 +328,14 @@ class Scheduler:
             self._free_blocks(self._core)
         self._identity.doubt()
 
-    def _free_blocks(self, core: Core) -> None:
+    def _free_blocks(self, core: EngineCoreAccess) -> None:
         """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
         wait for those loads begin anew."""
         loading = self.decisions.loading
         if self.decisions.has_held:
             told = core.ask(self._on_worker, self._options, "finish_check")
             self._identity.take_verdicts(dict(each for each in told if each))
-            orders = Orders(
+            orders = TransferCommands(
                 self._identity.fingerprint, saves=self.decisions.released(),
                 draft=self._identity.draft,
             )  # fmt: skip
@@ -357,7 +357,9 @@ class Scheduler:
         if loading:
             core.ask(self._on_worker, self._options, "forget_failures")
 
-    def _ask(self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]) -> Reach:
+    def _ask(
+        self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
+    ) -> EngineMatchResult:
         return self._client.match_all(
             keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
         )
@@ -384,8 +386,8 @@ class Scheduler:
         for each in self._listeners:
             each.stop()
         self._listeners = [each for each in self._listeners if each.is_alive]
-        under = under_of(self._identity.last, tenant=self._config.tenant)
-        self._listeners.append(Listener(self._find_events, under, groups, self._config.auth))
+        under = namespace_prefix(self._identity.last, tenant=self._config.tenant)
+        self._listeners.append(EventListener(self._find_events, under, groups, self._config.auth))
 
     def _find_events(self) -> str:
         http = self._client.http()

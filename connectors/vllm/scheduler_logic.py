@@ -20,12 +20,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.block_hashes import BlockHashes, Derived
+from kvstore.connectors.vllm.block_hashes import BlockHashes, HashCache
 from kvstore.connectors.vllm.events import BlockEvents
-from kvstore.connectors.vllm.fingerprint_tracker import Identity
+from kvstore.connectors.vllm.fingerprint_tracker import FingerprintTracker
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
+from kvstore.connectors.vllm.lookups import LookupThread
+from kvstore.connectors.vllm.messages import (
+    LoadCommand,
+    Run,
+    SaveCommand,
+    TransferCommands,
+    TransferReport,
+)
 from kvstore.connectors.vllm_media import is_shared
 from kvstore.limits import TTL_MS_MAX
 
@@ -53,7 +59,7 @@ SAVES_MAX = 2
 
 
 @dataclass
-class Tracked:
+class TrackedRequest:
     """One request, from its arrival until it is finished."""
 
     request: Request
@@ -71,15 +77,15 @@ class Tracked:
     failed_saves: int = 0
     is_stale: bool = False
     """Whether some of its blocks were computed with weights that have been replaced."""
-    smaller: Derived = field(default_factory=Derived)
+    smaller: HashCache = field(default_factory=HashCache)
     """Hashes of smaller blocks than vLLM's, if objects are smaller."""
     salt: bytes = b""
-    salted: Derived = field(default_factory=Derived)
+    salted: HashCache = field(default_factory=HashCache)
     """The keys of its hash blocks, salted, if the request uses an adapter."""
 
 
 @dataclass
-class PinnedBlocks:
+class BlocksBeingSaved:
     """The blocks of one save, which vLLM may not reuse until it has ended."""
 
     request_id: str
@@ -97,15 +103,15 @@ class PinnedBlocks:
     """How long the store is to pin the blocks; 0: not at all."""
 
 
-class Decisions:
+class SchedulerLogic:
     """The decisions about all requests of one engine. For the scheduler's thread only."""
 
     def __init__(
         self,
         config: ConnectorConfig,
         groups: Groups,
-        identity: Identity,
-        lookups: Lookups,
+        identity: FingerprintTracker,
+        lookups: LookupThread,
         events: BlockEvents,
         *,
         loads: bool,
@@ -135,11 +141,11 @@ class Decisions:
         self._does_save = saves
         self._workers = workers
         self._pool: BlockPool | None = None
-        self._tracked: dict[str, Tracked] = {}
-        self._loads: list[Load] = []
-        self._held: list[Save] = []
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._loads: list[LoadCommand] = []
+        self._held: list[SaveCommand] = []
         """Saves that wait until it is certain with which weights their blocks were computed."""
-        self._pinned: dict[int, PinnedBlocks] = {}
+        self._pinned: dict[int, BlocksBeingSaved] = {}
         self.pinned_blocks = 0
         self._loading: set[str] = set()
         self._next_save = 0
@@ -149,7 +155,7 @@ class Decisions:
 
     def new_request(self, request: Request) -> None:
         """Starts the request's lookup, so that the answer is ready when the scheduler needs it."""
-        tracked = self._tracked[request.request_id] = Tracked(request)
+        tracked = self._tracked[request.request_id] = TrackedRequest(request)
         if self._may_load(request) and len(request.block_hashes):
             hashes = self._hashes(tracked)
             if hashes is not None:
@@ -158,7 +164,7 @@ class Decisions:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
         ``computed`` ones can be loaded (None: not known yet), and whether in the background."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
         tracked.external_tokens = 0
         if not self._may_load(request):
             return 0, False
@@ -191,7 +197,7 @@ class Decisions:
             are_names_marked=self.are_names_marked,
         )  # fmt: skip
 
-    def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
+    def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes] | None:
         """The hash of each hash block, from which keys are made; None: not known."""
         request = tracked.request
         hashes = self.hashes.of(request, tracked.smaller)
@@ -208,7 +214,7 @@ class Decisions:
         salted.source += news
         return salted.made
 
-    def _limit(self, tracked: Tracked) -> int:
+    def _limit(self, tracked: TrackedRequest) -> int:
         """The most tokens that may be loaded: vLLM must compute at least one."""
         request = tracked.request
         limit = self._groups.aligned(max(request.num_tokens - 1, 0))
@@ -230,7 +236,7 @@ class Decisions:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """Handles ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
         if tracked.missed:
             self.counters["missed_tokens"] += tracked.missed
             tracked.missed = None
@@ -246,7 +252,7 @@ class Decisions:
         table, end = blocks.get_block_ids(), tracked.external_tokens
         runs = [*self._groups.runs(hashes, table, first, end)]
         runs += self._groups.states(hashes, table, end)
-        self._loads.append(Load(request.request_id, runs))
+        self._loads.append(LoadCommand(request.request_id, runs))
         self._loading.add(request.request_id)
         self.counters["loaded_requests"] += 1
         self.counters["hit_tokens"] += tokens
@@ -256,10 +262,12 @@ class Decisions:
 
     # --- every step ---------------------------------------------------------------------------
 
-    def orders(self, output: SchedulerOutput) -> Orders:
+    def orders(self, output: SchedulerOutput) -> TransferCommands:
         """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
         self._lookups.new_step()
-        orders = Orders(self._identity.fingerprint, self._loads, draft=self._identity.draft)
+        orders = TransferCommands(
+            self._identity.fingerprint, self._loads, draft=self._identity.draft
+        )
         self._loads = []
         if self._does_save and self._identity.fingerprint:
             self._held += self._saves(output)
@@ -269,7 +277,7 @@ class Decisions:
             self._lookups.forget(request_id)
         return orders
 
-    def released(self) -> list[Save]:
+    def released(self) -> list[SaveCommand]:
         """The saves to order now. Drops those of blocks that may have other weights."""
         fingerprint = self._identity.fingerprint
         for save in list(self._held):
@@ -280,14 +288,14 @@ class Decisions:
         released, self._held = self._held, []
         return released
 
-    def _drop(self, save: Save) -> None:
+    def _drop(self, save: SaveCommand) -> None:
         """Gives up a save that is held."""
         self._held.remove(save)
         pinned = self._pinned.pop(save.number)
         self._unpin(pinned)
         self._save_failed(pinned)
 
-    def _saves(self, output: SchedulerOutput) -> Iterator[Save]:
+    def _saves(self, output: SchedulerOutput) -> Iterator[SaveCommand]:
         state = output.kv_connector_block_state
         if state is None:
             return
@@ -317,7 +325,7 @@ class Decisions:
 
     def _chains_to_save(
         self,
-        tracked: Tracked,
+        tracked: TrackedRequest,
         hashes: Sequence[bytes],
         table: Sequence[Sequence[int]],
         to_save: int,
@@ -337,8 +345,8 @@ class Decisions:
         return runs
 
     def _states_to_save(
-        self, tracked: Tracked, hashes: Sequence[bytes], offers: Iterable[tuple[int, int, int]],
-        to_save: int, room: int,
+        self, tracked: TrackedRequest, hashes: Sequence[bytes],
+        offers: Iterable[tuple[int, int, int]], to_save: int, room: int,
     ) -> list[Run]:  # fmt: skip
         """The states that vLLM offers now, where a hit may end: it keeps them no longer than it
         needs them. Their contents are final after this step.
@@ -367,7 +375,7 @@ class Decisions:
             self.counters["saved_states"] += 1
         return runs
 
-    def _is_news(self, tracked: Tracked, tokens: int) -> bool:
+    def _is_news(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether a block of these tokens is not saved in some group. In most steps this is false
         for most requests."""
         sizes = self._groups.chains.items()
@@ -381,7 +389,7 @@ class Decisions:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
 
-    def _fitting(self, tracked: Tracked, tokens: int) -> int:
+    def _fitting(self, tracked: TrackedRequest, tokens: int) -> int:
         """How many of these tokens may be pinned now; the rest is saved in a later step."""
         room = self._room()
 
@@ -410,7 +418,7 @@ class Decisions:
         assert self._pool is not None, "bind_block_pool comes first"
         return int(self._pool.num_gpu_blocks * PINNED_MAX) - self.pinned_blocks
 
-    def _pin(self, request: Request, runs: list[Run]) -> Save:
+    def _pin(self, request: Request, runs: list[Run]) -> SaveCommand:
         """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
@@ -420,7 +428,7 @@ class Decisions:
         self.pinned_blocks += len(block_ids)
         self._next_save += 1
         self._last_pinned = time.monotonic()
-        pinned = PinnedBlocks(request.request_id, block_ids, self._workers, runs)
+        pinned = BlocksBeingSaved(request.request_id, block_ids, self._workers, runs)
         pinned.fingerprint = self._identity.fingerprint
         pinned.keep_ms = self._keep_ms(request)
         if self._events.wanted:
@@ -429,7 +437,7 @@ class Decisions:
             pinned.plain = dict(zip(salted.made, salted.source))
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
         self._pinned[self._next_save] = pinned
-        return Save(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
+        return SaveCommand(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
 
     def _keep_ms(self, request: Request) -> int:
         return _milliseconds(request, "pin_ms", REQUEST_PIN_MS_MAX)
@@ -472,7 +480,7 @@ class Decisions:
             if number not in left:
                 self._unpin(pinned)
 
-    def _unpin(self, pinned: PinnedBlocks) -> None:
+    def _unpin(self, pinned: BlocksBeingSaved) -> None:
         pool = self._pool
         assert pool is not None
         block_ids, pinned.block_ids = pinned.block_ids, []
@@ -480,7 +488,7 @@ class Decisions:
         # Tail first, so that the shared prefix is evicted last.
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
-    def _save_failed(self, pinned: PinnedBlocks) -> None:
+    def _save_failed(self, pinned: BlocksBeingSaved) -> None:
         """Lets the next save include these blocks again, because a lookup stops at a hole."""
         self.counters["saves_failed"] += 1
         tracked = self._tracked.get(pinned.request_id)
@@ -547,7 +555,7 @@ class Decisions:
             self.keep(self._groups.tips(hashes, tokens), keep_ms)
         return {"stored_tokens": tokens} if tokens and self._does_save else None
 
-    def _stored_tokens(self, tracked: Tracked) -> int:
+    def _stored_tokens(self, tracked: TrackedRequest) -> int:
         """How many leading tokens the store has or will have, as far as this engine knows."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
@@ -576,14 +584,14 @@ class Decisions:
         if tracked is not None:
             self._make_stale(tracked)
 
-    def _outdate(self, requests: list[Tracked]) -> None:
+    def _outdate(self, requests: list[TrackedRequest]) -> None:
         for tracked in requests:
             if tracked.request.num_computed_tokens:
                 self._make_stale(tracked)
         if self._pool is not None:
             self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
 
-    def _make_stale(self, tracked: Tracked) -> None:
+    def _make_stale(self, tracked: TrackedRequest) -> None:
         """Save no more blocks of this request, and keep other requests from finding its next blocks
         in vLLM's prefix cache: give it a cache salt of its own."""
         tracked.is_stale = True

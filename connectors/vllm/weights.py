@@ -13,7 +13,7 @@ they came from are part of the identity. Of linear layers some columns are read 
 multiplication with one-hot vectors, so that weights that are replaced in place are noticed.
 
 Where nothing says that weights were replaced, samples are compared at once, and all of them in the
-background (``LiveWeights``): an engine need not wait for that.
+background (``WeightMonitor``): an engine need not wait for that.
 """
 
 # mypy: allow-untyped-calls
@@ -77,7 +77,7 @@ class WorkerWeights(NamedTuple):
     """Names of tensors whose contents could not be read."""
 
 
-class LiveWeights:
+class WeightMonitor:
     """The weights of one worker, as they are now. For the thread that computes."""
 
     def __init__(
@@ -194,7 +194,7 @@ def _in_memory(weights: Mapping[str, WorkerWeights]) -> list[str]:
 
 
 def identify(
-    hello: WorkerIdentity, live: LiveWeights, adapters: Adapters | None = None
+    hello: WorkerIdentity, live: WeightMonitor, adapters: LoraAdapters | None = None
 ) -> WorkerIdentity:
     """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If these are
     not known, ``hello`` gets the error instead, and the engine goes on without the store."""
@@ -204,8 +204,8 @@ def identify(
         layers = dict(vllm_config.compilation_config.static_forward_context)
         if hello.draft is not None:
             its = {name: layers.pop(name) for name in hello.draft.layers}
-            _tell(hello.draft, {"draft": weights.pop("draft")}, its, live)
-        _tell(hello, weights, layers, live)
+            _fill_identity(hello.draft, {"draft": weights.pop("draft")}, its, live)
+        _fill_identity(hello, weights, layers, live)
         hello.prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
         hello.adapters = {} if adapters is None else adapters.digests()
     except KVStoreError as error:
@@ -216,9 +216,9 @@ def identify(
     return hello
 
 
-def _tell(
+def _fill_identity(
     told: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
-    layers: Mapping[str, Any], live: LiveWeights,
+    layers: Mapping[str, Any], live: WeightMonitor,
 ) -> None:  # fmt: skip
     """Completes ``told`` with these weights, by model, and the formats of these layers."""
     digests = _digests(weights)
@@ -243,7 +243,7 @@ def _tell(
         told.files = weights_id(live.vllm_config, models, name=live.name)
 
 
-def draft_layers(live: LiveWeights) -> set[str] | None:
+def draft_layers(live: WeightMonitor) -> set[str] | None:
     """The names of the attention layers that a draft model does not share with the model; None:
     there is no draft model, or its layers do more than guess."""
     models = live.models()
@@ -348,7 +348,7 @@ def adapter_digest(adapter: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-class Adapters:
+class LoraAdapters:
     """The LoRA adapters of a worker, which vLLM loads and drops as requests need them."""
 
     def __init__(self, worker: Any) -> None:

@@ -22,16 +22,16 @@ from kvstore.calls import PutOutcome
 from kvstore.client.client import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.clients import StoreSettings
-from kvstore.connectors.engine.guarded_client import Guard
+from kvstore.connectors.engine.guarded_client import GuardedClient
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
-    Load,
-    Orders,
+    LoadCommand,
     Run,
-    Save,
-    SaveEnd,
-    StillUnderWay,
+    SaveCommand,
+    SaveResult,
+    TransferCommands,
     TransferReport,
+    UnfinishedTransfers,
     draft_part,
     namespace,
 )
@@ -73,8 +73,8 @@ by then."""
 ResultT = TypeVar("ResultT")
 
 
-class _Order(NamedTuple):
-    what: Load | Save
+class _QueuedTransfer(NamedTuple):
+    what: LoadCommand | SaveCommand
     fingerprint: str
     after: Mark
     at: float
@@ -115,13 +115,13 @@ class WorkerSide:
         self._give_up = False
         """Whether queued transfers are dropped instead of begun."""
         self._is_suspended = False
-        self._loads: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[_QueuedTransfer | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[_QueuedTransfer | None] = queue.SimpleQueue()
         self._client = client
         self._begun: Mark = None
         self._runaway: DeviceError | None = None
         """Set if copies did not end: they may still write to blocks that vLLM considers free."""
-        self._guards = {doing: Guard(client, log) for doing in ("load", "save")}
+        self._guards = {doing: GuardedClient(client, log) for doing in ("load", "save")}
         self._openings = 0
         """Of the guards' breakers, when the numbers were taken last."""
         self._threads = [
@@ -149,7 +149,7 @@ class WorkerSide:
 
     # --- the thread that computes -------------------------------------------------------------
 
-    def begin(self, orders: Orders) -> None:
+    def begin(self, orders: TransferCommands) -> None:
         """Called before the step's forward pass is queued. Loads of the step wait for the work that
         is queued now, which may still read or write their blocks for requests that had them before,
         zero them, or copy them. They do not wait for the step, which touches no block that is being
@@ -164,22 +164,24 @@ class WorkerSide:
             if self._begun is None:
                 self._order_loads(orders)
 
-    def load(self, orders: Orders) -> None:
+    def load(self, orders: TransferCommands) -> None:
         """Orders the loads of a step that has begun. vLLM calls this after it has queued the pass,
         so that the pass does not wait for it."""
         if orders.loads and self._begun is not None:
             self._order_loads(orders)
 
-    def _order_loads(self, orders: Orders) -> None:
+    def _order_loads(self, orders: TransferCommands) -> None:
         with self._lock:
             self._loads_left.update(each.request_id for each in orders.loads)
         for each in orders.loads:
             self._loads.put(self._order(each, orders, self._begun))
 
-    def _order(self, what: Load | Save, orders: Orders, after: Mark) -> _Order:
-        return _Order(what, orders.fingerprint, after, time.monotonic(), orders.draft)
+    def _order(
+        self, what: LoadCommand | SaveCommand, orders: TransferCommands, after: Mark
+    ) -> _QueuedTransfer:
+        return _QueuedTransfer(what, orders.fingerprint, after, time.monotonic(), orders.draft)
 
-    def save(self, orders: Orders) -> None:
+    def save(self, orders: TransferCommands) -> None:
         """Orders the saves of a step whose forward pass, and that of a draft model, has been
         queued. Saves wait for the pass, which computes their last tokens. Later steps do not write
         to these objects: all their tokens are computed, and the scheduler side holds their blocks
@@ -189,7 +191,7 @@ class WorkerSide:
         if not self._does_save:
             with self._lock:
                 for each in orders.saves:
-                    self._report.saves[each.number] = SaveEnd(1, 1)
+                    self._report.saves[each.number] = SaveResult(1, 1)
             return
         after = self._pages.mark()
         with self._lock:
@@ -216,7 +218,7 @@ class WorkerSide:
             report, self._report = self._report, TransferReport()
         return report if report.saves or report.failed_loads else None
 
-    def drain(self) -> StillUnderWay:
+    def drain(self) -> UnfinishedTransfers:
         """Waits until no transfer reads or writes blocks any more, and returns the report of saves.
         Gives up transfers that have not begun after ``DRAIN_S``. Waits at most a transfer's
         time-out and some seconds. Loads that have arrived are reported with the next step, as
@@ -224,7 +226,7 @@ class WorkerSide:
         with self._lock:
             self._settle()
             saves, loads = set(self._saves_left), set(self._loads_left)
-        return StillUnderWay(self.take_report(), saves, loads)
+        return UnfinishedTransfers(self.take_report(), saves, loads)
 
     def suspend(self) -> None:
         """As ``drain``, but keeps the report for the next step. Transfers that are ordered before
@@ -285,8 +287,8 @@ class WorkerSide:
 
     def _serve(
         self,
-        waiting: queue.SimpleQueue[_Order | None],
-        work: Callable[[Any, _Order], None],
+        waiting: queue.SimpleQueue[_QueuedTransfer | None],
+        work: Callable[[Any, _QueuedTransfer], None],
     ) -> None:
         while (order := waiting.get()) is not None and not self._closing.is_set():
             try:
@@ -295,9 +297,9 @@ class WorkerSide:
                 log.exception("order_failed")
                 self._fail(order.what)
 
-    def _fail(self, what: Load | Save) -> None:
+    def _fail(self, what: LoadCommand | SaveCommand) -> None:
         with self._lock:
-            if isinstance(what, Save):
+            if isinstance(what, SaveCommand):
                 self._save_ended(what, stored=False)
             else:
                 self._load_ended(what)
@@ -305,13 +307,13 @@ class WorkerSide:
                 self._report.failed_loads[what.request_id] = 0
                 self._bad_blocks.update(each for run in what.runs for each in run.block_ids)
 
-    def _save_ended(self, save: Save, *, stored: bool) -> None:
+    def _save_ended(self, save: SaveCommand, *, stored: bool) -> None:
         """The caller holds the lock."""
-        self._report.saves[save.number] = SaveEnd(1, int(stored))
+        self._report.saves[save.number] = SaveResult(1, int(stored))
         self._saves_left.discard(save.number)
         self._ended.notify_all()
 
-    def _load_ended(self, load: Load) -> None:
+    def _load_ended(self, load: LoadCommand) -> None:
         """The caller holds the lock."""
         self._arrived.add(load.request_id)
         self._loads_left.discard(load.request_id)
@@ -337,7 +339,7 @@ class WorkerSide:
             log.exception("%s_failed", doing)
         return None
 
-    def _load(self, load: Load, order: _Order) -> None:
+    def _load(self, load: LoadCommand, order: _QueuedTransfer) -> None:
         # The time-out covers the whole load, including its wait behind other loads.
         deadline = order.at + TRANSFER_TIMEOUT_MS / 1000
         bad: set[int] = set()
@@ -365,7 +367,7 @@ class WorkerSide:
                 failed=int(good_tokens is not None),
             )  # fmt: skip
 
-    def _get(self, piece: Run, order: _Order, deadline: float) -> int:
+    def _get(self, piece: Run, order: _QueuedTransfer, deadline: float) -> int:
         """How many leading blocks have arrived, with all of their parts."""
         arrived = len(piece.keys)
         for part, pages in self._parts.items():
@@ -377,7 +379,7 @@ class WorkerSide:
             self._get_drafts(_slice(piece, 0, arrived), order, deadline)
         return arrived
 
-    def _get_drafts(self, piece: Run, order: _Order, deadline: float) -> None:
+    def _get_drafts(self, piece: Run, order: _QueuedTransfer, deadline: float) -> None:
         places = self._groups.places(piece)
         for part, pages in self._drafts_of(piece, order):
             sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(places)
@@ -391,11 +393,11 @@ class WorkerSide:
                 log.exception("draft_pages_not_zeroed")
 
     def _fetch(
-        self, piece: Run, part: str, pages: Pages, order: _Order, deadline: float
+        self, piece: Run, part: str, pages: Pages, order: _QueuedTransfer, deadline: float
     ) -> list[int | None] | None:
         """The bytes of each of these parts that have arrived, None for one that the store does not
         have; None for all: the store does not do it."""
-        left_ms = _left_ms(deadline)
+        left_ms = _remaining_ms(deadline)
 
         def get() -> list[int | None]:
             return self._client.get_into(
@@ -407,10 +409,10 @@ class WorkerSide:
 
         return None if self._drops or not left_ms else self._guarded("load", get, left_ms)
 
-    def _namespace(self, order: _Order, piece: Run, part: str) -> Namespace:
+    def _namespace(self, order: _QueuedTransfer, piece: Run, part: str) -> Namespace:
         return namespace(order.fingerprint, piece.group, part, tenant=self._config.tenant)
 
-    def _drafts_of(self, piece: Run, order: _Order) -> list[tuple[str, Pages]]:
+    def _drafts_of(self, piece: Run, order: _QueuedTransfer) -> list[tuple[str, Pages]]:
         """The draft model's pages of this piece's group, by the names of their parts."""
         return [
             (draft_part(part, order.draft), pages)
@@ -421,7 +423,7 @@ class WorkerSide:
     def _block_bytes(self, group: int) -> int:
         return sum(pages.block_bytes[group] for pages in self._parts.values())
 
-    def _save(self, save: Save, order: _Order) -> None:
+    def _save(self, save: SaveCommand, order: _QueuedTransfer) -> None:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
         stored = not late and not self._drops
@@ -444,7 +446,7 @@ class WorkerSide:
                 failed=int(not stored),
             )  # fmt: skip
 
-    def _put(self, piece: Run, order: _Order, deadline: float) -> bool | None:
+    def _put(self, piece: Run, order: _QueuedTransfer, deadline: float) -> bool | None:
         """Whether the store has all parts of these blocks now; False: others are still writing
         some of them; None: it does not take them."""
         stored = True
@@ -458,12 +460,12 @@ class WorkerSide:
         return stored
 
     def _store(
-        self, piece: Run, part: str, pages: Pages, order: _Order, deadline: float
+        self, piece: Run, part: str, pages: Pages, order: _QueuedTransfer, deadline: float
     ) -> list[PutOutcome] | None:
         """What became of each of these parts; None: the store does not take them."""
-        assert isinstance(order.what, Save)
+        assert isinstance(order.what, SaveCommand)
         ttl = order.what.ttl_ms / 1000 or None
-        left_ms = _left_ms(deadline)
+        left_ms = _remaining_ms(deadline)
 
         def put() -> list[PutOutcome]:
             return self._client.put_chain(
@@ -497,7 +499,7 @@ class WorkerSide:
                 self._closing.wait(CONTRIBUTE_PAUSE_S)
 
 
-def _left_ms(deadline: float) -> int:
+def _remaining_ms(deadline: float) -> int:
     """Milliseconds until ``deadline``; 0: it has passed."""
     return max(0, int((deadline - time.monotonic()) * 1000))
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import Split
-from kvstore.connectors.vllm.page_splitting import CutPages, Cutter
-from kvstore.connectors.vllm.pages import Geometry, Pages, pages_of, survey
+from kvstore.connectors.vllm.layout import PageSplit
+from kvstore.connectors.vllm.page_splitting import PageSplitter, SplitPages
+from kvstore.connectors.vllm.pages import CacheGeometry, Pages, pages_of, survey
 from kvstore.device.device import Device
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ Caches = Mapping[str, "torch.Tensor"]
 """The paged caches, by layer."""
 
 
-class Parts:
+class WorkerParts:
     def __init__(
         self, caches: Caches, names: Sequence[str], vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig, groups: Groups, split: Split,
+        kv_cache_config: KVCacheConfig, groups: Groups, split: PageSplit,
         device_of: Callable[[str], Device],
     ) -> None:  # fmt: skip
         """
         Args:
-            names: as ``Split.parts`` gives them.
+            names: as ``PageSplit.parts`` gives them.
             device_of: ``Client.device`` of the client that will copy.
 
         Raises:
@@ -76,17 +76,17 @@ class Parts:
         for shard in range(self._split.each):
             geometries = [each for each in self._pieces(caches, shard) if each.pages]
             pieces = [pages_of(each, self._device_of) for each in geometries]
-            found.append(CutPages(pieces) if len(pieces) > 1 else pieces[0])
+            found.append(SplitPages(pieces) if len(pieces) > 1 else pieces[0])
         return dict(zip(self.names, found, strict=True))
 
-    def _pieces(self, caches: Caches, shard: int) -> list[Geometry]:
+    def _pieces(self, caches: Caches, shard: int) -> list[CacheGeometry]:
         """Where one shard of all pages is, once for each piece that blocks are cut into."""
         config, split = self._kv_cache_config, self._split
         layers = self._vllm_config.compilation_config.static_forward_context
         if not split.block_tokens:
             of_states = layers if split.shards else None
             return [survey(caches, config, shard, split.each, layers=of_states)]
-        cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
+        cutter = PageSplitter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
         count = max(map(self._groups.cuts, self._groups.block_tokens))
         return [
             survey(caches, config, shard, split.each, partial(cutter.piece, index))

@@ -15,11 +15,11 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvstore.client.client import Client
 from kvstore.connectors.vllm import fingerprint, fingerprint_tracker
-from kvstore.connectors.vllm.engine_core import Core, callers
+from kvstore.connectors.vllm.engine_core import EngineCoreAccess, callers
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.weights import LiveWeights, identify
+from kvstore.connectors.vllm.weights import WeightMonitor, identify
 from kvstore.fingerprint import digest
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import of_tenant
 from kvstore.network.host import host_id
 
@@ -50,10 +50,10 @@ NOT_RESET: Final = (
 def hello(worker: Any, model_id: str) -> WorkerIdentity:
     """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
     hello = WorkerIdentity("", [], [""], rank=worker.rank, host=host_id())
-    return identify(hello, LiveWeights(worker, worker.vllm_config, name=model_id))
+    return identify(hello, WeightMonitor(worker, worker.vllm_config, name=model_id))
 
 
-class TierIdentity(fingerprint_tracker.Identity):
+class TierNamespace(fingerprint_tracker.FingerprintTracker):
     """See the module. For the scheduler's thread; any thread may read ``namespace``."""
 
     def __init__(
@@ -88,8 +88,8 @@ class TierIdentity(fingerprint_tracker.Identity):
             if group.group_id in chained
         }
         """Tokens per chunk of cache groups that attend to all tokens: their chunks are chains."""
-        core = Core.above()
-        engine = Record(ENGINE, models, "", (), description)
+        core = EngineCoreAccess.above()
+        engine = FleetRecord(ENGINE, models, "", (), description)
         super().__init__(client, core, engine, model_id=model_id, what="chunks")
         if not model_id if core is None else connector is None:
             self.switch_off(NO_CORE)

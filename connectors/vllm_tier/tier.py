@@ -37,10 +37,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvstore.calls import PutOutcome
-from kvstore.connectors.engine.guarded_client import Guard, client_of_an_engine
+from kvstore.connectors.engine.guarded_client import GuardedClient, client_of_an_engine
 from kvstore.connectors.vllm_media import are_names_marked, is_shared
 from kvstore.connectors.vllm_tier.chunk_order import ChunkRun, runs_of
-from kvstore.connectors.vllm_tier.namespace import TierIdentity
+from kvstore.connectors.vllm_tier.namespace import TierNamespace
 from kvstore.errors import ConfigError, KVStoreError, NoSpaceError
 
 log = logging.getLogger("vllm.kvstore")
@@ -92,9 +92,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if wanted else None
         self._pieces_chunks = max(1, PIECE_BYTES // self.block_size_bytes)
-        self._guard = Guard(client_of_an_engine(**settings), log)
+        self._guard = GuardedClient(client_of_an_engine(**settings), log)
         self._pool = primary_kv_view.cast("B")
-        self._identity = TierIdentity(
+        self._identity = TierNamespace(
             self._guard.client, offloading_spec, self.block_size_bytes, model_id=model_id
         )
         _note_unshared()

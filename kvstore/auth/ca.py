@@ -18,9 +18,9 @@ from typing import Final
 from urllib.parse import quote
 
 from kvstore.auth import certificates
-from kvstore.auth.certificates import Leaf, Signer, Wanted, pem
+from kvstore.auth.certificates import CertificateRequest, IssuedCertificate, SigningAuthority, pem
 from kvstore.auth.credentials import AUTHORITIES, check_mode_of
-from kvstore.auth.revocation_list import plain
+from kvstore.auth.revocation_list import normalize_serial
 from kvstore.errors import UsageError
 from kvstore.process.watched_files import read_file, write_file
 
@@ -31,7 +31,7 @@ REVOKED_NAME: Final = "revoked"
 PUBLIC: Final = 0o644
 
 
-def create(folder: Path, now: datetime) -> Signer:
+def create(folder: Path, now: datetime) -> SigningAuthority:
     """Writes a new CA.
 
     Raises:
@@ -52,7 +52,7 @@ def create(folder: Path, now: datetime) -> Signer:
     return signer
 
 
-def issue(folder: Path, wanted: Wanted, now: datetime) -> Leaf:
+def issue(folder: Path, wanted: CertificateRequest, now: datetime) -> IssuedCertificate:
     """Issues a certificate, and records it.
 
     Raises:
@@ -86,7 +86,7 @@ def revoke(folder: Path, which: str, now: datetime) -> list[str]:
         if before and not before.endswith(b"\n"):
             before += b"\n"  # an editor may leave it out
         given = before.decode(errors="replace").splitlines()
-        known = {plain(line.split("#")[0]) for line in given}
+        known = {normalize_serial(line.split("#")[0]) for line in given}
         note = f"# {quote(which, safe='')}, {now:%Y-%m-%dT%H:%M:%SZ}"
         lines = [f"{number}  {note}\n" for number in found if number not in known]
         write_file(path, before + "".join(lines).encode(), PUBLIC)
@@ -100,7 +100,7 @@ def file_name(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def content_of(leaf: Leaf, command: str) -> bytes:
+def content_of(leaf: IssuedCertificate, command: str) -> bytes:
     """A file that proves an identity. ``command``: the one that was called, for people."""
     # Text must not look like a part of the file. URIs cannot: spaces are %20 there.
     command = "".join(each if each.isprintable() else "?" for each in command)

@@ -9,9 +9,17 @@ import secrets
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from kvstore.auth.credentials import SERVED, Pems, check_mode_of, key_file, read, refusal_of
+from kvstore.auth.credentials import SERVED, PemBundle, check_mode_of, key_file, read, refusal_of
 from kvstore.auth.holder_ids import holder_of, shown
-from kvstore.auth.identity import ALL, ENGINE, NODE, URI_BYTES_MAX, Identity, identity, identity_of
+from kvstore.auth.identity import (
+    ALL,
+    ENGINE,
+    NODE,
+    URI_BYTES_MAX,
+    Identity,
+    identity_of,
+    validated_identity,
+)
 from kvstore.errors import ConfigError, InvalidArgumentError, StartupError
 from kvstore.network.addresses import is_address
 
@@ -34,7 +42,7 @@ Key = ec.EllipticCurvePrivateKey
 PEM: Final = serialization.Encoding.PEM
 
 
-class Wanted(NamedTuple):
+class CertificateRequest(NamedTuple):
     """The content of a certificate."""
 
     name: str
@@ -52,30 +60,30 @@ class Wanted(NamedTuple):
         return not SERVED.keys().isdisjoint(self.roles)
 
 
-class Signer(NamedTuple):
+class SigningAuthority(NamedTuple):
     """A certificate authority (CA) with its key."""
 
     key: Key
     certificate: x509.Certificate
 
 
-class Leaf(NamedTuple):
+class IssuedCertificate(NamedTuple):
     """An issued certificate with its key. The number of ``who`` is its serial number."""
 
     who: Identity
     until: datetime
-    pems: Pems
+    pems: PemBundle
 
 
-def new_authority(now: datetime) -> Signer:
+def new_authority(now: datetime) -> SigningAuthority:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"kvstore authority {secrets.token_hex(4)}")
     until = now + timedelta(days=3_650)
     builder = _builder(name, name, secrets.randbits(63), key, key, now, until, is_ca=True)
-    return Signer(key, builder.sign(key, SHA256()))
+    return SigningAuthority(key, builder.sign(key, SHA256()))
 
 
-def issue(signer: Signer, wanted: Wanted, now: datetime) -> Leaf:
+def issue(signer: SigningAuthority, wanted: CertificateRequest, now: datetime) -> IssuedCertificate:
     """A key, and its certificate, which ends with its CA at the latest.
 
     Raises:
@@ -84,7 +92,7 @@ def issue(signer: Signer, wanted: Wanted, now: datetime) -> Leaf:
     end = signer.certificate.not_valid_after_utc
     serial = secrets.randbits(63) | 1 << 63  # always sixteen hexadecimal digits
     rights = {"reads": wanted.reads, "writes": wanted.writes, "nodes": wanted.nodes}
-    who = identity(wanted.name, wanted.roles, number=f"{serial:x}", **rights)
+    who = validated_identity(wanted.name, wanted.roles, number=f"{serial:x}", **rights)
     _check(wanted, who, has_ended=now >= end)
     key = ec.generate_private_key(ec.SECP256R1())
     until = min(now + timedelta(days=wanted.days), end).replace(microsecond=0)
@@ -101,10 +109,12 @@ def issue(signer: Signer, wanted: Wanted, now: datetime) -> Leaf:
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(signer.key, SHA256())
     )
-    return Leaf(who, until, Pems(pem_of_key(key), pem(certificate), pem(signer.certificate)))
+    return IssuedCertificate(
+        who, until, PemBundle(pem_of_key(key), pem(certificate), pem(signer.certificate))
+    )
 
 
-def _check(wanted: Wanted, who: Identity, *, has_ended: bool) -> None:
+def _check(wanted: CertificateRequest, who: Identity, *, has_ended: bool) -> None:
     """Raises InvalidArgumentError: there can be no such certificate, or it would be of no use."""
     is_engine, patterns = ENGINE in wanted.roles, wanted.reads or wanted.writes
     for is_wrong, what, advice in (
@@ -180,7 +190,7 @@ def pem_of_key(key: Key) -> bytes:
     return key.private_bytes(PEM, form, serialization.NoEncryption())
 
 
-def signer_of(key: bytes, certificate: bytes) -> Signer:
+def signer_of(key: bytes, certificate: bytes) -> SigningAuthority:
     """Raises ConfigError: they cannot be read, or do not belong together."""
     [found, *_] = loaded(certificate)
     try:
@@ -189,7 +199,7 @@ def signer_of(key: bytes, certificate: bytes) -> Signer:
         raise ConfigError("the authority's key cannot be read") from None
     if not isinstance(read, Key) or read.public_key() != found.public_key():
         raise ConfigError("the authority's key and certificate do not belong together")
-    return Signer(read, found)
+    return SigningAuthority(read, found)
 
 
 def loaded(pem: bytes) -> list[x509.Certificate]:

@@ -30,10 +30,10 @@ from typing import Final, NamedTuple
 import grpc
 
 from kvstore.auth.identity import MASTER, NODE, Identity, identity_of
-from kvstore.auth.validity import DAY_S, Validity, validity_of
+from kvstore.auth.validity import DAY_S, ValidityPeriod, validity_of
 from kvstore.clock import uptime
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.network.tls import Certificate, load_chain, renewing
+from kvstore.network.tls import Certificate, load_chain, reloading_context
 from kvstore.process.watched_files import WatchedFile, read_file
 
 log = logging.getLogger("kvstore.auth")
@@ -59,7 +59,7 @@ _CERTIFICATE: Final = re.compile(
 _AUTHORITIES: Final = re.compile(rb"^%b[ \t\r]*$" % AUTHORITIES.encode(), re.MULTILINE)
 
 
-class Pems(NamedTuple):
+class PemBundle(NamedTuple):
     """What the file holds, as PEM."""
 
     key: bytes
@@ -81,7 +81,7 @@ class Credentials:
         self.path = path
         self._lock = threading.Lock()
 
-        def load() -> Pems:
+        def load() -> PemBundle:
             pems = read(path)
             _loaded(pems)
             return pems
@@ -90,11 +90,11 @@ class Credentials:
         self._client = self.pems(), _loaded(self.pems())
         self._remind_at = -math.inf
 
-    def pems(self) -> Pems:
+    def pems(self) -> PemBundle:
         """What the file holds now; what it held before, if it cannot be used now."""
         return self._file.value
 
-    def validity(self) -> Validity:
+    def validity(self) -> ValidityPeriod:
         """Until when peers accept what the file holds now."""
         return validity_of(self.pems().chain.decode("ascii"))
 
@@ -141,13 +141,15 @@ class Credentials:
         """
         shown = Certificate(cert, key) if cert else None
 
-        def load(content: tuple[Pems, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
+        def load(content: tuple[PemBundle, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
             context = _loaded(content[0], is_server=True, shown=content[1])
             if is_optional:
                 context.verify_mode = ssl.CERT_OPTIONAL
             return context
 
-        return renewing(lambda: (self.pems(), None if shown is None else shown.value), load)
+        return reloading_context(
+            lambda: (self.pems(), None if shown is None else shown.value), load
+        )
 
     def check_serves(self, name: str) -> None:
         """Finds out whether peers would accept this process as a server of this name, by a
@@ -173,7 +175,7 @@ class Credentials:
     def grpc_server(self) -> grpc.ServerCredentials:
         """For a gRPC server, whose peers must show a certificate."""
 
-        def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+        def configuration(pems: PemBundle) -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration(
                 [(pems.key, pems.chain)], pems.authorities
             )
@@ -228,7 +230,7 @@ def shown_identity(certificate: object) -> Identity | None:
 
 
 def _loaded(
-    pems: Pems, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
+    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
 ) -> ssl.SSLContext:
     """``shown``: as ``Certificate.value``, instead of the own key and certificate.
 
@@ -252,7 +254,7 @@ def _loaded(
     return context
 
 
-def refusal_of(pems: Pems, name: str = "") -> str:
+def refusal_of(pems: PemBundle, name: str = "") -> str:
     """Says why peers that trust the same authorities refuse the certificate, by a handshake with
     itself; empty: they accept it. ``name``: of the server that it is for; empty: for a client.
 
@@ -282,7 +284,7 @@ def key_file(path: str) -> Path:
     return Path(path, "tls.key") if os.path.isdir(path) else Path(path)
 
 
-def read(path: str, *, check_mode: bool = True) -> Pems:
+def read(path: str, *, check_mode: bool = True) -> PemBundle:
     """What a file or a folder holds.
 
     Raises:
@@ -296,7 +298,7 @@ def read(path: str, *, check_mode: bool = True) -> Pems:
         key, authorities = chain, b"".join(after)
     if check_mode:
         check_mode_of(key_file(path))
-    pems = Pems(
+    pems = PemBundle(
         b"".join(_KEY.findall(key)),
         b"".join(_CERTIFICATE.findall(chain)),
         b"".join(_CERTIFICATE.findall(authorities)),

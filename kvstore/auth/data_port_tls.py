@@ -12,14 +12,14 @@ import socket
 from typing import Final
 
 from kvstore.auth.credentials import NODE_NAME, Credentials, shown_identity
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.network.tls_stream import TlsStream
 
 
-class NodeEnd:
+class NodeTls:
     """The node's end. Threads: any."""
 
-    def __init__(self, credentials: Credentials, revoked: Revoked) -> None:
+    def __init__(self, credentials: Credentials, revoked: RevocationList) -> None:
         """Raises ConfigError: clients would not accept this identity from a node."""
         credentials.check_serves(NODE_NAME)
         self._context = credentials.server()
@@ -35,7 +35,7 @@ class NodeEnd:
         return who is not None and not self._revoked.has(who)
 
 
-class ClientEnd:
+class ClientTls:
     """The client's end. Threads: any."""
 
     def __init__(self, credentials: Credentials, *, demands: bool = False) -> None:

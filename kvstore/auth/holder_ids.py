@@ -7,7 +7,7 @@ import hmac
 from typing import Final
 
 from kvstore.auth.identity import Identity
-from kvstore.auth.revocation_list import plain
+from kvstore.auth.revocation_list import normalize_serial
 
 _REMEMBERED: Final = 2_048
 
@@ -15,12 +15,12 @@ _REMEMBERED: Final = 2_048
 def holder_of(who: Identity) -> int:
     """It follows from the number of the certificate, so a master knows the holders that it
     revokes."""
-    return holder_by(plain(who.number) or who.uri)
+    return holder_by(normalize_serial(who.number) or who.uri)
 
 
 @functools.lru_cache(_REMEMBERED)
 def holder_by(said: str) -> int:
-    """The holder whose certificate has this number, in the form of ``plain``."""
+    """The holder whose certificate has this number, in the form of ``normalize_serial``."""
     digest = hmac.digest(b"holder", said.encode(), "sha256")
     return int.from_bytes(digest[:8], "little") >> 1 | 1
 

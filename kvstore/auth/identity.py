@@ -97,7 +97,7 @@ class Identity(NamedTuple):
         return MASTER in self.roles or (NODE in self.roles and matches(self.nodes, name))
 
 
-def identity(
+def validated_identity(
     name: str,
     roles: Iterable[str],
     *,
@@ -171,7 +171,7 @@ def parse(uri: str) -> Identity:
             raise ValueError("a certificate has one number")
     except (KeyError, ValueError):
         raise InvalidArgumentError(f"{uri[:80]!r} has fields that no identity has") from None
-    return identity(
+    return validated_identity(
         name,
         roles.split("+"),
         reads=found["read"],

@@ -12,11 +12,11 @@ from kvstore.auth import permissions
 from kvstore.auth.identity import Identity
 from kvstore.calls import Request
 
-_ACTING: Final[ContextVar[Identity | None]] = ContextVar("acting", default=None)
+_ACTING: Final[ContextVar[Identity | None]] = ContextVar("impersonated", default=None)
 
 
 @contextlib.contextmanager
-def acting_for(who: Identity | None) -> Iterator[None]:
+def impersonate(who: Identity | None) -> Iterator[None]:
     """Calls inside the block, and in threads and tasks that it starts, are made for ``who``; None:
     for this process itself."""
     before = _ACTING.set(who)
@@ -26,7 +26,7 @@ def acting_for(who: Identity | None) -> Iterator[None]:
         _ACTING.reset(before)
 
 
-def acting() -> Identity | None:
+def impersonated() -> Identity | None:
     """For whom calls are made here; None: for this process itself."""
     return _ACTING.get()
 

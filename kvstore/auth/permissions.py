@@ -15,7 +15,7 @@ from kvstore.auth.identity import ADMIN, ALL, ENGINE, MASTER, NODE, OBSERVER, Id
 from kvstore.calls import MapRight, Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Namespace
-from kvstore.tenants import patterns_meet
+from kvstore.tenants import patterns_overlap
 
 
 class Right(enum.Enum):
@@ -108,11 +108,11 @@ def check(who: Identity, request: Request) -> None:
             verb, may = "write", who.may_write
         case right:
             if not _has(who, right, request):
-                raise refused(who, request, "may not make this call")
+                raise permission_error(who, request, "may not make this call")
             return
     for namespace in _spaces(rule, request):
         if not namespace or not may(namespace):
-            raise refused(who, request, f"may not {verb} namespace {namespace or '*'!r}")
+            raise permission_error(who, request, f"may not {verb} namespace {namespace or '*'!r}")
 
 
 def _has(who: Identity, right: Right, request: Request) -> bool:
@@ -138,7 +138,7 @@ def _spaces(rule: Rule, request: Request) -> Iterable[Namespace]:
             yield from value
 
 
-def refused(who: Identity, request: Request, why: str) -> PermissionDeniedError:
+def permission_error(who: Identity, request: Request, why: str) -> PermissionDeniedError:
     call = type(request).__name__
     return PermissionDeniedError(
         f"{call}: {who.shown} {why}",
@@ -206,7 +206,7 @@ def check_events(who: Identity, namespace: str, under: str) -> None:
         )
 
 
-def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
+def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
     """What this identity may see of it: an engine sees its own namespaces only, and nothing that
     counts what others do, but for how full the nodes are."""
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
@@ -221,4 +221,4 @@ def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:
     """Whether a namespace of the tenant is one of this engine. The tenant without a name has
     namespaces of strangers, too."""
     own = (*who.reads, *who.writes) if ENGINE in who.roles else ()
-    return any(patterns_meet(pattern, each) for pattern in own for each in tenant.namespaces)
+    return any(patterns_overlap(pattern, each) for pattern in own for each in tenant.namespaces)

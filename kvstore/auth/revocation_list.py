@@ -21,7 +21,7 @@ FILE_BYTES_MAX: Final = 16 << 20
 _NONE: Final[frozenset[str]] = frozenset()
 
 
-class Revoked:
+class RevocationList:
     """Numbers of revoked certificates. Threads: any; one for ``lately``."""
 
     def __init__(self, path: str, *, kept_s: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class Revoked:
 
     def has(self, who: Identity) -> bool:
         numbers = self._numbers()
-        return bool(numbers) and plain(who.number) in numbers
+        return bool(numbers) and normalize_serial(who.number) in numbers
 
     def lately(self) -> list[str]:
         """The numbers that came into the file within ``kept_s``, the newest last; not those that
@@ -75,7 +75,7 @@ def _read(path: str) -> frozenset[str]:
         "until somebody is revoked; or leave --auth-revoked out.",
     )  # fmt: skip
     lines = content.decode(errors="replace").splitlines()
-    numbers = frozenset(plain(line.split("#")[0]) for line in lines) - {""}
+    numbers = frozenset(normalize_serial(line.split("#")[0]) for line in lines) - {""}
     what = ""
     if content and not content.endswith(b"\n"):
         what = "ends within a line, so it may be cut"
@@ -91,6 +91,6 @@ def _read(path: str) -> frozenset[str]:
     return numbers
 
 
-def plain(number: str) -> str:
+def normalize_serial(number: str) -> str:
     """One form of what tools write differently: ``0A:1B`` (openssl), ``0xa1b``, ``a1b``."""
     return number.strip().lower().removeprefix("0x").replace(":", "").lstrip("0")

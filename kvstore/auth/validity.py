@@ -22,7 +22,7 @@ _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
 
 
-class Validity(NamedTuple):
+class ValidityPeriod(NamedTuple):
     """Both in seconds since the epoch."""
 
     since: float
@@ -38,10 +38,10 @@ class Validity(NamedTuple):
         return now >= self.until - min(soon_s, SOON_SHARE * (self.until - self.since))
 
 
-FOREVER: Final = Validity(0.0, math.inf)
+FOREVER: Final = ValidityPeriod(0.0, math.inf)
 
 
-def validity_of(chain: str) -> Validity:
+def validity_of(chain: str) -> ValidityPeriod:
     """That of the certificate that ends first, of a chain in PEM. ``FOREVER``: its times are
     written in a way that X.509 does not allow."""
     end = "-----END CERTIFICATE-----"
@@ -52,7 +52,7 @@ def validity_of(chain: str) -> Validity:
         return FOREVER
 
 
-def _validity(der: bytes) -> Validity:
+def _validity(der: bytes) -> ValidityPeriod:
     _, at, _ = _element(der, 0)  # Certificate
     _, at, _ = _element(der, at)  # TBSCertificate
     tag, _, after = _element(der, at)
@@ -62,7 +62,7 @@ def _validity(der: bytes) -> Validity:
         _, _, at = _element(der, at)
     _, at, _ = _element(der, at)  # Validity
     _, _, after = _element(der, at)
-    return Validity(_time(der, at), _time(der, after))
+    return ValidityPeriod(_time(der, at), _time(der, after))
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.page import Advance, Found, in_words, microseconds, table_of, verdict
 from kvstore.bench.processes import Children
-from kvstore.bench.rows import Row, Table, memory_needed
+from kvstore.bench.rows import ComparisonCase, Table, memory_needed
 from kvstore.bench.session import GET_VIEW, PUT_FULL
 from kvstore.bench.timing import Spread, percentile
 from kvstore.process import interpreter
@@ -28,7 +28,7 @@ FOUND_MIN: Final = 0.001
 """Ratios count no smaller part that was found."""
 
 
-class Plan(NamedTuple):
+class ComparisonPlan(NamedTuple):
     rounds: int
     seconds: float
     """Time per row, round and system."""
@@ -59,7 +59,7 @@ class Sample:
 class Result:
     """The results of one row: for each system a sample per round."""
 
-    row: Row
+    row: ComparisonCase
     samples: dict[str, list[Sample]]
 
     def ratio(self, peer: str, of: Callable[[Sample], float]) -> Spread:
@@ -93,7 +93,7 @@ def _processor(sample: Sample) -> float:
     return sample.processor_total_us
 
 
-def numbers(row: Row, sample: Sample) -> Found:
+def numbers(row: ComparisonCase, sample: Sample) -> Found:
     """One sample as ``kvstore bench --json`` prints it."""
     per_second = row.batch * sample.per_second
     moved = 0 if row.op == GET_VIEW else row.size
@@ -110,10 +110,10 @@ def numbers(row: Row, sample: Sample) -> Found:
 
 def measure(
     table: Table,
-    rows: Sequence[Row],
-    plan: Plan,
+    rows: Sequence[ComparisonCase],
+    plan: ComparisonPlan,
     progress: Advance,
-    on_sample: Callable[[Row, str, Sample], None] = lambda row, system, sample: None,
+    on_sample: Callable[[ComparisonCase, str, Sample], None] = lambda row, system, sample: None,
 ) -> list[Result]:
     """Measure all rounds, with a step of ``progress`` for each row.
 
@@ -148,7 +148,7 @@ def measure(
 
 @contextlib.contextmanager
 def _clients(
-    table: Table, servers: Mapping[str, Any], rows: Sequence[Row], plan: Plan
+    table: Table, servers: Mapping[str, Any], rows: Sequence[ComparisonCase], plan: ComparisonPlan
 ) -> Iterator[dict[str, list[ClientProcess]]]:
     """The clients of each system, for rows of one mode."""
     mode, count = rows[0].mode, max(row.clients for row in rows)
@@ -169,7 +169,7 @@ def _clients(
 
 
 def _measure(
-    row: Row, clients: dict[str, list[ClientProcess]], seconds: float, turn: int
+    row: ComparisonCase, clients: dict[str, list[ClientProcess]], seconds: float, turn: int
 ) -> Iterator[tuple[str, Sample]]:
     """Measure one row of one round: A, B, B, A, so that a slower machine slows all systems."""
     ours, *peers = clients
@@ -231,7 +231,7 @@ PROCESSOR: Final = (
 )
 
 
-def page_of(table: Table, results: Sequence[Result], plan: Plan, found: Found) -> str:
+def page_of(table: Table, results: Sequence[Result], plan: ComparisonPlan, found: Found) -> str:
     """The page in Markdown. ``found``: what its JSON file has."""
     names = list(table.systems)
     notes = list(dict.fromkeys(note for each in results for note in each.row.notes))
@@ -297,7 +297,7 @@ def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
     return microseconds(statistics.median(map(of, samples)))
 
 
-def _found(row: Row, samples: Sequence[Sample]) -> str:
+def _found(row: ComparisonCase, samples: Sequence[Sample]) -> str:
     found = statistics.median(each.found for each in samples)
     return f", {found:.0%} found" if row.op == PUT_FULL else ""
 

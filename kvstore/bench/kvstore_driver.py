@@ -42,7 +42,7 @@ def own_store(
         yield start_store(children, pool_bytes, flags=flags, node_flags=node_flags)
 
 
-class OurDriver(StoreDriver):
+class KVStoreDriver(StoreDriver):
     """Makes the calls by two clients: one asks the master at each get; the other remembers
     placements while they are leased (``GET_AGAIN``)."""
 

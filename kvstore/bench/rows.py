@@ -45,7 +45,7 @@ TITLES: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonCase:
     """One line of a table: the same bytes, by the same calls, on each system."""
 
     op: str
@@ -114,7 +114,7 @@ class Table:
 
     name: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonCase, ...]
     systems: Mapping[str, System]
     """This store first."""
     packages: tuple[str, ...] = ()
@@ -139,13 +139,13 @@ def size_name(size: int, between: str = "") -> str:
     return f"{size}{between}B"
 
 
-def choose(patterns: str, rows: Sequence[Row]) -> list[Row]:
+def choose(patterns: str, rows: Sequence[ComparisonCase]) -> list[ComparisonCase]:
     """Select the rows whose id, or a prefix of it, matches a pattern: ``put,*/tcp/*/64``.
 
     Raises:
         ValueError: a pattern selects no row; the message lists the ids of all rows.
     """
-    found: set[Row] = set()
+    found: set[ComparisonCase] = set()
     for pattern in (text.strip() for text in patterns.split(",")):
         some = {
             row
@@ -159,22 +159,24 @@ def choose(patterns: str, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row in found]
 
 
-def memory_needed(rows: Sequence[Row]) -> int:
+def memory_needed(rows: Sequence[ComparisonCase]) -> int:
     """Bytes of memory that a client needs to put from or get into, and to warm the pool."""
     return max(WARM_PIECE, *(row.size * row.batch for row in rows))
 
 
-def rows_of_host(modes: Sequence[str]) -> tuple[Row, ...]:
+def rows_of_host(modes: Sequence[str]) -> tuple[ComparisonCase, ...]:
     sizes = (4 * KIB, 64 * KIB, MIB, 4 * MIB)
     rows = []
     for mode in modes:
         ops = (PUT, GET, GET_VIEW, MEMCPY) if mode == SHM else (PUT, GET)
         rows += [
-            Row(op=op, mode=mode, size=size, batch=batch)
+            ComparisonCase(op=op, mode=mode, size=size, batch=batch)
             for size in sizes for batch in (1, BATCH) for op in ops
         ]  # fmt: skip
         if mode != ENGINE:
-            rows.append(Row(op=GET_AGAIN, mode=mode, size=4 * KIB))
-            rows += [Row(op=EXIST, mode=mode, batch=n) for n in (1, 64, 1024, CHAIN_BLOCKS)]
-            rows += [Row(op=MATCH, mode=mode, batch=n) for n in (1024, CHAIN_BLOCKS)]
+            rows.append(ComparisonCase(op=GET_AGAIN, mode=mode, size=4 * KIB))
+            rows += [
+                ComparisonCase(op=EXIST, mode=mode, batch=n) for n in (1, 64, 1024, CHAIN_BLOCKS)
+            ]
+            rows += [ComparisonCase(op=MATCH, mode=mode, batch=n) for n in (1024, CHAIN_BLOCKS)]
     return tuple(rows)

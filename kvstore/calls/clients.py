@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 
 from kvstore.calls.field_constraints import (
     Avoided,
-    Between,
+    IntRange,
     Name,
     NameOrEmpty,
     NamespaceOrEmpty,
@@ -19,8 +19,8 @@ from kvstore.calls.field_constraints import (
     Port,
     Released,
     Replicas,
-    Rows,
-    Sixteen,
+    RowCount,
+    SixteenBytes,
     SixteenOrEmpty,
     Size,
     TtlMs,
@@ -85,7 +85,7 @@ class Join(NamedTuple):
     authentication it belongs to the first identity that joins with it."""
 
 
-class Joined(NamedTuple):
+class JoinReply(NamedTuple):
     epoch: int
     lane_port: Port
     """TCP port of the lane on the address that the client already used; 0: no lane."""
@@ -110,11 +110,11 @@ class MatchPrefix(NamedTuple):
     """How much of the chain ``keys`` is present, in each of ``namespaces``? And where is the last
     state of it, of which each of ``states`` has a part?"""
 
-    namespaces: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)]
+    namespaces: Annotated[Sequence[Namespace], RowCount(NAMESPACES_MAX)]
     keys: Sequence[Key]
     placements: bool
     """Whether the answer says where the matched objects are, too."""
-    states: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)] = ()
+    states: Annotated[Sequence[Namespace], RowCount(NAMESPACES_MAX)] = ()
     """Namespaces whose objects are no chains: each is of use alone, to go on from its key."""
     lease: int = 0
     """The number under which the client will release the lease; 0: the lease ends by time alone."""
@@ -130,10 +130,10 @@ class PrefixMatch(NamedTuple):
     placements: Placements
 
 
-class Matched(NamedTuple):
+class MatchPrefixReply(NamedTuple):
     epoch: int
     lease_ms: int
-    matches: Annotated[Sequence[PrefixMatch], Rows(NAMESPACES_MAX)]
+    matches: Annotated[Sequence[PrefixMatch], RowCount(NAMESPACES_MAX)]
     """One per namespace, in the order asked."""
     state: int = 0
     """Leading keys up to the last one that is present in each of ``states``, among those that all
@@ -150,7 +150,7 @@ class Lookup(NamedTuple):
     released: Released = ()
 
 
-class Found(NamedTuple):
+class LookupReply(NamedTuple):
     epoch: int
     lease_ms: int
     placements: Placements
@@ -168,15 +168,15 @@ class Exists(NamedTuple):
     """As in ``MatchPrefix``."""
 
 
-class Existing(NamedTuple):
+class ExistsReply(NamedTuple):
     presence: Sequence[int]
     """One ``Presence`` per key; ``bytes`` is a sequence of small integers."""
 
 
 class PutStart(NamedTuple):
     namespace: Namespace
-    keys: Annotated[Sequence[Key], Rows(PUT_KEYS_MAX, distinct=True)]
-    sizes: Annotated[Sequence[int], Rows(like="keys", value_max=SIZE_BYTES_MAX)]
+    keys: Annotated[Sequence[Key], RowCount(PUT_KEYS_MAX, distinct=True)]
+    sizes: Annotated[Sequence[int], RowCount(like="keys", value_max=SIZE_BYTES_MAX)]
     parent: Key | None
     """Parent of the first key (``chain``) or of every key (otherwise); None: a root."""
     chain: bool
@@ -226,7 +226,7 @@ class PutEnd(NamedTuple):
     tokens: Numbers
 
 
-class PutEnded(NamedTuple):
+class PutEndReply(NamedTuple):
     outcomes: Sequence[int]
     """One ``PutOutcome`` per token: STORED or REFUSED."""
 
@@ -238,12 +238,12 @@ class PutRevoke(NamedTuple):
     tokens: Numbers
     settled: bool
     """Whether no write of these puts can still land, so that the extents are free at once."""
-    connections: Annotated[Sequence[int], Rows(CONNECTIONS_CUT_MAX)] = ()
+    connections: Annotated[Sequence[int], RowCount(CONNECTIONS_CUT_MAX)] = ()
     """If not settled: the connections to data servers that may still carry bytes of these puts, by
     the client's numbers for them. Empty: any connection of that client."""
 
 
-class Revoked(NamedTuple):
+class PutRevokeReply(NamedTuple):
     revoked: int
 
 
@@ -276,8 +276,8 @@ class Commit(NamedTuple):
     """As in ``PutStart``."""
 
 
-class Committed(NamedTuple):
-    outcome: Annotated[int, Between(1, int(PutOutcome.REFUSED))]
+class CommitReply(NamedTuple):
+    outcome: Annotated[int, IntRange(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     stamp: SixteenOrEmpty = b""
     """``STAMP_BYTES``, which the client writes behind the header until the allocation's deadline;
@@ -295,12 +295,12 @@ class Renew(NamedTuple):
     epoch: int
     """The epoch of the tokens."""
     tokens: Numbers
-    uuids: Annotated[Sequence[bytes], Rows(like="keys"), Sixteen()]
+    uuids: Annotated[Sequence[bytes], RowCount(like="keys"), SixteenBytes()]
     """The uuids of the segments of the leased memory; ``offsets`` are those of its extents."""
     offsets: NumberPerKey
 
 
-class Renewed(NamedTuple):
+class RenewReply(NamedTuple):
     lease_ms: int
     deadline_ms: int
     keys_held: Sequence[int]
@@ -325,12 +325,12 @@ class Pin(NamedTuple):
     """Keep these objects, and their ancestors, from eviction."""
 
     namespace: Namespace
-    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+    keys: Annotated[Sequence[Key], RowCount(PIN_KEYS_MAX)]
     hold_ms: PinMs
     """How long from now on; of two pins of an object the later end counts."""
 
 
-class Pinned(NamedTuple):
+class PinReply(NamedTuple):
     pinned: Sequence[int]
     """1 or 0 per key: whether the object is stored, and is pinned now."""
 
@@ -339,10 +339,10 @@ class Unpin(NamedTuple):
     """End the pins of these objects. Ancestors of other pinned objects are still kept."""
 
     namespace: Namespace
-    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+    keys: Annotated[Sequence[Key], RowCount(PIN_KEYS_MAX)]
 
 
-class Unpinned(NamedTuple):
+class UnpinReply(NamedTuple):
     unpinned: Sequence[int]
     """1 or 0 per key: whether it was pinned."""
 
@@ -352,7 +352,7 @@ class Remove(NamedTuple):
     keys: Sequence[Key]
 
 
-class Removed(NamedTuple):
+class RemoveReply(NamedTuple):
     removed: Sequence[int]
     """1 or 0 per key: whether there was something to remove."""
 
@@ -364,7 +364,7 @@ class Clear(NamedTuple):
     limit: PageRows
 
 
-class Cleared(NamedTuple):
+class ClearReply(NamedTuple):
     removed: int
     remaining: int
 
@@ -373,7 +373,7 @@ class DescribeSegments(NamedTuple):
     segment_ids: Numbers
 
 
-class Segments(NamedTuple):
+class DescribeSegmentsReply(NamedTuple):
     epoch: int
     """The epoch of the answering master: in another epoch the same ids mean other segments."""
     segments: Sequence[SegmentInfo]
@@ -393,7 +393,7 @@ class ReportFailure(NamedTuple):
     """The epoch of the segment ids, which may name other segments under another master."""
 
 
-class Reported(NamedTuple):
+class ReportFailureReply(NamedTuple):
     suspects: int
     """Nodes that are suspect now."""
 
@@ -408,11 +408,11 @@ class ReportCorrupt(NamedTuple):
     epochs: NumberPerKey
     counters: NumberPerKey
     """With ``epochs``, the version that was read; if the object has another one now, it is kept."""
-    uuids: Annotated[Sequence[bytes], Rows(like="keys")]
+    uuids: Annotated[Sequence[bytes], RowCount(like="keys")]
     """The replicas' segments, by uuid: the reporter's segment ids may be of an earlier master."""
 
 
-class Dropped(NamedTuple):
+class ReportCorruptReply(NamedTuple):
     dropped: int
     """Objects that were removed."""
 

@@ -24,7 +24,7 @@ from kvstore.limits import (
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class IntRange:
     """A number from ``least`` to ``most``."""
 
     least: int
@@ -45,7 +45,7 @@ class FileName:
 
 
 @dataclass(frozen=True, slots=True)
-class Sixteen:
+class SixteenBytes:
     """16 bytes."""
 
     empty: bool = False
@@ -63,7 +63,7 @@ class AnyNamespace:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCount:
     """How many rows a column or repeated field may have, and which values."""
 
     most: int = BATCH_KEYS_MAX
@@ -80,18 +80,18 @@ Name = Annotated[str, Text()]
 NameOrEmpty = Annotated[str, Text(empty=True)]
 NamespaceOrEmpty = Annotated[str, AnyNamespace()]
 ShmName = Annotated[str, FileName()]
-Uuid = Annotated[bytes, Sixteen()]
-SixteenOrEmpty = Annotated[bytes, Sixteen(empty=True)]
-ClockMs = Annotated[int, Between(0, 1 << 53)]
-Port = Annotated[int, Between(0, 65_535)]
-Size = Annotated[int, Between(0, SIZE_BYTES_MAX)]
-WaitMs = Annotated[int, Between(0, WAIT_MS_MAX)]
-PinMs = Annotated[int, Between(1, PIN_MS_MAX)]
-TtlMs = Annotated[int, Between(0, TTL_MS_MAX)]
-Replicas = Annotated[int, Between(1, REPLICAS_MAX)]
-PageRows = Annotated[int, Between(1, BATCH_KEYS_MAX)]
-Numbers = Annotated[Sequence[int], Rows()]
-NumberPerKey = Annotated[Sequence[int], Rows(like="keys")]
-NumberPerOffset = Annotated[Sequence[int], Rows(like="offsets")]
-Released = Annotated[Sequence[int], Rows(RELEASED_MAX)]
-Avoided = Annotated[Sequence[bytes], Rows(AVOID_MAX), Sixteen()]
+Uuid = Annotated[bytes, SixteenBytes()]
+SixteenOrEmpty = Annotated[bytes, SixteenBytes(empty=True)]
+ClockMs = Annotated[int, IntRange(0, 1 << 53)]
+Port = Annotated[int, IntRange(0, 65_535)]
+Size = Annotated[int, IntRange(0, SIZE_BYTES_MAX)]
+WaitMs = Annotated[int, IntRange(0, WAIT_MS_MAX)]
+PinMs = Annotated[int, IntRange(1, PIN_MS_MAX)]
+TtlMs = Annotated[int, IntRange(0, TTL_MS_MAX)]
+Replicas = Annotated[int, IntRange(1, REPLICAS_MAX)]
+PageRows = Annotated[int, IntRange(1, BATCH_KEYS_MAX)]
+Numbers = Annotated[Sequence[int], RowCount()]
+NumberPerKey = Annotated[Sequence[int], RowCount(like="keys")]
+NumberPerOffset = Annotated[Sequence[int], RowCount(like="offsets")]
+Released = Annotated[Sequence[int], RowCount(RELEASED_MAX)]
+Avoided = Annotated[Sequence[bytes], RowCount(AVOID_MAX), SixteenBytes()]

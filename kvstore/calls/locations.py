@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.field_constraints import Between, Name, ShmName, Uuid
+from kvstore.calls.field_constraints import IntRange, Name, ShmName, Uuid
 from kvstore.limits import DATA_PROTOCOL_VERSION
 
 
@@ -35,7 +35,7 @@ class EngineAddress(NamedTuple):
     metadata_server: Name
 
 
-class DevicePlace(NamedTuple):
+class DeviceLocation(NamedTuple):
     """Where a segment is in the memory of a device, for processes on its host."""
 
     device: Name
@@ -58,13 +58,13 @@ class MapRight(enum.IntFlag):
     WRITE_ALL = 8
 
 
-class Handover(NamedTuple):
+class DescriptorHandle(NamedTuple):
     """How a client of the node's host gets a descriptor of the segment's memory
     (``kvstore.network.descriptor_protocol``)."""
 
     socket: ShmName
     """Entry in ``/dev/shm``: a Unix socket of the node."""
-    rights: Annotated[int, Between(0, 15)]
+    rights: Annotated[int, IntRange(0, 15)]
     """``MapRight`` of the client's identity."""
     key: Uuid
     """The client's key for these rights."""
@@ -95,12 +95,12 @@ class SegmentInfo(NamedTuple):
     """None: its node has no transfer engine."""
     data_protocol: int = DATA_PROTOCOL_VERSION
     """The version of the data protocol that the node's data server speaks."""
-    device: DevicePlace | None = None
+    device: DeviceLocation | None = None
     """None: the segment is in memory of the host."""
     holder: int = 0
     """The number of the identity that has this description, if the node takes its capabilities. 0:
     clients show the token."""
-    handover: Handover | None = None
+    handover: DescriptorHandle | None = None
     """Where a holder asks for the memory; None: its node hands none over."""
     certified: str = ""
     """What the certificate of the node said of its identity when the node joined

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.field_constraints import (
-    Between,
     ClockMs,
+    IntRange,
     Name,
     NameOrEmpty,
     NumberPerOffset,
     Numbers,
-    Rows,
+    RowCount,
     ShmName,
     SixteenOrEmpty,
     Uuid,
 )
-from kvstore.calls.locations import NO_VERSION, DevicePlace, EngineAddress, Version
+from kvstore.calls.locations import NO_VERSION, DeviceLocation, EngineAddress, Version
 from kvstore.limits import (
     DATA_PROTOCOL_VERSION,
     NODE_SEGMENTS_MAX,
@@ -31,7 +31,7 @@ from kvstore.limits import (
 class SegmentOffer(NamedTuple):
     """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
 
-    size: Annotated[int, Between(1, SIZE_BYTES_MAX)]
+    size: Annotated[int, IntRange(1, SIZE_BYTES_MAX)]
     uuid: Uuid
     shm_name: ShmName
     address: NameOrEmpty
@@ -45,7 +45,7 @@ class SegmentOffer(NamedTuple):
     engine: EngineAddress | None = None
     data_protocol: int = DATA_PROTOCOL_VERSION
     """The version of the data protocol that the node's data server speaks."""
-    device: DevicePlace | None = None
+    device: DeviceLocation | None = None
     """None: the segment is in memory of the host."""
     handover: ShmName = ""
     """Entry in ``/dev/shm``: the Unix socket where the node hands descriptors of its memory to
@@ -68,7 +68,7 @@ class NodeJoin(NamedTuple):
     resume_epoch: int
     """The epoch to resume after a broken stream. A master that does not know these segments any
     more refuses with ``SegmentGoneError``. 0: it joins anew, and has fenced every older grant."""
-    segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
+    segments: Annotated[Sequence[SegmentOffer], RowCount(NODE_SEGMENTS_MAX)]
     highest_epoch: int = 0
     """The highest epoch that the node has joined, or that its memory records. A master of a lower
     one begins a term above that epoch, if it believes it (``kvstore.limits.highest_believed``)."""
@@ -80,7 +80,7 @@ class NodeJoin(NamedTuple):
     """The time on the clock with which the node compares expiries of capabilities."""
 
 
-class NodeBeat(NamedTuple):
+class NodeHeartbeat(NamedTuple):
     """I am alive."""
 
     number: int
@@ -94,7 +94,7 @@ class NodeBeat(NamedTuple):
     """Bytes that clients have written so."""
 
 
-class NodeWiped(NamedTuple):
+class NodeWipeDone(NamedTuple):
     """The headers of this order are wiped."""
 
     order: int
@@ -128,22 +128,22 @@ class NodeClaims(NamedTuple):
 
 class MasterAccepted(NamedTuple):
     epoch: int
-    beat_ms: Annotated[int, Between(1, 3_600_000)]
-    """How often to send ``NodeBeat``."""
-    dead_ms: Annotated[int, Between(1, 86_400_000)]
+    beat_ms: Annotated[int, IntRange(1, 3_600_000)]
+    """How often to send ``NodeHeartbeat``."""
+    dead_ms: Annotated[int, IntRange(1, 86_400_000)]
     """Silence after which the node counts as dead, and must join anew."""
-    segment_ids: Annotated[Sequence[int], Rows(NODE_SEGMENTS_MAX)]
+    segment_ids: Annotated[Sequence[int], RowCount(NODE_SEGMENTS_MAX)]
     cluster: NameOrEmpty = ""
     """Name of the master's cluster; empty: it has none."""
 
 
-class MasterBeat(NamedTuple):
-    """Echo of a ``NodeBeat``."""
+class MasterHeartbeat(NamedTuple):
+    """Echo of a ``NodeHeartbeat``."""
 
     number: int
     repair: bool = False
     """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
-    refused_holders: Annotated[Sequence[int], Rows(REFUSED_HOLDERS_MAX)] = ()
+    refused_holders: Annotated[Sequence[int], RowCount(REFUSED_HOLDERS_MAX)] = ()
     """Whose data connections the node ends and refuses, until a beat names them no more: identities
     that were revoked a short time ago."""
 
@@ -163,21 +163,21 @@ class MasterWipe(NamedTuple):
     cut_clients: Numbers = ()
     """Data connections to end first, because they may still carry bytes of abandoned puts: the
     client of each, 0 for any."""
-    cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
+    cut_connections: Annotated[Sequence[int], RowCount(like="cut_clients")] = ()
     """For each of them the number that its client has given it; 0: all of that client."""
     lengths: Numbers = ()
     """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a
     node that takes capabilities gets lengths, and only for extents that no client may use."""
 
 
-class MasterClaimed(NamedTuple):
+class MasterClaimsAck(NamedTuple):
     """One ``NodeClaims`` is processed. A ``MasterWipe`` names the refused objects."""
 
     segment: int
     """Its index among the offered segments."""
 
 
-NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave | NodeClaims
+NodeMessage = NodeJoin | NodeHeartbeat | NodeWipeDone | NodeLeave | NodeClaims
 
 
-MasterMessage = MasterAccepted | MasterBeat | MasterWipe | MasterClaimed
+MasterMessage = MasterAccepted | MasterHeartbeat | MasterWipe | MasterClaimsAck

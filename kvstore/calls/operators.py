@@ -106,7 +106,7 @@ class NodeStatus(NamedTuple):
         return [name for name, is_there in ways.items() if is_there]
 
 
-class GoneNode(NamedTuple):
+class DepartedNode(NamedTuple):
     """A node that has left or died some minutes ago and is not back with all of its objects."""
 
     name: str
@@ -182,7 +182,7 @@ class ClusterStatus(NamedTuple):
     next_cursor: int = 0
     """Not 0: there are more nodes or namespaces. ``counters``, ``gone`` and ``tenants`` are part of
     the first page only."""
-    gone: Sequence[GoneNode] = ()
+    gone: Sequence[DepartedNode] = ()
     tenants: Sequence[TenantStatus] = ()
     """Empty: the master has no tenants."""
 
@@ -231,7 +231,7 @@ class ObjectRow(NamedTuple):
     """complete, detached or being_written."""
 
 
-class Listed(NamedTuple):
+class ListObjectsReply(NamedTuple):
     objects: Sequence[ObjectRow]
     next_cursor: int
     """0: that was the last page."""
@@ -272,7 +272,7 @@ class Drain(NamedTuple):
     step: DrainStep
 
 
-class Drained(NamedTuple):
+class DrainReply(NamedTuple):
     epoch: int
     used: int
     """Bytes of the node's segments that are not free."""
@@ -304,11 +304,11 @@ class StartMoves(NamedTuple):
     Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
     evict_up_to: Version = NO_VERSION
     """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
-    ago than the moved object; by default none. With ``Drained.began`` a drain evicts no object
+    ago than the moved object; by default none. With ``DrainReply.began`` a drain evicts no object
     that was moved off the node."""
 
 
-class MovesStarted(NamedTuple):
+class StartMovesReply(NamedTuple):
     next_cursor: int
     """0: the pass is over."""
     skipped: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.field_constraints import Between, NamespaceOrEmpty, Numbers, Rows
+from kvstore.calls.field_constraints import IntRange, NamespaceOrEmpty, Numbers, RowCount
 from kvstore.formatting import key_text
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
 
@@ -107,9 +107,9 @@ class Chains(NamedTuple):
 
     namespace: NamespaceOrEmpty = ""
     """Empty: the last namespaces in which clients put or asked."""
-    keys: Annotated[Sequence[Key], Rows(CHAINS_MAX)] = ()
+    keys: Annotated[Sequence[Key], RowCount(CHAINS_MAX)] = ()
     """The chains that end at these blocks of ``namespace`` instead."""
-    limit: Annotated[int, Between(0, CHAINS_MAX)] = 0
+    limit: Annotated[int, IntRange(0, CHAINS_MAX)] = 0
     """The most chains; 0: as many as are allowed."""
 
 
@@ -164,7 +164,7 @@ class Branch(NamedTuple):
         return found
 
 
-class ChainsFound(NamedTuple):
+class ChainsReply(NamedTuple):
     epoch: int
     uptime_ms: int
     """Time since the start of the master, which remembers no match from before."""
@@ -179,12 +179,12 @@ class Blocks(NamedTuple):
     does not count as a use of them."""
 
     namespace: Namespace
-    keys: Annotated[Sequence[Key], Rows(BLOCKS_MAX)]
-    above: Annotated[int, Between(0, BLOCKS_MAX)] = 0
+    keys: Annotated[Sequence[Key], RowCount(BLOCKS_MAX)]
+    above: Annotated[int, IntRange(0, BLOCKS_MAX)] = 0
     """How many blocks above the last key, towards the root, are in the answer, too."""
 
 
-class Block(NamedTuple):
+class BlockStatus(NamedTuple):
     key: Key
     state: str
     """complete, being_written, missing (its place is kept for blocks below it) or absent."""
@@ -201,8 +201,8 @@ class Block(NamedTuple):
     """The segment of each replica that is mounted."""
 
 
-class BlocksFound(NamedTuple):
-    blocks: Sequence[Block]
+class BlocksReply(NamedTuple):
+    blocks: Sequence[BlockStatus]
     """One per key, then those above the last one."""
 
 

@@ -103,7 +103,7 @@ _UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 def mooncake_master(arguments: Sequence[str]) -> None:
     """Runs ``kvstore-master`` and ends the process. Says on stderr as what, and which flags have no
     effect."""
-    own, ignored = in_own_words(arguments)
+    own, ignored = translate_arguments(arguments)
     for name in ignored:
         click.echo(f"mooncake_master: --{name} has no effect (docs/from-mooncake.md)", err=True)
     click.echo(f"mooncake_master is kvstore-master {shlex.join(_shown(own))}", err=True)
@@ -125,7 +125,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
 }
 
 
-def in_own_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def translate_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of ``kvstore-master``, and the flags without an effect. Flags of
     ``kvstore-master`` stay, with hyphens or underscores."""
     given = dict(_flags(arguments))

@@ -14,9 +14,9 @@ import click
 
 from kvstore.auth.identity import ALL, ROLES
 from kvstore.cli.json_output import print_json
-from kvstore.cli.options import FAILED, NOT_THERE, Group, debug_option, json_option
+from kvstore.cli.options import EXIT_FAILED, EXIT_NOT_FOUND, Group, debug_option, json_option
 from kvstore.errors import UsageError
-from kvstore.formatting import shown_text
+from kvstore.formatting import sanitize
 from kvstore.process import memory_protection
 from kvstore.process.watched_files import write_file
 
@@ -122,7 +122,7 @@ def issue(
     into: Path | None, force: bool, folder: Path,
 ) -> None:  # fmt: skip
     from kvstore.auth import ca
-    from kvstore.auth.certificates import Wanted
+    from kvstore.auth.certificates import CertificateRequest
 
     own = Path(ca.file_name(name) + ".auth")
     files = [into / each for each in ("tls.key", "tls.crt", "ca.crt")] if into else [own]
@@ -131,14 +131,14 @@ def issue(
             raise UsageError(
                 f"{path} is there already", advice="Nothing was issued. --force replaces it."
             )
-    wanted = Wanted(name, roles, both + reads, both + writes, nodes or ALL, hosts, days)
+    wanted = CertificateRequest(name, roles, both + reads, both + writes, nodes or ALL, hosts, days)
     leaf = ca.issue(folder, wanted, _now())
     if into:
         into.mkdir(mode=0o700, parents=True, exist_ok=True)
     whole = ca.content_of(leaf, shlex.join(["kvstore", *sys.argv[1:]]))
     for path, content in zip(files, leaf.pems if into else [whole], strict=True):
         write_file(path, content)
-    who = f"{shown_text(leaf.who.shown, 200)}, number {leaf.who.number}"
+    who = f"{sanitize(leaf.who.shown, 200)}, number {leaf.who.number}"
     click.echo(f"{into or own}: {who}, valid until {leaf.until:%Y-%m-%d}")
 
 
@@ -163,14 +163,14 @@ def show(file: str, as_json: bool | None) -> int:
     found = inspect(file)
     if as_json:
         print_json(found)
-        return FAILED if found["problems"] else 0
+        return EXIT_FAILED if found["problems"] else 0
     problems = found.pop("problems")
     for key, value in found.items():
         text = value if isinstance(value, str) else ", ".join(value)
-        click.echo(f"{key:<12}{shown_text(text, 1_000) or '-'}")
+        click.echo(f"{key:<12}{sanitize(text, 1_000) or '-'}")
     for problem in problems:
-        click.echo(f"problem: {shown_text(problem, 500)}", err=True)
-    return FAILED if problems else 0
+        click.echo(f"problem: {sanitize(problem, 500)}", err=True)
+    return EXIT_FAILED if problems else 0
 
 
 @auth.command(
@@ -193,7 +193,7 @@ def revoke(which: str, folder: Path) -> int:
     found = ca.revoke(folder, which, _now())
     if not found:
         click.echo(f"{folder} has issued nothing of the name or number {which}", err=True)
-        return NOT_THERE
+        return EXIT_NOT_FOUND
     for number in found:
         click.echo(f"revoked {which}, number {number}")
     click.echo(

@@ -11,9 +11,9 @@ import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import (
-    agreed,
     command,
     config_options,
+    confirm,
     debug_option,
     given_anywhere,
     json_option,
@@ -24,7 +24,7 @@ from kvstore.formatting import size_text
 from kvstore.network.addresses import shown_place
 
 if TYPE_CHECKING:
-    from kvstore.bench.rows import Row
+    from kvstore.bench.rows import ComparisonCase
 
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
@@ -120,11 +120,13 @@ class Target(NamedTuple):
     node_flags: list[str]
 
 
-def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_json: bool) -> None:
+def _show(
+    rows: Sequence[ComparisonCase], target: Target, seconds: float, pool: int, *, as_json: bool
+) -> None:
     """Measure the rows, and print each of them as soon as it is measured."""
     from rich.live import Live
 
-    from kvstore.bench.harness import Plan, Sample, measure, numbers
+    from kvstore.bench.harness import ComparisonPlan, Sample, measure, numbers
     from kvstore.bench.kvstore_driver import own_store
     from kvstore.bench.processes import ChildError, Servers
     from kvstore.bench.rows import System, Table
@@ -137,7 +139,7 @@ def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_
 
     shown = table_of("mode", "op", right=COLUMNS)
 
-    def on_sample(row: Row, system: str, sample: Sample) -> None:
+    def on_sample(row: ComparisonCase, system: str, sample: Sample) -> None:
         found = numbers(row, sample)
         if as_json:
             click.echo(json.dumps(found))
@@ -155,7 +157,9 @@ def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_
                 refresh_per_second=2)  # fmt: skip
     try:
         with contextlib.nullcontext() if as_json else live:
-            measure(table, rows, Plan(1, seconds, pool), lambda what, steps: None, on_sample)
+            measure(
+                table, rows, ComparisonPlan(1, seconds, pool), lambda what, steps: None, on_sample
+            )
     except ChildError as error:
         raise StartupError(str(error)) from None
 
@@ -191,5 +195,5 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
         "less space."
     )
     click.echo(told, err=True)
-    agreed("Go on?", yes=yes, as_json=as_json)
+    confirm("Go on?", yes=yes, as_json=as_json)
     return pool

@@ -8,10 +8,10 @@ import click
 
 from kvstore.cli.json_output import print_json
 from kvstore.cli.options import (
-    FAILED,
-    NOT_THERE,
-    agreed,
+    EXIT_FAILED,
+    EXIT_NOT_FOUND,
     command,
+    confirm,
     debug_option,
     given_anywhere,
     json_option,
@@ -20,7 +20,7 @@ from kvstore.cli.tables import console_of_names, table_of
 from kvstore.formatting import size_text
 
 if TYPE_CHECKING:
-    from kvstore.memory.shm_entries import LeftOver
+    from kvstore.memory.shm_entries import LeftoverSegment
 
 EXAMPLE = """\b
 Examples:
@@ -50,7 +50,7 @@ memory.
 def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool | None) -> int:
     from kvstore.memory.shm_entries import left_overs, remove_left
 
-    def is_meant(left: LeftOver) -> bool:
+    def is_meant(left: LeftoverSegment) -> bool:
         if names and left.name not in names:
             return False
         return cluster is None or left.owner.cluster == cluster
@@ -83,11 +83,11 @@ def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool 
     for name in missing:
         click.echo(f"{name}: no memory of a dead node of this name", err=True)
     if missing:
-        return NOT_THERE
-    return 0 if all(removed for _, removed in rows) else FAILED
+        return EXIT_NOT_FOUND
+    return 0 if all(removed for _, removed in rows) else EXIT_FAILED
 
 
-def _is_agreed(found: list[LeftOver]) -> bool:
+def _is_agreed(found: list[LeftoverSegment]) -> bool:
     table = table_of("node", "memory", "cluster", "of the master at", "path")
     for left in found:
         table.add_row(
@@ -98,5 +98,5 @@ def _is_agreed(found: list[LeftOver]) -> bool:
             left.path,
         )
     console_of_names(stderr=True).print(table)
-    agreed("Remove this memory, with all objects in it?")
+    confirm("Remove this memory, with all objects in it?")
     return True

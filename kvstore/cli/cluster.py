@@ -10,9 +10,9 @@ import click
 
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import FAILED, command, debug_option, json_option
+from kvstore.cli.options import EXIT_FAILED, command, debug_option, json_option
 from kvstore.cli.progress import progress
 from kvstore.formatting import size_text
 from kvstore.limits import PROTOCOL_VERSION
@@ -23,7 +23,7 @@ from kvstore.network.addresses import shown_place
     epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
     help="Show the cluster at a glance: nodes, their memory, objects, and what is wrong.",
 )
-@connects()
+@client_command()
 @click.option("--counters", is_flag=True, help="Also show counters since the master started.")
 def status(invocation: Invocation, counters: bool) -> None:
     with invocation.client() as client:
@@ -45,7 +45,7 @@ def status(invocation: Invocation, counters: bool) -> None:
     --discard say what may be lost.
     """,
 )
-@connects()
+@client_command()
 @click.argument("node")
 @click.option("--undo", is_flag=True, help="Stop draining: the node gets new objects again.")
 @click.option(
@@ -76,7 +76,7 @@ def drain(
             )
     if invocation.as_json:
         print_json(asdict(done))
-        return 0 if done.has_left else FAILED
+        return 0 if done.has_left else EXIT_FAILED
     counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"
     if done.evicted:
         counted += f", {done.evicted} less recently used ones evicted to make room"
@@ -95,7 +95,7 @@ def drain(
         "rest: --discard. To stop draining: --undo."
     )
     click.echo(advice, err=True)
-    return FAILED
+    return EXIT_FAILED
 
 
 @command(

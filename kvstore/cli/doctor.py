@@ -11,7 +11,7 @@ import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.json_output import print_json
-from kvstore.cli.options import FAILED, command, config_options, debug_option, json_option
+from kvstore.cli.options import EXIT_FAILED, command, config_options, debug_option, json_option
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.diagnostics.findings import Check, Finding, of_row, ok, run_all
@@ -56,7 +56,7 @@ def doctor(config_path: str | None, memory: str | None, as_json: bool | None, **
             print_json(finding._asdict())
     else:
         _show(found)
-    return FAILED if any(finding.state == "problem" for finding in found) else 0
+    return EXIT_FAILED if any(finding.state == "problem" for finding in found) else 0
 
 
 def _checks(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command
 from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
@@ -18,7 +18,7 @@ from kvstore.formatting import key_text, name_text, size_text
 from kvstore.network.addresses import join_address
 
 if TYPE_CHECKING:
-    from kvstore.web.events.sse_client import Told
+    from kvstore.web.events.sse_client import StreamEvent
 
 PAUSE_S = 1.0
 
@@ -28,7 +28,7 @@ PAUSE_S = 1.0
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
     help="Follow what becomes visible in the store and what is gone.",
 )
-@connects(namespace="Only events of this namespace; without it, of all.")
+@client_command(namespace="Only events of this namespace; without it, of all.")
 @click.option(
     "--http",
     "at",
@@ -104,7 +104,7 @@ def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
             yield scheme + (http.address or join_address(http.host, HTTP_PORT))
 
 
-def _cells(told: Told) -> list[str]:
+def _cells(told: StreamEvent) -> list[str]:
     data = told.data
     if "key" not in data:
         return [told.name, *(str(value) for value in data.values())]

@@ -74,7 +74,7 @@ def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientCo
     return config
 
 
-def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def client_command(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc. The
     help names those of ``CONNECTION``; that of ``kvstore`` names all.
 

@@ -12,9 +12,9 @@ import click
 
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import NOT_THERE, agreed, command, print_json_error
+from kvstore.cli.options import EXIT_NOT_FOUND, command, confirm, print_json_error
 from kvstore.cli.progress import progress
 from kvstore.errors import CorruptObjectError
 from kvstore.formatting import duration_text, key_from_text, key_text, name_text, size_text
@@ -28,7 +28,7 @@ LIST_ROWS_MAX = 1_000
     epilog="\b\nExample:\n  kvstore ls --namespace llama --prefix hex:9f86",
     help="List objects, of all namespaces unless --namespace is given.",
 )
-@connects(namespace="Only objects of this namespace; without it, of all.")
+@client_command(namespace="Only objects of this namespace; without it, of all.")
 @click.option(
     "--prefix",
     metavar="KEY",
@@ -62,7 +62,7 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
     epilog="\b\nExample:\n  kvstore stat greeting",
     help="Show one object: size, place, lease, parent.",
 )
-@connects(namespace="Namespace of the object.")
+@client_command(namespace="Namespace of the object.")
 @click.argument("key")
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
@@ -70,7 +70,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
     with invocation.client() as client:
         found = client.stat(wanted, namespace=invocation.namespace)
         if found is None or found.detail.row is None:
-            return not_there(invocation, [wanted])
+            return exit_not_found(invocation, [wanted])
         nodes = client.status().nodes_by_segment()
     detail, header, row = found.detail, found.header, found.detail.row
     places = detail.placements
@@ -110,7 +110,7 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
     epilog="\b\nExamples:\n  kvstore put greeting hello.txt\n  date | kvstore put now -",
     help="Store a file as one object. FILE may be - for standard input.",
 )
-@connects("replicas", namespace="Namespace to store the object in.")
+@client_command("replicas", namespace="Namespace to store the object in.")
 @click.argument("key")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
@@ -160,7 +160,7 @@ def put(
     epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 --npy -o block.npy",
     help="Fetch one object's bytes.",
 )
-@connects(namespace="Namespace of the object.")
+@client_command(namespace="Namespace of the object.")
 @click.argument("key")
 @click.option(
     "-o",
@@ -178,7 +178,7 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
         kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
         value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
     if value is None:
-        return not_there(invocation, [wanted])
+        return exit_not_found(invocation, [wanted])
     content = npy_of(value) if npy else memoryview(value)
     to_stdout = output in (None, "-")
     if to_stdout and sys.stdout.isatty() and not is_text(content):
@@ -197,7 +197,7 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
     epilog="\b\nExample:\n  kvstore rm greeting farewell",
     help="Remove objects: they are hidden at once; their memory is freed when no client reads it.",
 )
-@connects(namespace="Namespace of the objects.")
+@client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
@@ -207,14 +207,14 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
         for start in range(0, len(wanted), BATCH_KEYS_MAX):
             some = wanted[start : start + BATCH_KEYS_MAX]
             removed += client.remove_many(some, namespace=invocation.namespace)
-    return _told(invocation, "removed", wanted, removed)
+    return _print_result(invocation, "removed", wanted, removed)
 
 
 @command(
     epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
     help="Keep objects, and those before them in their chains, from eviction.",
 )
-@connects(namespace="Namespace of the objects.")
+@client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 @click.option(
@@ -228,14 +228,14 @@ def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: fl
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
     with invocation.client() as client:
         pinned = client.pin(wanted, seconds, namespace=invocation.namespace)
-    return _told(invocation, "pinned", wanted, pinned)
+    return _print_result(invocation, "pinned", wanted, pinned)
 
 
 @command(
     epilog="\b\nExample:\n  kvstore unpin system-prompt",
     help="End the pins of objects, which can be evicted then.",
 )
-@connects(namespace="Namespace of the objects.")
+@client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
@@ -252,7 +252,7 @@ def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
     epilog="\b\nExample:\n  kvstore clear --namespace llama",
     help="Remove all objects of one namespace, or of all namespaces.",
 )
-@connects(namespace="The namespace to clear.")
+@client_command(namespace="The namespace to clear.")
 @click.option("--all", "everything", is_flag=True, help="Clear every namespace.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
@@ -260,7 +260,7 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
         raise click.UsageError("--all and --namespace exclude each other.")
     namespace = None if everything else invocation.namespace
     what = "every namespace" if everything else f"namespace {namespace}"
-    agreed(f"Remove all objects of {what}?", yes=yes, as_json=invocation.as_json)
+    confirm(f"Remove all objects of {what}?", yes=yes, as_json=invocation.as_json)
     with (
         invocation.client() as client,
         progress("removing", wanted=not invocation.as_json) as report,
@@ -272,17 +272,17 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
         click.echo(f"removed {removed} of {what}")
 
 
-def _told(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
+def _print_result(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
     """Prints how many keys were done, and which were not there; returns the exit code."""
     missing = [key for key, was_there in zip(keys, done, strict=True) if not was_there]
     if invocation.as_json:
         print_json({what: sum(done), "missing": [key_text(key) for key in missing]})
     else:
         click.echo(f"{what} {sum(done)}")
-    return not_there(invocation, missing) if missing else 0
+    return exit_not_found(invocation, missing) if missing else 0
 
 
-def not_there(invocation: Invocation, keys: Iterable[bytes]) -> int:
+def exit_not_found(invocation: Invocation, keys: Iterable[bytes]) -> int:
     for key in keys:
         message = f"{key_text(key)} is not in {invocation.namespace}"
         if invocation.as_json:
@@ -290,7 +290,7 @@ def not_there(invocation: Invocation, keys: Iterable[bytes]) -> int:
             print_json_error("not_there", message, fields=fields)
         else:
             click.echo(f"kvstore: {message}", err=True)
-    return NOT_THERE
+    return EXIT_NOT_FOUND
 
 
 def row_json(row: ObjectRow) -> dict[str, Any]:

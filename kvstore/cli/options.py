@@ -26,9 +26,9 @@ from kvstore.process import descriptors
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-FAILED = 1
-ASKED_WRONGLY = 2
-NOT_THERE = 3
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NOT_FOUND = 3
 INTERRUPTED = 130
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -195,7 +195,7 @@ json_option: Final = click.option(
 )  # fmt: skip
 
 
-def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
+def confirm(question: str, *, yes: bool = False, as_json: bool = False) -> None:
     """Asks before the command destroys or disturbs what the command line does not name by itself.
 
     Raises:
@@ -227,7 +227,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     except OSError as error:  # a full disk: what was printed is not there
         _forget(sys.stdout)
         click.echo(f"{name}: standard output: {error.strerror}", err=True)
-        code = code or FAILED
+        code = code or EXIT_FAILED
     sys.exit(code)
 
 
@@ -238,10 +238,10 @@ def _run(
         result = command.main(arguments, prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except BrokenPipeError:  # kvstore ls | head
-        return FAILED
+        return EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a person sees it, in one line
         with contextlib.suppress(OSError):  # the reader of stderr is gone
-            _tell(error, name, as_json=as_json, debug=debug)
+            _print_error(error, name, as_json=as_json, debug=debug)
         return _code_of(error)
 
 
@@ -250,10 +250,10 @@ def _code_of(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return error.exit_code
-    return ASKED_WRONGLY if isinstance(error, UsageError) else FAILED
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
-def _tell(error: BaseException, name: str, *, as_json: bool, debug: bool) -> None:
+def _print_error(error: BaseException, name: str, *, as_json: bool, debug: bool) -> None:
     if isinstance(error, click.Abort | KeyboardInterrupt):
         if as_json:
             print_json_error("interrupted", "interrupted")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import click
 
 from kvstore.calls import Branch
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import command
 from kvstore.formatting import duration_text, key_text, name_text, size_text
@@ -29,7 +29,7 @@ KEY_MAX = 24
     the last block that it found, since the master's start, and remembers the last such blocks.
     """,
 )
-@connects(namespace="Only chains of this namespace; without it, of all that were used last.")
+@client_command(namespace="Only chains of this namespace; without it, of all that were used last.")
 @click.option("--count", metavar="N", type=click.IntRange(1, CHAINS_MAX), default=20,
               show_default=True, help="At most so many chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:

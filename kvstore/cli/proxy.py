@@ -33,7 +33,7 @@ class Proxy(Command):
     """Also takes the flags of other proxies."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, proxy_flags.in_own_words(args))
+        return super().parse_args(ctx, proxy_flags.translate_arguments(args))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)

@@ -41,7 +41,7 @@ _PORTS: Final = {"prefiller": "8100", "decoder": "8200"}
 """The ports that the toy proxy assumes."""
 
 
-def in_own_words(arguments: Sequence[str]) -> list[str]:
+def translate_arguments(arguments: Sequence[str]) -> list[str]:
     """The command line in flags of ``kvstore-proxy``. One line on stderr for each flag without an
     effect. Other arguments stay as they are.
 

@@ -75,7 +75,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     logs.configure(config.log_level, config.log_format)
     click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
 
-    from kvstore.master.main import Temporary
+    from kvstore.master.main import EphemeralStore
     from kvstore.master.main import run as serve
     from kvstore.network.host import (
         own_address,  # these after the settings: a typo is reported at once
@@ -90,7 +90,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         passed_over = 0 if is_given or port == usual_port else usual_port
         click.echo(text(join_address(host, port), page, passed_over))
 
-    return serve(config, temporary=Temporary("quickstart", started))
+    return serve(config, temporary=EphemeralStore("quickstart", started))
 
 
 def spare_memory() -> int:

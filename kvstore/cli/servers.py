@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvstore.cli.options import (
-    FAILED,
+    EXIT_FAILED,
     SOURCES,
     Command,
     config_options,
@@ -41,7 +41,7 @@ def serves(
                 if config.auth:
                     memory_protection.hide_memory()
                 return serve(config, parent, **given)
-            return FAILED  # the parent was told why
+            return EXIT_FAILED  # the parent was told why
 
         parent_option = click.option(
             "--parent-fd",

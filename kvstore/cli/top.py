@@ -11,7 +11,7 @@ import click
 
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command
 from kvstore.cli.tables import (
@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
     help="Watch the cluster: hits, traffic, memory by node, the largest namespaces. "
     "Ctrl-C ends it; the last look stays in the terminal.",
 )
-@connects()
+@client_command()
 @click.option("--interval-s", metavar="SECONDS", type=click.FloatRange(min=0.2, max=3600),
               default=2.0, show_default=True, help="Time between two looks.")  # fmt: skip
 @click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after so many looks.")

@@ -1,7 +1,7 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
 The command prints what ``kvstore.diagnostics`` finds. Names and keys come from strangers, so all
-of them are made safe (``shown_text``) before they reach the terminal.
+of them are made safe (``sanitize``) before they reach the terminal.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 import click
 
 from kvstore.calls import ClientTraffic
-from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
-from kvstore.cli.options import FAILED, NOT_THERE, command
-from kvstore.diagnostics.evidence import Explained, Report, explain, report_of
+from kvstore.cli.options import EXIT_FAILED, EXIT_NOT_FOUND, command
+from kvstore.diagnostics.evidence import Explanation, Report, explain, report_of
 from kvstore.diagnostics.why import Cause, counted
-from kvstore.formatting import duration_text, shown_text, size_text
+from kvstore.formatting import duration_text, sanitize, size_text
 from kvstore.network.addresses import shown_place
 
 EXAMPLE = """\b
@@ -38,7 +38,7 @@ TEXT_WIDTH: Final = 96
 
 
 @command(epilog=EXAMPLE, help="Say who writes and who asks, and why nothing is found.")
-@connects()
+@client_command()
 @click.argument("namespace", required=False, default="")
 @click.option(
     "--model", metavar="NAME", default="", help="Only engines of this model: its name, or its path."
@@ -51,26 +51,30 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
     report, causes = report_of(found), found.causes
     if not found.parties and (namespace or model):
         _say_unknown(invocation, namespace or model, found)
-        return NOT_THERE
+        return EXIT_NOT_FOUND
     if invocation.as_json:
         print_json(report)
     else:
         place = shown_place(invocation.config.master)
         age = duration_text(found.uptime_ms)
         click.echo(f"{place}: what its master remembers of the {age} since its start\n")
-        for line in [*_people(report), *_reasons(causes), *(f"note: {n}" for n in report.notes)]:
+        for line in [
+            *_print_clients(report),
+            *_reasons(causes),
+            *(f"note: {n}" for n in report.notes),
+        ]:
             click.echo(line)
-    return FAILED if any(cause.is_problem for cause in causes) else 0
+    return EXIT_FAILED if any(cause.is_problem for cause in causes) else 0
 
 
 # --- showing --------------------------------------------------------------------------------------
 
 
-def _people(report: Report) -> Iterator[str]:
+def _print_clients(report: Report) -> Iterator[str]:
     for party in report.parties[:PARTIES_SHOWN]:
         size, states = party.size, party.state_size
         head = f"{party.model}  {party.name}" if party.model else party.name
-        yield f"{shown_text(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
+        yield f"{sanitize(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
         if party.state_objects:
             blocks = f"{counted(party.objects - party.state_objects, 'block')} of attention"
             yield (
@@ -88,8 +92,8 @@ def _people(report: Report) -> Iterator[str]:
             there = " (it had been evicted)" if miss.evicted else ""
             there += " (it is there now)" if miss.present else ""
             yield (
-                f"  missed  {shown_text(miss.text, 40)}{there}, key {miss.found + 1} of "
-                f"{miss.asked}, asked by {shown_text(miss.client or 'a client', 40)} "
+                f"  missed  {sanitize(miss.text, 40)}{there}, key {miss.found + 1} of "
+                f"{miss.asked}, asked by {sanitize(miss.client or 'a client', 40)} "
                 f"{duration_text(miss.idle_ms)} ago"
             )
         yield ""
@@ -99,17 +103,17 @@ def _people(report: Report) -> Iterator[str]:
 
 
 def _client(row: ClientTraffic) -> str:
-    name = shown_text(row.client or "a client without a name", 40)
-    address = f" ({shown_text(row.address, 40)})" if row.address else ""
+    name = sanitize(row.client or "a client without a name", 40)
+    address = f" ({sanitize(row.address, 40)})" if row.address else ""
     return f"{name}{address}, {duration_text(row.idle_ms)} ago"
 
 
 def _reasons(causes: Sequence[Cause]) -> Iterator[str]:
     for number, cause in enumerate(causes[:CAUSES_SHOWN], 1):
-        text = shown_text(cause.text, 600)
+        text = sanitize(cause.text, 600)
         yield from _wrapped(f"{number}. ", text + (":" if cause.lines else "."))
         for line in cause.lines:
-            yield from _wrapped("     ", shown_text(line, 200))
+            yield from _wrapped("     ", sanitize(line, 200))
         if cause.remedy:
             yield from _wrapped("   -> ", cause.remedy)
     if len(causes) > CAUSES_SHOWN:
@@ -123,10 +127,10 @@ def _wrapped(begin: str, text: str) -> list[str]:
     )
 
 
-def _say_unknown(invocation: Invocation, wanted: str, found: Explained) -> None:
+def _say_unknown(invocation: Invocation, wanted: str, found: Explanation) -> None:
     known = [party.record.model if party.record else party.name for party in found.everyone]
-    names = ", ".join(shown_text(name, 60) for name in dict.fromkeys(known[:20])) or "nothing"
-    message = f"{shown_text(wanted)}: neither puts nor questions nor objects; there is: {names}"
+    names = ", ".join(sanitize(name, 60) for name in dict.fromkeys(known[:20])) or "nothing"
+    message = f"{sanitize(wanted)}: neither puts nor questions nor objects; there is: {names}"
     if invocation.as_json:
         print_json(Report(found.uptime_ms, [], [], 0, [message]))
     else:

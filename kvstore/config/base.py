@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvstore.config.setting_types import As, RefusedValueError, format_size
+from kvstore.config.setting_types import CliType, InvalidSettingError, format_size
 from kvstore.errors import ConfigError
 
 PREFIX = "KVSTORE_"
@@ -104,10 +104,10 @@ def variables_of(kind: type[Config], key: str) -> tuple[str, ...]:
     return (own,) if shared is None else (own, shared)
 
 
-def _shown(kind: type[Config], key: str) -> As:
+def _shown(kind: type[Config], key: str) -> CliType:
     field = kind.model_fields.get(key)
     metadata = () if field is None else field.metadata
-    return next((item for item in metadata if isinstance(item, As)), As(""))
+    return next((item for item in metadata if isinstance(item, CliType)), CliType(""))
 
 
 def _default_text(default: object, metavar: str) -> str:
@@ -127,7 +127,7 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return unknown_setting(key, "", [*kind.model_fields])
     what, advice = re.sub(r"^(Input|String) should", "must", first["msg"]), ""
-    if isinstance(refused := first.get("ctx", {}).get("error"), RefusedValueError):
+    if isinstance(refused := first.get("ctx", {}).get("error"), InvalidSettingError):
         key, what, advice = refused.key or key, str(refused), refused.advice
     is_hidden = not first["loc"] or _shown(kind, key).is_secret
     given = "" if is_hidden else f" = {first['input']!r}"

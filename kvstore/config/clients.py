@@ -24,6 +24,7 @@ from kvstore.config.setting_types import (
     File,
     HeaderName,
     Host,
+    InvalidSettingError,
     Label,
     LogFormat,
     LogLevel,
@@ -34,7 +35,6 @@ from kvstore.config.setting_types import (
     NamespaceName,
     OptionalMaster,
     Port,
-    RefusedValueError,
     Tenant,
     Transports,
     Unauthenticated,
@@ -129,7 +129,7 @@ class ClientConfig(StoreSettings):
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:
         if self.transports == ("mooncake",) and not self.protocol:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "must be given when mooncake is the only transport", "Say tcp or rdma.",
                 key="protocol",
             )  # fmt: skip
@@ -267,14 +267,14 @@ class ProxyConfig(Config):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         if self.cache_salt_from and not self.cache_salt_secret_file:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "needs a secret",
                 "Give --cache-salt-secret-file: the same for every proxy. To make one: "
                 "openssl rand -hex 32 > FILE; chmod 600 FILE",
                 key="cache_salt_from",
             )
         if self.cache_salt_secret_file and not self.cache_salt_from:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "is missing beside its secret",
                 "Give --cache-salt-from authorization, or another header.",
                 key="cache_salt_from",

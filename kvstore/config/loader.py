@@ -24,7 +24,7 @@ from kvstore.config.base import (
 )
 from kvstore.config.clients import ClientConfig, ConnectorConfig, ProxyConfig
 from kvstore.config.servers import MasterConfig, NodeConfig
-from kvstore.config.setting_types import RefusedValueError, check_token
+from kvstore.config.setting_types import InvalidSettingError, check_token
 from kvstore.errors import ConfigError
 from kvstore.process.watched_files import read_file
 
@@ -118,7 +118,7 @@ def read_token(path: str, setting: str = "http_token_file") -> str:
     try:
         content = read_file(Path(path).expanduser(), setting, bytes_max=_TOKEN_BYTES_MAX)
         return check_token(content.decode("ascii", "replace").strip())
-    except RefusedValueError as error:
+    except InvalidSettingError as error:
         what = f"{setting} {path} holds no token: it {error}"
         raise ConfigError(what, advice=error.advice, key=setting) from None
 

@@ -17,9 +17,9 @@ from kvstore.config.setting_types import (
     NODE_HTTP_PORT,
     P2P,
     Advertise,
-    As,
     AuthFile,
     Bytes,
+    CliType,
     Cluster,
     Count,
     DataEncryption,
@@ -31,6 +31,7 @@ from kvstore.config.setting_types import (
     Host,
     HttpReads,
     HugePages,
+    InvalidSettingError,
     LogFormat,
     LogLevel,
     Master,
@@ -40,7 +41,6 @@ from kvstore.config.setting_types import (
     OnOffAuto,
     OptionalHost,
     Port,
-    RefusedValueError,
     Share,
     ShmClients,
     Unauthenticated,
@@ -85,11 +85,11 @@ class HttpConfig(Config):
     @model_validator(mode="after")
     def _http_rules(self) -> Self:
         if self.http_reads == "token" and not self.http_token_file:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "is token, and there is none", "Give --http-token-file.", key="http_reads"
             )
         if bool(self.http_cert) != bool(self.http_key):
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "is missing",
                 "Give --http-cert and --http-key, or none of both.",
                 key="http_key" if self.http_cert else "http_cert",
@@ -122,13 +122,13 @@ class MasterConfig(HttpConfig):
         description="TCP port for HTTP: health, metrics (Prometheus) and a dashboard. If it is "
         f"taken and not asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
     )
-    http_names: Annotated[str, As("NAME,...")] = Field(
+    http_names: Annotated[str, CliType("NAME,...")] = Field(
         default="",
         description="Names, separated by commas, by which browsers and programs may reach the page "
         "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
         "are refused: a web page could point a name of its own at this address.",
     )
-    events: Annotated[str, As("on|ADDRESS,...")] = Field(
+    events: Annotated[str, CliType("on|ADDRESS,...")] = Field(
         default="",
         description="Publish which objects become visible and which are gone: 'on': over HTTP; "
         "'tcp://*:5557': by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': with "
@@ -211,29 +211,29 @@ class MasterConfig(HttpConfig):
     def _rules(self) -> MasterConfig:
         check_encryption(self.data_encryption, self.auth)
         if self.auth and self.events_at:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 f"is {self.events!r}, and ZeroMQ authenticates nobody",
                 "With --auth give 'on': events over HTTP.",
                 key="events",
             )
         if self.events and not self.http_port:
-            raise RefusedValueError("needs a port for HTTP", "Drop --http-port 0.", key="events")
+            raise InvalidSettingError("needs a port for HTTP", "Drop --http-port 0.", key="events")
         addresses = self.events_at.split(",") if self.events_at else []
         if len(addresses) > 2 or not all("://" in each for each in addresses):
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 f"is {self.events!r}",
                 "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",
                 key="events",
             )
         for name in self.http_names_given:
             if not _NAME_OF_A_HOST.fullmatch(name):
-                raise RefusedValueError(
+                raise InvalidSettingError(
                     f"has {name!r}, which is no name of a host",
                     "Give names without port: kv.example.com,kv",
                     key="http_names",
                 )
         if self.port and self.lane_port == self.port:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 f"is {self.port}, the same as port",
                 "Give the lane a port of its own.",
                 key="lane_port",
@@ -241,19 +241,21 @@ class MasterConfig(HttpConfig):
         if "http_port" in self.model_fields_set and self.http_port:
             taken = {self.port: "gRPC", self.lane_port_wanted: "the lane"}
             if role := taken.get(self.http_port):
-                raise RefusedValueError(
+                raise InvalidSettingError(
                     f"is {self.http_port}, which is the port for {role}",
                     "Give HTTP a port of its own, or 0 for none.",
                     key="http_port",
                 )
         if self.port == 65_535 and not self.lane_port:
-            raise RefusedValueError("must be given, there is no port after 65535", key="lane_port")
+            raise InvalidSettingError(
+                "must be given, there is no port after 65535", key="lane_port"
+            )
         return self
 
 
 def _device(value: str) -> str:
     if value and not re.fullmatch(r"[a-z]+:\d{1,3}", value, re.ASCII):
-        raise RefusedValueError("must name a device", "As in: cuda:0.")
+        raise InvalidSettingError("must name a device", "As in: cuda:0.")
     return value
 
 
@@ -298,7 +300,7 @@ class NodeConfig(HttpConfig):
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
     )
-    device: Annotated[str, As("DEVICE"), AfterValidator(_device)] = Field(
+    device: Annotated[str, CliType("DEVICE"), AfterValidator(_device)] = Field(
         default="",
         description="Pool memory of this device, as CUDA numbers it for this process: cuda:0. It "
         "is gone when the process ends. Empty: memory of the host.",
@@ -360,14 +362,14 @@ class NodeConfig(HttpConfig):
         check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
         check_encryption(self.data_encryption, self.auth, protocol=self.protocol)
         if self.shm_clients != "members" and not self.auth:
-            raise RefusedValueError(
+            raise InvalidSettingError(
                 "needs identities, to know what a client may read",
                 "Give --auth, or leave out --shm-clients.",
                 key="shm_clients",
             )
         if self.device:
             if self.shm_clients != "members":
-                raise RefusedValueError(
+                raise InvalidSettingError(
                     "does not go with --device: its memory is opened by name", key="shm_clients"
                 )
             for key, why in (
@@ -375,7 +377,7 @@ class NodeConfig(HttpConfig):
                 ("protocol", "the transfer engine does not serve memory of a device"),
             ):
                 if getattr(self, key):
-                    raise RefusedValueError(f"does not go with --device: {why}", key=key)
+                    raise InvalidSettingError(f"does not go with --device: {why}", key=key)
         return self
 
     @property

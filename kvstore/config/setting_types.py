@@ -83,7 +83,7 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-class RefusedValueError(ValueError):
+class InvalidSettingError(ValueError):
     """A value that is not allowed; pydantic hands it through to ``config_error``."""
 
     def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
@@ -104,7 +104,7 @@ def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]
         try:
             return check(value)
         except InvalidArgumentError as error:
-            raise RefusedValueError(error.message, error.advice) from error
+            raise InvalidSettingError(error.message, error.advice) from error
 
     return checked
 
@@ -116,21 +116,21 @@ def _size(value: object) -> object:
 
 def _number(value: object) -> object:
     if isinstance(value, bool):
-        raise RefusedValueError("is true or false, not a number")
+        raise InvalidSettingError("is true or false, not a number")
     return value
 
 
 def _memory(value: int) -> int:
     if value and not MEMORY_BYTES_MIN <= value <= MEMORY_BYTES_MAX:
         bounds = f"{format_size(MEMORY_BYTES_MIN)} to {format_size(MEMORY_BYTES_MAX)}"
-        raise RefusedValueError(f"must be 0 or {bounds}")
+        raise InvalidSettingError(f"must be 0 or {bounds}")
     return value
 
 
 def _place(text: str, default_port: int | None = None) -> str:
     host, port = split_address(text, default_port=default_port)
     if not port:
-        raise RefusedValueError("must name a port: no client can connect to port 0")
+        raise InvalidSettingError("must name a port: no client can connect to port 0")
     return join_address(host, port)
 
 
@@ -160,7 +160,7 @@ def _addresses(value: object) -> object:
         return value
     found = [_place(word) for each in value for word in each.replace(",", " ").split()]
     if len(set(found)) != len(found):
-        raise RefusedValueError("must name each once")
+        raise InvalidSettingError("must name each once")
     return tuple(found)
 
 
@@ -179,7 +179,7 @@ def _host(value: str) -> str:
     value = value.strip()
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if ":" in bare and not _is_ipv6(bare):
-        raise RefusedValueError(
+        raise InvalidSettingError(
             f"{value!r} is not a host", "Write an address or a name; --port has the port."
         )
     return bare
@@ -194,13 +194,13 @@ def _is_ipv6(text: str) -> bool:
 
 def _name(value: str) -> str:
     if len(value.encode()) > 128 or not value.isprintable():
-        raise RefusedValueError("must be printable text of at most 128 bytes")
+        raise InvalidSettingError("must be printable text of at most 128 bytes")
     return value
 
 
 def _cluster(value: str) -> str:
     if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value, re.ASCII):
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "must be 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
     return value
@@ -213,7 +213,7 @@ def _words(value: object) -> object:
 def _transports(value: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [name for name in value if name not in TRANSPORTS_KNOWN]
     if unknown or not value or len(set(value)) != len(value):
-        raise RefusedValueError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
+        raise InvalidSettingError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
     return value
 
 
@@ -221,7 +221,7 @@ def _metadata_server(value: str) -> str:
     kind, separator, place = value.partition("://")
     if value == P2P or (separator and place and kind in METADATA_KINDS):
         return value
-    raise RefusedValueError(
+    raise InvalidSettingError(
         "names no metadata server",
         f"Write {P2P}, or one of: {', '.join(f'{each}://HOST:PORT' for each in METADATA_KINDS)}.",
     )
@@ -229,7 +229,7 @@ def _metadata_server(value: str) -> str:
 
 def _device_name(value: str) -> str:
     if value and not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in value.split(",")):
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1."
         )
     return value
@@ -238,7 +238,7 @@ def _device_name(value: str) -> str:
 def check_token(value: str) -> str:
     """Returns ``value``. Raises RefusedValueError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",
             "Make one: openssl rand -hex 32",
         )
@@ -247,7 +247,7 @@ def check_token(value: str) -> str:
 
 def _header(value: str) -> str:
     if value and not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}", value, re.ASCII):
-        raise RefusedValueError("is not the name of a header", "As in: authorization, X-User.")
+        raise InvalidSettingError("is not the name of a header", "As in: authorization, X-User.")
     return value.lower()
 
 
@@ -255,7 +255,7 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-class As(NamedTuple):
+class CliType(NamedTuple):
     """Metadata of a type: what ``--help`` calls its values."""
 
     metavar: str
@@ -265,18 +265,18 @@ class As(NamedTuple):
     """Whether errors hide the value."""
 
 
-Bytes = Annotated[int, As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
-Milliseconds = Annotated[int, As("MS"), BeforeValidator(_number)]
-Share = Annotated[float, As("SHARE")]
-Label = Annotated[str, As("NAME")]
-File = Annotated[str, As("FILE")]
-Count = Annotated[int, As("N"), BeforeValidator(_number)]
-Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
-Host = Annotated[str, As("HOST"), Field(min_length=1), AfterValidator(_host)]
-OptionalHost = Annotated[str, As("HOST"), AfterValidator(_host)]
+Bytes = Annotated[int, CliType("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
+Milliseconds = Annotated[int, CliType("MS"), BeforeValidator(_number)]
+Share = Annotated[float, CliType("SHARE")]
+Label = Annotated[str, CliType("NAME")]
+File = Annotated[str, CliType("FILE")]
+Count = Annotated[int, CliType("N"), BeforeValidator(_number)]
+Port = Annotated[int, CliType("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
+Host = Annotated[str, CliType("HOST"), Field(min_length=1), AfterValidator(_host)]
+OptionalHost = Annotated[str, CliType("HOST"), AfterValidator(_host)]
 Master = Annotated[
     str,
-    As("HOST:PORT,..."),
+    CliType("HOST:PORT,..."),
     AfterValidator(_master),
     Field(
         description="Where the master is; several, when one may take over from another, are "
@@ -284,25 +284,27 @@ Master = Annotated[
         "it is announced: etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
     ),
 ]
-OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
-Etcd = Annotated[str, As("HOST:PORT,...", is_secret=True), AfterValidator(_etcd)]
-Addresses = Annotated[tuple[str, ...], As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
-Limit = Annotated[int, As("SIZE"), BeforeValidator(_size)]
-Advertise = Annotated[str, As("HOST[:PORT]"), AfterValidator(_advertise)]
-Name = Annotated[str, As("NAME"), AfterValidator(_name)]
+OptionalMaster = Annotated[str, CliType("HOST:PORT,..."), AfterValidator(_optional_master)]
+Etcd = Annotated[str, CliType("HOST:PORT,...", is_secret=True), AfterValidator(_etcd)]
+Addresses = Annotated[
+    tuple[str, ...], CliType("HOST:PORT,...", many=True), BeforeValidator(_addresses)
+]
+Limit = Annotated[int, CliType("SIZE"), BeforeValidator(_size)]
+Advertise = Annotated[str, CliType("HOST[:PORT]"), AfterValidator(_advertise)]
+Name = Annotated[str, CliType("NAME"), AfterValidator(_name)]
 Cluster = Annotated[
     str,
-    As("NAME"),
+    CliType("NAME"),
     AfterValidator(_cluster),
     Field(
         description="Name of the cluster; empty: it has none, and is known by the address of its "
         "master. A peer that names another one, or brings memory of another one, is refused."
     ),
 ]
-NamespaceName = Annotated[str, As("NAME"), AfterValidator(_refusing(check_namespace))]
+NamespaceName = Annotated[str, CliType("NAME"), AfterValidator(_refusing(check_namespace))]
 Tenant = Annotated[
     str,
-    As("NAME"),
+    CliType("NAME"),
     AfterValidator(_refusing(check_tenant)),
     Field(
         description="Namespaces that connectors of engines choose begin with NAME/, and the proxy "
@@ -312,7 +314,7 @@ Tenant = Annotated[
     ),
 ]
 Transports = Annotated[
-    tuple[str, ...], As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
+    tuple[str, ...], CliType("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]
 LogFormat = Annotated[
     Literal["text", "json"],
@@ -329,11 +331,11 @@ OnOffAuto = Annotated[
 Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
 HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
 ShmClients = Annotated[Literal["members", "all-namespaces"], BeforeValidator(_lower)]
-Group = Annotated[str, As("GROUP")]
+Group = Annotated[str, CliType("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
-HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
+HeaderName = Annotated[str, CliType("HEADER"), AfterValidator(_header)]
 _Token = Annotated[str, AfterValidator(lambda value: check_token(value) if value else value)]
-AdminToken = Annotated[_Token, As("TOKEN", is_secret=True)]
+AdminToken = Annotated[_Token, CliType("TOKEN", is_secret=True)]
 AuthFile = Annotated[
     File,
     Field(
@@ -368,13 +370,13 @@ def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
     if encryption == "off":
         return
     if not auth:
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "is tls, and there is no identity to show",
             "Give --auth FILE (kvstore auth issue writes it).",
             key="data_encryption",
         )
     if protocol:
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "does not go with --protocol: the transfer engine encrypts nothing",
             "Drop one of both.",
             key="data_encryption",
@@ -384,7 +386,7 @@ def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
 def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
     """Raises RefusedValueError: the transfer engine would serve everybody."""
     if auth and protocol and not unauthenticated:
-        raise RefusedValueError(
+        raise InvalidSettingError(
             "does not go with --auth: the transfer engine authenticates nobody",
             "Drop it, or give --engine-unauthenticated where its network is trusted.",
             key="protocol",
@@ -392,16 +394,16 @@ def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
 
 
 HttpReads = Annotated[Literal["all", "token"], BeforeValidator(_lower)]
-EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
+EngineProtocol = Annotated[Literal["", "tcp", "rdma"], CliType("tcp|rdma"), BeforeValidator(_lower)]
 Devices = Annotated[
     str,
-    As("NAME,..."),
+    CliType("NAME,..."),
     AfterValidator(_device_name),
     Field(description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all."),
 ]
 MetadataServer = Annotated[
     str,
-    As("URL"),
+    CliType("URL"),
     AfterValidator(_metadata_server),
     Field(
         description="Where engines find each other: P2PHANDSHAKE needs no server; or "

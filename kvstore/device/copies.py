@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.device.driver import Numbers
 
 
-class Copies(NamedTuple):
+class CopyList(NamedTuple):
     """Pairs of runs of equal size: one run on the device, the other mostly in the host's memory."""
 
     device: Numbers
@@ -23,7 +23,7 @@ class Copies(NamedTuple):
     """Bytes; none is 0."""
 
 
-def merged(copies: Copies) -> Copies:
+def merged(copies: CopyList) -> CopyList:
     """Joins copies that follow each other without a gap on both sides."""
     device, other, sizes = copies
     if len(sizes) < 2:
@@ -33,10 +33,10 @@ def merged(copies: Copies) -> Copies:
     if begins.all():
         return copies
     at = np.flatnonzero(begins)
-    return Copies(device[at], other[at], np.add.reduceat(sizes, at))
+    return CopyList(device[at], other[at], np.add.reduceat(sizes, at))
 
 
-def cut(copies: Copies, base: int, window: int) -> Copies:
+def split_at_windows(copies: CopyList, base: int, window: int) -> CopyList:
     """Cuts copies where the other side crosses a multiple of ``window`` bytes from ``base``: a
     driver copies only within memory that was page-locked in one piece."""
     device, other, sizes = copies
@@ -49,4 +49,4 @@ def cut(copies: Copies, base: int, window: int) -> Copies:
     border = base + (first[row] + number) * window
     begin = np.maximum(other[row], border)
     end = np.minimum(other[row] + sizes[row], border + window)
-    return Copies(device[row] + (begin - other[row]), begin, end - begin)
+    return CopyList(device[row] + (begin - other[row]), begin, end - begin)

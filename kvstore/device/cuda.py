@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from kvstore.device.driver import Event, Numbers, Way
+from kvstore.device.driver import Direction, Event, Numbers
 from kvstore.device.streams import current_stream
 from kvstore.errors import DeviceError
 from kvstore.memory.process_memory import address_of
@@ -129,7 +129,7 @@ class _CudaEvent:
         self.spare.append(self.handle)
 
 
-class _ForTorch:
+class _CudaArrayInterface:
     """Memory of a device as torch takes it over without a copy; the tensor's storage refers to
     this."""
 
@@ -162,8 +162,8 @@ class CUDADriver:
         with self._current():
             self._call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
             self._streams = {
-                Way.SAVE: self._new_stream(lowest.value),
-                Way.LOAD: self._new_stream(highest.value),
+                Direction.SAVE: self._new_stream(lowest.value),
+                Direction.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
 
@@ -199,7 +199,7 @@ class CUDADriver:
 
     # --- copies -------------------------------------------------------------------------------
 
-    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         if self._batch is None or len(sizes) == 1:
             return self.copy_ordinary(way, to, source, sizes)
         attributes = _Attributes(source_order=_IN_STREAM_ORDER)
@@ -218,7 +218,7 @@ class CUDADriver:
                 self._check("cuMemcpyBatchAsync", status, what)
         return self._record(self._streams[way])
 
-    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy_ordinary(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         stream = self._streams[way]
         copy = self._library.cuMemcpyAsync
         with self._current():
@@ -231,7 +231,7 @@ class CUDADriver:
                     self._check("cuMemcpyAsync", status, what)
         return self._record(stream)
 
-    def _settle_after_error(self, way: Way) -> None:
+    def _settle_after_error(self, way: Direction) -> None:
         """Some copies of a refused batch may be queued: they end before the error is raised."""
         self._library.cuStreamSynchronize(self._streams[way])
 
@@ -266,7 +266,7 @@ class CUDADriver:
             ) from None
         # For its current stream torch may return memory that this stream still uses. Memory from
         # its pool for our stream is unused, because the host waits for all that runs on ours.
-        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
+        ours = torch.cuda.ExternalStream(self._streams[Direction.LOAD], device=self.name)
         # Leaving the stream makes the previous one current again. If that were of another device,
         # torch would make a context there. So the device is chosen first.
         chosen = torch.cuda.device(self.name)
@@ -283,7 +283,7 @@ class CUDADriver:
         import torch
 
         with self._current(), torch.cuda.device(self.name):
-            return torch.as_tensor(_ForTorch(address, size, keep), device=self.name)
+            return torch.as_tensor(_CudaArrayInterface(address, size, keep), device=self.name)
 
     # --- memory that processes share ----------------------------------------------------------
 
@@ -397,7 +397,7 @@ def library() -> ctypes.CDLL:
         return cuda
 
 
-class Probed(NamedTuple):
+class DeviceInfo(NamedTuple):
     name: str
     copies_batches: bool
     """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""
@@ -405,7 +405,7 @@ class Probed(NamedTuple):
     """Whether memory of this process can be page-locked."""
 
 
-def probe() -> list[Probed]:
+def probe() -> list[DeviceInfo]:
     """The devices that this process can use, for ``kvstore doctor``.
 
     Raises:
@@ -419,7 +419,7 @@ def probe() -> list[Probed]:
         locks = driver.lock(address, mmap.PAGESIZE)
         if locks:
             driver.unlock(address)
-        found.append(Probed(driver.name, driver.copies_batches, locks))
+        found.append(DeviceInfo(driver.name, driver.copies_batches, locks))
     return found
 
 

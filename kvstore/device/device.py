@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.clock import uptime
-from kvstore.device.copies import Copies, cut
-from kvstore.device.driver import DeviceDriver, Event, Way
-from kvstore.device.page_locks import WINDOW_BYTES, Locked, Locks
-from kvstore.device.staging_ring import Ring
+from kvstore.device.copies import CopyList, split_at_windows
+from kvstore.device.driver import DeviceDriver, Direction, Event
+from kvstore.device.page_locks import WINDOW_BYTES, LockedSegment, PageLocks
+from kvstore.device.staging_ring import StagingRing
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.cancellation import current
 
@@ -43,8 +43,8 @@ class Device:
         """``ring_bytes``: page-locked memory for bytes that cannot be copied where they are."""
         self.name: Final = driver.name
         self.driver: Final = driver
-        self.ring: Final = Ring(driver, ring_bytes)
-        self.locks: Final = Locks(driver)
+        self.ring: Final = StagingRing(driver, ring_bytes)
+        self.locks: Final = PageLocks(driver)
         self._failed = False
         self._is_closed = False
 
@@ -70,7 +70,7 @@ class Device:
                     settled=1,
                 )
 
-    def copy(self, way: Way, copies: Copies, locked: Locked | None = None) -> Event:
+    def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
         """Queues copies. Call ``settle`` before the memory is used for anything else.
 
         Args:
@@ -80,17 +80,17 @@ class Device:
         if self._failed:
             raise self._failure()
         if locked is not None:
-            copies = cut(copies, locked.base, WINDOW_BYTES)
+            copies = split_at_windows(copies, locked.base, WINDOW_BYTES)
         device, other, sizes = copies
-        to, source = (other, device) if way is Way.SAVE else (device, other)
+        to, source = (other, device) if way is Direction.SAVE else (device, other)
         return self.driver.copy(way, to, source, sizes)
 
-    def copy_ordinary(self, way: Way, copies: Copies) -> Event:
+    def copy_ordinary(self, way: Direction, copies: CopyList) -> Event:
         """As ``copy``; the other side is memory that is not page-locked."""
         if self._failed:
             raise self._failure()
         device, other, sizes = copies
-        if way is Way.SAVE:
+        if way is Direction.SAVE:
             return self.driver.copy_ordinary(way, other, device, sizes)
         return self.driver.copy_ordinary(way, device, other, sizes)
 
@@ -115,7 +115,7 @@ class Device:
         device has failed they may still run, and the slot is kept.
 
         Raises:
-            As ``Ring.take``.
+            As ``StagingRing.take``.
         """
         slot = self.ring.take(deadline)
         try:

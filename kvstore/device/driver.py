@@ -23,7 +23,7 @@ class Event(Protocol):
     """A moment in the work of a device. Opaque."""
 
 
-class Way(enum.Enum):
+class Direction(enum.Enum):
     """Which of kvstore's two streams on a device does a copy. Neither stream waits for the other,
     nor for those on which an engine computes."""
 
@@ -56,7 +56,7 @@ class DeviceDriver(Protocol):
         """Whether that moment has passed. Does not wait."""
         ...
 
-    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         """Queues copies, which run in any order, and returns the moment at which all have ended.
         The arrays may be changed afterwards, the memory only after that moment.
 
@@ -66,7 +66,7 @@ class DeviceDriver(Protocol):
         """
         ...
 
-    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy_ordinary(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         """As ``copy``, for host memory that is not page-locked: slower, and may wait for the copy
         to end."""
         ...

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.device.copies import Copies, merged
+from kvstore.device.copies import CopyList, merged
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Numbers
 from kvstore.errors import InvalidArgumentError
@@ -92,7 +92,7 @@ def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
     return DeviceMemory(device, np.array([tensor.data_ptr()]), np.array([size]), (), tensor, size)
 
 
-def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
+def layout_copies(values: Sequence[DeviceMemory], places: Sequence[int]) -> CopyList:
     """The copies between values on a device and places elsewhere, where the runs of each value lie
     end to end from its place on.
 
@@ -105,4 +105,4 @@ def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
     starts = np.cumsum(sizes) - sizes
     firsts = np.cumsum(counts) - counts
     shift = np.asarray(places, np.int64) - starts[firsts]
-    return merged(Copies(device, starts + np.repeat(shift, counts), sizes))
+    return merged(CopyList(device, starts + np.repeat(shift, counts), sizes))

@@ -19,7 +19,7 @@ WINDOW_BYTES: Final = 256 << 20
 """Small enough that the call that meets a window first does not wait long for its pages."""
 
 
-class Locked:
+class LockedSegment:
     """One mapped segment."""
 
     def __init__(self, memory: memoryview, is_mounted: Callable[[], bool]) -> None:
@@ -33,19 +33,19 @@ class Locked:
         self.locking = threading.Lock()
 
 
-class Locks:
+class PageLocks:
     """See the module. Threads: any."""
 
     def __init__(self, driver: DeviceDriver) -> None:
         self._driver = driver
-        self._segments: dict[int, Locked] = {}
+        self._segments: dict[int, LockedSegment] = {}
         """Segments by the ``id`` of their mapped memory, which an entry here keeps alive."""
         self._changing = threading.Lock()
         self._is_closed = False
         self._is_kept = False
 
     @contextmanager
-    def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[Locked]:
+    def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[LockedSegment]:
         """The segment of this memory. Its windows stay locked until the block is left.
 
         Args:
@@ -55,7 +55,7 @@ class Locks:
         with self._changing:
             segment = self._segments.get(id(memory))
             if segment is None:
-                segment = self._segments[id(memory)] = Locked(memory, is_mounted)
+                segment = self._segments[id(memory)] = LockedSegment(memory, is_mounted)
             segment.users += 1
         try:
             yield segment
@@ -65,7 +65,7 @@ class Locks:
             if self._is_closed:
                 self._unlock(lambda segment: True)
 
-    def lock(self, segment: Locked, offset: int, size: int) -> bool:
+    def lock(self, segment: LockedSegment, offset: int, size: int) -> bool:
         """Locks the windows of a range; False: one of them could not be locked, now or for good."""
         numbers = range(offset // WINDOW_BYTES, (offset + size - 1) // WINDOW_BYTES + 1)
         return all(
@@ -73,7 +73,7 @@ class Locks:
             for number in numbers
         )
 
-    def _lock(self, segment: Locked, number: int) -> bool:
+    def _lock(self, segment: LockedSegment, number: int) -> bool:
         start = number * WINDOW_BYTES
         size = min(WINDOW_BYTES, len(segment.memory) - start)
         with segment.locking:
@@ -96,7 +96,7 @@ class Locks:
             self._is_closed = True
         self._unlock(lambda segment: True)
 
-    def _unlock(self, is_due: Callable[[Locked], bool]) -> None:
+    def _unlock(self, is_due: Callable[[LockedSegment], bool]) -> None:
         with self._changing:
             due = {
                 name: each

@@ -23,7 +23,7 @@ LOOK_AGAIN_S: Final = 0.001
 """How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""
 
 
-class Ring:
+class StagingRing:
     """A fixed amount of page-locked memory, allocated at its first use. Threads: any."""
 
     def __init__(self, driver: DeviceDriver, size: int) -> None:

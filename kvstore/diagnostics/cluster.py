@@ -16,14 +16,14 @@ import grpc
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.auth.credentials import MASTER_NAME, Credentials, open_channel
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.auth.identity import parse
-from kvstore.calls import ClusterStatus, Joined, SegmentInfo, Segments
+from kvstore.calls import ClusterStatus, DescribeSegmentsReply, JoinReply, SegmentInfo
 from kvstore.client.rpc.stub import MasterStub
 from kvstore.clock import uptime
 from kvstore.config import DEFAULT_PORT, ClientConfig, MasterConfig
 from kvstore.diagnostics.findings import Finding, State, of_row, ok, under
-from kvstore.diagnostics.problems import FoundProblem, of_a_status
+from kvstore.diagnostics.problems import DetectedProblem, of_a_status
 from kvstore.errors import ConfigError, KVStoreError, NotLeaderError
 from kvstore.etcd.leader_lookup import look_at
 from kvstore.etcd.wire import advice_on
@@ -38,9 +38,9 @@ from kvstore.network.addresses import (
     split_address,
 )
 from kvstore.network.host import host_id
-from kvstore.network.listeners import listen, reached_at
+from kvstore.network.listeners import listen, local_connect_address
 from kvstore.port_probe import start_command
-from kvstore.transport.common import Move, not_encrypted
+from kvstore.transport.common import RangeCopy, not_encrypted
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_client import ClientConnection
@@ -103,7 +103,7 @@ class ClusterChecks:
         self._auth = client.auth
         self._credentials = Credentials(client.auth) if client.auth else None
         demands = client.data_encryption == "tls"
-        self._tls = ClientEnd(self._credentials, demands=demands) if self._credentials else None
+        self._tls = ClientTls(self._credentials, demands=demands) if self._credentials else None
 
     def ports(self, config: MasterConfig) -> Iterator[Finding]:
         """Checks the ports that a master on this host would listen on. A port that a running master
@@ -115,7 +115,7 @@ class ClusterChecks:
             elif why != errno.EADDRINUSE:
                 code = errno.errorcode[why]
                 yield of_row("no_listening", host=config.host, port=port, why=code)
-            elif self._is_master(join_address(reached_at(config.host), config.port)):
+            elif self._is_master(join_address(local_connect_address(config.host), config.port)):
                 yield ok(f"{port} ({name}) is taken, and a master answers here")
             else:
                 yield of_row("port_taken", port=port, name=name)
@@ -254,7 +254,7 @@ class ClusterChecks:
                 if isinstance(failure, NotLeaderError):
                     raise failure from None
 
-    def _lane(self, place: str, joined: Joined, deadline: float) -> Finding:
+    def _lane(self, place: str, joined: JoinReply, deadline: float) -> Finding:
         """Checks the lane by its TCP port, which clients on other hosts use."""
         if not joined.lane_port:
             return of_row("no_lane")
@@ -290,7 +290,9 @@ class ClusterChecks:
                 page = stub.call(calls.Status(status.next_cursor), deadline)
                 status = status.with_page(cast(ClusterStatus, page))
             ids = [segment.segment_id for node in status.nodes for segment in node.segments]
-            described = cast(Segments, stub.call(calls.DescribeSegments(ids), deadline)).segments
+            described = cast(
+                DescribeSegmentsReply, stub.call(calls.DescribeSegments(ids), deadline)
+            ).segments
         except KVStoreError as error:
             return [of_row("error", error=error)._replace(subject="nodes")]
         asked = {s.segment_id: pool.submit(self._by_tcp, s) for s in described}
@@ -337,7 +339,7 @@ def _described(uri: str) -> str:
     return "; ".join([who.shown, *rights])
 
 
-def _of_store(each: FoundProblem) -> Finding:
+def _of_store(each: DetectedProblem) -> Finding:
     if each.level == "note":
         return ok(each.text, subject="store")
     state: State = "problem" if each.level == "bad" else "warning"
@@ -378,7 +380,7 @@ def _mapped(segment: SegmentInfo) -> Finding:
 
 def _unreadable(transport: ShmTransport | DeviceTransport, segment: SegmentInfo) -> str | None:
     """Why this process cannot read the segment; None: it can."""
-    move = Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES)))
+    move = RangeCopy(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES)))
     try:
         transport.read(segment, [move], uptime() + 1.0)
         return None

@@ -17,16 +17,16 @@ from kvstore.calls import (
 )
 from kvstore.diagnostics.why import (
     Cause,
+    EngineGroup,
     Evidence,
-    Party,
     diagnose,
-    may_share,
+    expected_to_share,
     parties_of,
     select,
 )
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet_records import RECORDS_MAX, Record, fleets_of, record_keys, records_of
-from kvstore.formatting import shown_text
+from kvstore.fleet_records import RECORDS_MAX, FleetRecord, fleets_of, record_keys, records_of
+from kvstore.formatting import sanitize
 from kvstore.limits import Namespace, tenant_of
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ OBJECTS_LOOKED_AT: Final = 1_000
 """Objects of a namespace that are checked for missing ancestors: one page."""
 
 
-class Explained(NamedTuple):
+class Explanation(NamedTuple):
     uptime_ms: int
     """Time since the master's start; it remembers nothing from before."""
-    everyone: list[Party]
-    parties: list[Party]
+    everyone: list[EngineGroup]
+    parties: list[EngineGroup]
     """Those that were asked about, the last used first."""
     causes: list[Cause]
     notes: list[str]
@@ -102,14 +102,14 @@ class Report(NamedTuple):
     """What could not be seen."""
 
 
-def report_of(found: Explained) -> Report:
+def report_of(found: Explanation) -> Report:
     """What programs get, bounded: as JSON of ``kvstore why`` and of HTTP."""
     parties, others = found.parties[:PARTIES_SHOWN], len(found.parties[PARTIES_SHOWN:])
     described = [_party_report(party) for party in parties]
     return Report(found.uptime_ms, found.causes[:CAUSES_SHOWN], described, others, found.notes)
 
 
-def _party_report(party: Party) -> PartyReport:
+def _party_report(party: EngineGroup) -> PartyReport:
     record, misses = party.record, party.misses
     return PartyReport(
         name=party.name,
@@ -132,7 +132,7 @@ def _party_report(party: Party) -> PartyReport:
 
 def explain(
     client: Client, status: ClusterStatus, *, namespace: str = "", model: str = ""
-) -> Explained:
+) -> Explanation:
     """Why lookups find nothing: in a namespace, of a model, or (without both) anywhere.
 
     Args:
@@ -154,8 +154,8 @@ def explain(
     everyone = parties_of(evidence.spaces, evidence.records)
     chosen = select(everyone, namespace=namespace, model=model)
     chosen.sort(key=_last_used)
-    _look_closer(client, evidence, chosen, everyone)
-    return Explained(
+    _inspect_objects(client, evidence, chosen, everyone)
+    return Explanation(
         evidence.uptime_ms, everyone, chosen, diagnose(evidence, chosen, everyone), notes
     )
 
@@ -177,7 +177,7 @@ def _traffic(
         )
 
 
-def _of_tenant(client: Client, status: ClusterStatus, records: Sequence[Record]) -> list[str]:
+def _of_tenant(client: Client, status: ClusterStatus, records: Sequence[FleetRecord]) -> list[str]:
     """Namespaces of the client's tenant, those that its engines name first."""
     tenant = client.config.tenant
     names = [name for record in records for name in record.namespaces]
@@ -195,22 +195,22 @@ def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraff
     ]
 
 
-def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[Record]:
+def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[FleetRecord]:
     spaces = fleets_of(client.config.tenant, (row.name for row in status.namespaces))
     try:
         return read_records(client, spaces)
     except KVStoreError as error:
-        notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
+        notes.append(sanitize(f"the records of engines could not be read: {error.message}", 200))
         return []
 
 
-def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
+def read_records(client: Client, spaces: Collection[Namespace]) -> list[FleetRecord]:
     """Up to ``RECORDS_MAX`` records in these namespaces. Blocks.
 
     Raises:
         KVStoreError: the store did not answer.
     """
-    found: list[Record] = []
+    found: list[FleetRecord] = []
     share = -(-RECORDS_MAX // len(spaces))
     for space in spaces:
         keys = record_keys(client.list_objects(namespace=space), share)
@@ -219,8 +219,11 @@ def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
     return found[:RECORDS_MAX]
 
 
-def _look_closer(
-    client: Client, evidence: Evidence, chosen: Sequence[Party], everyone: Sequence[Party]
+def _inspect_objects(
+    client: Client,
+    evidence: Evidence,
+    chosen: Sequence[EngineGroup],
+    everyone: Sequence[EngineGroup],
 ) -> None:
     """Adds to the evidence what only a look at single objects shows, for parties that find
     nothing. These are operators' calls: they count as no traffic, and lease nothing."""
@@ -235,7 +238,7 @@ def _look_closer(
             space.name
             for each in everyone
             for space in each.spaces
-            if space.objects and each is not party and may_share(party, each)
+            if space.objects and each is not party and expected_to_share(party, each)
         ]
         for key, name in itertools.product(keys, others[:NAMESPACES_LOOKED_IN]):
             if client.stat(key, namespace=name) is not None:
@@ -247,5 +250,5 @@ def _look_closer(
             evidence.detached[space.name] = states.count("detached"), len(states)
 
 
-def _last_used(party: Party) -> int:
+def _last_used(party: EngineGroup) -> int:
     return min((row.idle_ms for row in [*party.putters, *party.askers]), default=1 << 62)

@@ -38,7 +38,7 @@ def entries(node_memory: int) -> Iterator[Finding]:
     yield from under("shared memory", shared_memory(node_memory))
     yield from under("memory limit", memory_limit(node_memory))
     yield from under("huge pages", huge_pages())
-    yield from under("left-overs", left_overs())
+    yield from under("left-overs", leftover_segments())
 
 
 def shared_memory(node_memory: int) -> Iterator[Finding]:
@@ -180,12 +180,12 @@ def rdma() -> Iterator[Finding]:
             yield of_row("no_rdma_library", library=library)
 
 
-def left_overs() -> Iterator[Finding]:
+def leftover_segments() -> Iterator[Finding]:
     """Memory that no living process owns, and kvstore clean would remove."""
     found = memory_entries.left_overs()
     if found:
         size = sum(left.held for left in found)
-        yield of_row("left_overs", count=len(found), size=size_text(size))
+        yield of_row("leftover_segments", count=len(found), size=size_text(size))
     else:
         yield ok("no memory of dead nodes")
 

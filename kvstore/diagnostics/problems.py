@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.auth.validity import Validity
-from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
+from kvstore.auth.validity import ValidityPeriod
+from kvstore.calls import ClusterStatus, DepartedNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnostics.history import HistoryPoints, added, spread_of
 from kvstore.diagnostics.rows import ADVICE, PROBLEMS
 from kvstore.diagnostics.why import Evidence, diagnose, parties_of
-from kvstore.fleet_records import Record
-from kvstore.formatting import duration_text, name_text, shown_text, size_text
+from kvstore.fleet_records import FleetRecord
+from kvstore.formatting import duration_text, name_text, sanitize, size_text
 from kvstore.memory.shm_entries import ENTRY_GONE
-from kvstore.no_space_messages import guarantees_short
+from kvstore.no_space_messages import guarantee_warning
 
 RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
@@ -48,7 +48,7 @@ KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace", "ot
 """Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
 
-class FoundProblem(NamedTuple):
+class DetectedProblem(NamedTuple):
     level: str
     """As ``ProblemRow.level``."""
     text: str
@@ -61,12 +61,12 @@ class FoundProblem(NamedTuple):
         return ADVICE[self.runbook]
 
 
-def _found(name: str, **words: object) -> FoundProblem:
+def _found(name: str, **words: object) -> DetectedProblem:
     row = PROBLEMS[name]
-    return FoundProblem(row.level, row.text.format(**words), row.row)
+    return DetectedProblem(row.level, row.text.format(**words), row.row)
 
 
-class _Counted(NamedTuple):
+class _CounterDeltas(NamedTuple):
     """By how much counters have grown, and since when."""
 
     counters: Mapping[str, int]
@@ -78,8 +78,8 @@ class _Seen(NamedTuple):
     """What the conditions judge."""
 
     status: ClusterStatus
-    hour: _Counted
-    recent: _Counted
+    hour: _CounterDeltas
+    recent: _CounterDeltas
     """Of the last ten minutes."""
     age_ms: float | None = None
     """The median age at eviction; None: not known."""
@@ -94,10 +94,12 @@ class _Seen(NamedTuple):
         return dict(self.status.counters).get(name, 0)
 
 
-def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
+def leader_problems(
+    status: ClusterStatus, history: HistoryPoints, now_ms: int
+) -> list[DetectedProblem]:
     """The problems that a master that leads sees, the worst first."""
     hour, recent = (
-        _Counted(added(points), when)
+        _CounterDeltas(added(points), when)
         for points, when in (
             (history.lately(now_ms, HOUR_S), "in the last hour"),
             (history.lately(now_ms, RECENT_S), "in the last 10 min"),
@@ -109,22 +111,24 @@ def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> 
     return _worst_first([*_now(seen), *_counted(seen)])
 
 
-def of_a_status(status: ClusterStatus) -> list[FoundProblem]:
+def of_a_status(status: ClusterStatus) -> list[DetectedProblem]:
     """The problems that one answer of a master shows, the worst first: for programs that do not
     have its last hour. What it has counted since its start is a warning: it may be over."""
     when = f"since the master started, {duration_text(status.uptime_ms)} ago"
-    counted = _Counted(dict(status.counters), when)
+    counted = _CounterDeltas(dict(status.counters), when)
     seen = _Seen(status, counted, counted)
     since = [each._replace(level="warning") for each in _counted(seen)]
     return _worst_first([*_now(seen), *since])
 
 
-def _worst_first(found: list[FoundProblem]) -> list[FoundProblem]:
+def _worst_first(found: list[DetectedProblem]) -> list[DetectedProblem]:
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
 
 
-def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[FoundProblem]:
+def of_engines(
+    spaces: Sequence[NamespaceTraffic], records: Sequence[FleetRecord]
+) -> list[DetectedProblem]:
     """The problems of engines that asked a moment ago and found nothing, because what other engines
     of their model put is kept apart from what they ask for."""
     everyone = parties_of(spaces, records)
@@ -139,12 +143,12 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
     for cause in causes[:NODES_NAMED]:
         if cause.code in KEPT_APART:
             fields = f": {'; '.join(cause.lines)}" if cause.lines else ""
-            text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
+            text = sanitize(f"{cause.text}{fields}. {cause.remedy}", 600)
             found.append(_found("kept_apart", text=text))
     return found
 
 
-def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
+def of_identity(valid: ValidityPeriod | None, now_ms: int) -> list[DetectedProblem]:
     """The problem of a master whose certificate ends soon. ``valid``: its; None: no
     authentication."""
     now_s = now_ms / 1000
@@ -155,32 +159,32 @@ def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
     return [_found(name, left=duration_text(max(0, int(left_s * 1000))))]
 
 
-def of_a_standby(leader: str) -> list[FoundProblem]:
+def standby_problems(leader: str) -> list[DetectedProblem]:
     return [] if leader else [_found("no_leader")]
 
 
-def _now(seen: _Seen) -> Iterator[FoundProblem]:
+def _now(seen: _Seen) -> Iterator[DetectedProblem]:
     for name, holds in OF_NODES.items():
         yield from _of_nodes(name, [node for node in seen.status.nodes if holds(node)])
     gone = [each for each in seen.status.gone if each.why != "left" or each.missing or each.lost]
     yield from map(_gone, gone[:NODES_NAMED])
     if len(gone) > NODES_NAMED:
         text = f"{len(gone) - NODES_NAMED} more nodes left or died."
-        yield FoundProblem("bad", text, "KvstoreNodeDead")
+        yield DetectedProblem("bad", text, "KvstoreNodeDead")
     for name, words_of in OF_STORE.items():
         if (words := words_of(seen)) is not None:
             yield _found(name, **words)
 
 
-def _counted(seen: _Seen) -> Iterator[FoundProblem]:
+def _counted(seen: _Seen) -> Iterator[DetectedProblem]:
     for counter, row in PROBLEMS.items():
         counted = seen.hour if counter in IN_AN_HOUR else seen.recent
         if row.one and (count := counted.counters.get(counter, 0)):
             said = row.text.format(when=counted.when)
-            yield FoundProblem(row.level, f"{_count(count, row.one)} {said}", row.row)
+            yield DetectedProblem(row.level, f"{_count(count, row.one)} {said}", row.row)
 
 
-def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[FoundProblem]:
+def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProblem]:
     row = PROBLEMS[name]
     for node in nodes[:NODES_NAMED]:
         found = _found(
@@ -191,10 +195,10 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[FoundProblem]:
         yield found._replace(text=f"{who} {row.what}: {found.text}.")
     if len(nodes) > NODES_NAMED:
         text = f"{len(nodes) - NODES_NAMED} more nodes: each {row.what}."
-        yield FoundProblem(row.level, text, row.row)
+        yield DetectedProblem(row.level, text, row.row)
 
 
-def _gone(node: GoneNode) -> FoundProblem:
+def _gone(node: DepartedNode) -> DetectedProblem:
     """A node that has left or died, with the objects that went with it."""
     left, missing = node.why == "left", _count(node.missing, "object")
     name = "died_empty"
@@ -273,7 +277,7 @@ def _under_replicated(seen: _Seen) -> Words:
 
 
 def _guarantees(seen: _Seen) -> Words:
-    short = guarantees_short(seen.status)
+    short = guarantee_warning(seen.status)
     return {"short": short} if short else None
 
 

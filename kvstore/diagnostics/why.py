@@ -11,7 +11,13 @@ from typing import Final, NamedTuple, cast
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.diagnostics.rows import ADVICE_ON_FIELDS, CAUSES, PHRASES
-from kvstore.fleet_records import Cut, Difference, Record, are_guesses, contrast
+from kvstore.fleet_records import (
+    Difference,
+    FleetRecord,
+    SplitDifference,
+    compare_descriptions,
+    is_draft_namespace,
+)
 from kvstore.limits import is_fleet, of_tenant, tenant_of
 
 FEW: Final = 0.5
@@ -64,7 +70,7 @@ class Evidence:
     nodes: int = 1
     """Number of nodes that serve memory now."""
     spaces: Sequence[NamespaceTraffic] = ()
-    records: Sequence[Record] = ()
+    records: Sequence[FleetRecord] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
     """By namespace: another namespace that holds a key which was not found in the first."""
     detached: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -73,11 +79,11 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Party:
+class EngineGroup:
     """Engines that share blocks: the namespaces of one fleet record, or one without a record."""
 
     name: str
-    record: Record | None
+    record: FleetRecord | None
     spaces: Sequence[NamespaceTraffic]
 
     @property
@@ -160,22 +166,24 @@ class Party:
         return tuple(space.name for space in self.spaces)
 
 
-def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Party]:
+def parties_of(
+    spaces: Sequence[NamespaceTraffic], records: Sequence[FleetRecord]
+) -> list[EngineGroup]:
     """The parties of all records and namespaces, but for the namespaces of the records."""
     record_of = {name: record for record in records for name in record.namespaces}
     known = {_mark(record): record for record in records}
     by_record: dict[tuple[str, str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
-    alone: list[Party] = []
+    alone: list[EngineGroup] = []
     for space in spaces:
         if is_fleet(space.name):
             continue
         record = record_of.get(space.name)
         if record is None:
-            alone.append(Party(name=space.name, record=None, spaces=[space]))
+            alone.append(EngineGroup(name=space.name, record=None, spaces=[space]))
         else:
             by_record[_mark(record)].append(space)
     together = [
-        Party(
+        EngineGroup(
             name=of_tenant(tenant, f"{engine} {fingerprint[:8]}"),
             record=known[tenant, engine, fingerprint],
             spaces=found,
@@ -185,17 +193,19 @@ def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
     return [*together, *alone]
 
 
-def _mark(record: Record) -> tuple[str, str, str]:
+def _mark(record: FleetRecord) -> tuple[str, str, str]:
     return record.tenant, record.engine, record.fingerprint
 
 
-def may_share(one: Party, other: Party) -> bool:
+def expected_to_share(one: EngineGroup, other: EngineGroup) -> bool:
     """Whether it is a fault, and no intention, that they share nothing: engines of two tenants are
     apart on purpose. An engine without a tenant may lack a setting."""
     return one.tenant == other.tenant or not (one.tenant and other.tenant)
 
 
-def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") -> list[Party]:
+def select(
+    parties: Sequence[EngineGroup], *, namespace: str = "", model: str = ""
+) -> list[EngineGroup]:
     """The parties with this namespace, or of this model; all of them if neither is named."""
     if namespace:
         return [party for party in parties if namespace in party.namespaces]
@@ -209,7 +219,9 @@ def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") ->
     return list(parties)
 
 
-def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Party]) -> list[Cause]:
+def diagnose(
+    evidence: Evidence, parties: Sequence[EngineGroup], others: Sequence[EngineGroup]
+) -> list[Cause]:
     """The causes: problems first, and of these the ones whose fields are known.
 
     Args:
@@ -237,9 +249,9 @@ def _cause(case: Case) -> Cause | None:
     if name == "explained elsewhere":
         return None
     if name == "compared with the writer":
-        return _differ(cast("Party", case.writer), party)
+        return _differ(cast("EngineGroup", case.writer), party)
     if name == "compared with the asker":
-        return _differ(party, cast("Party", case.asker))
+        return _differ(party, cast("EngineGroup", case.asker))
     cause = _of_row(name, case.words)
     is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
     spaces = case.pair if name == "other_namespace" else party.namespaces
@@ -259,15 +271,15 @@ class Case(NamedTuple):
     """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
 
     evidence: Evidence
-    party: Party
-    others: Sequence[Party]
+    party: EngineGroup
+    others: Sequence[EngineGroup]
 
     @property
-    def writer(self) -> Party | None:
+    def writer(self) -> EngineGroup | None:
         return _nearest(self.party, [each for each in self.others if each.writes])
 
     @property
-    def asker(self) -> Party | None:
+    def asker(self) -> EngineGroup | None:
         return _nearest(self.party, [each for each in self.others if each.asked])
 
     @property
@@ -333,11 +345,11 @@ class Case(NamedTuple):
         return _are_hashes(put) and _are_hashes(asked) and not {*put} & {*asked}
 
 
-Condition = Callable[[Case, Party], object]
+Condition = Callable[[Case, EngineGroup], object]
 
 RULES: Final[Sequence[tuple[str, Condition]]] = (
     # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
-    ("guesses", lambda c, p: p.spaces and all(map(are_guesses, p.namespaces))),
+    ("guesses", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
     ("evicted_keys",
      lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.share < FEW),
     ("compared with the writer",
@@ -366,16 +378,16 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
 """Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a party."""
 
 
-def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
+def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup | None:
     """The party of the same model whose description differs least from that of ``party``."""
     ours = party.record
     if ours is None:
         return None
 
-    def distance(other: Party) -> tuple[bool, bool, int, int, int]:
+    def distance(other: EngineGroup) -> tuple[bool, bool, int, int, int]:
         theirs = other.record
         assert theirs is not None
-        must, cuts = contrast(ours.engine, ours.description, theirs.description)
+        must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
         idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
         is_apart = ours.tenant != theirs.tenant, ours.engine != theirs.engine
         return *is_apart, len(must), len(cuts), idle_ms
@@ -383,12 +395,14 @@ def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
     same = [
         each
         for each in others
-        if each.record is not None and ours.serves(each.record.model) and may_share(party, each)
+        if each.record is not None
+        and ours.serves(each.record.model)
+        and expected_to_share(party, each)
     ]
     return min(same, key=distance, default=None)
 
 
-def _differ(writer: Party, asker: Party) -> Cause:
+def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
     """Why an asker does not find what a writer of the same model puts."""
     ours, theirs = writer.record, asker.record
     assert ours is not None
@@ -400,7 +414,7 @@ def _differ(writer: Party, asker: Party) -> Cause:
         if getattr(ours, name) != getattr(theirs, name):
             apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
             return apart._replace(namespaces=spaces)
-    must, cuts = contrast(ours.engine, ours.description, theirs.description)
+    must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
         for each in must[:FIELDS_SHOWN]
@@ -423,7 +437,7 @@ def _differ(writer: Party, asker: Party) -> Cause:
     )
 
 
-def _remedy(must: Sequence[Difference], cuts: Sequence[Cut]) -> str:
+def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
     """What to do about two descriptions; each advice once."""
     if cuts and not must:
         settings = " and ".join(cut.setting for cut in cuts)

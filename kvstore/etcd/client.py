@@ -25,14 +25,14 @@ from kvstore.etcd.wire import (
     Method,
     attempt_s,
     credentials,
+    is_member_specific,
     metadata,
     reason_of,
     refused,
     unavailable,
-    worth_another_member,
 )
 from kvstore.network.addresses import EtcdPlace
-from kvstore.network.resolver import UnknownNameError, grpc_target
+from kvstore.network.resolver import NameResolutionError, grpc_target
 
 log = logging.getLogger("kvstore.master")
 
@@ -48,7 +48,7 @@ class EtcdLease(NamedTuple):
     """Granted by etcd; may be longer than requested."""
 
 
-class Leader(NamedTuple):
+class LeaderEntry(NamedTuple):
     """The content of the leader's key."""
 
     address: str
@@ -57,10 +57,10 @@ class Leader(NamedTuple):
     """Revision at which the key was created: grows from leader to leader."""
 
 
-class Sight(NamedTuple):
+class LeaderSnapshot(NamedTuple):
     """The leader's key at one revision."""
 
-    leader: Leader | None
+    leader: LeaderEntry | None
     revision: int
     """The revision of etcd's store at that moment."""
 
@@ -111,11 +111,11 @@ class Etcd:
 
     # --- the leader's key ---------------------------------------------------------------------
 
-    async def look(self, deadline: float) -> Sight:
+    async def look(self, deadline: float) -> LeaderSnapshot:
         found = await self._call(RANGE, rpc.RangeRequest(key=self.place.leader_key), deadline)
-        return Sight(_leader(found), found.header.revision)
+        return LeaderSnapshot(_leader(found), found.header.revision)
 
-    async def campaign(self, lease_id: int, address: str, deadline: float) -> Leader:
+    async def campaign(self, lease_id: int, address: str, deadline: float) -> LeaderEntry:
         """Writes ``address`` into the leader's key if there is no leader. Returns the leader."""
         key = self.place.leader_key
         nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
@@ -127,7 +127,7 @@ class Etcd:
         )
         done = await self._call(TXN, transaction, deadline)
         if done.succeeded:
-            return Leader(address, lease_id, done.header.revision)
+            return LeaderEntry(address, lease_id, done.header.revision)
         leader = _leader(done.responses[0].response_range)
         assert leader is not None, "a key that could not be created exists"
         return leader
@@ -162,7 +162,9 @@ class Etcd:
             return False
         return True
 
-    async def new_epoch(self, leader: Leader, least: int, believed: int, deadline: float) -> int:
+    async def new_epoch(
+        self, leader: LeaderEntry, least: int, believed: int, deadline: float
+    ) -> int:
         """An epoch higher than any before, for ``leader``, if it still leads.
 
         Args:
@@ -234,7 +236,7 @@ class Etcd:
             if "auth" in (failure.details() or "") and self._token and not authenticated:
                 self._token, authenticated = "", True  # etcd has restarted since it gave the token
                 continue
-            if not worth_another_member(failure):
+            if not is_member_specific(failure):
                 raise refused(failure, self.place)
             reasons[member] = reason_of(failure)
             await self._forget(member)
@@ -287,7 +289,7 @@ class Etcd:
             if self._credentials is None:
                 try:
                     target = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
-                except UnknownNameError as error:
+                except NameResolutionError as error:
                     raise _unavailable(str(error)) from None
                 channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
             else:  # the certificate is checked against the name
@@ -311,8 +313,8 @@ def _unavailable(details: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
 
 
-def _leader(found: rpc.RangeResponse) -> Leader | None:
+def _leader(found: rpc.RangeResponse) -> LeaderEntry | None:
     if not found.kvs:
         return None
     row = found.kvs[0]
-    return Leader(row.value.decode(errors="replace"), row.lease, row.create_revision)
+    return LeaderEntry(row.value.decode(errors="replace"), row.lease, row.create_revision)

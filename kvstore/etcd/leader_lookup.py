@@ -23,14 +23,14 @@ from kvstore.etcd.wire import (
     Method,
     attempt_s,
     credentials,
+    is_member_specific,
     metadata,
     reason_of,
     refused,
     unavailable,
-    worth_another_member,
 )
 from kvstore.network.addresses import EtcdPlace
-from kvstore.network.resolver import UnknownNameError, grpc_target
+from kvstore.network.resolver import NameResolutionError, grpc_target
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -62,18 +62,18 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
                 found = _leader(channel, place, _token(channel, place, by), by)
             _answered[place.endpoints] = member
             return found
-        except UnknownNameError as unknown:
+        except NameResolutionError as unknown:
             reasons[member] = str(unknown)
             continue
         except grpc.RpcError as error:
             failure = error
-        if not worth_another_member(failure):
+        if not is_member_specific(failure):
             raise refused(failure, place)
         reasons[member] = reason_of(failure)
     raise unavailable(place, reasons)
 
 
-class MemberSeen(NamedTuple):
+class MemberStatus(NamedTuple):
     """The answer of one member of an etcd."""
 
     version: str
@@ -85,7 +85,7 @@ class MemberSeen(NamedTuple):
     """What keeps the member from working, in its own words."""
 
 
-def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
+def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberStatus:
     """Asks one member of ``place`` for its state. Threads: any.
 
     Raises: as ``find_leader``; also if the member answers but has no quorum.
@@ -101,13 +101,13 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
                     advice="Check that the other members run and reach each other.",
                 )
             master = _leader(channel, place, token, deadline)
-    except UnknownNameError as unknown:
+    except NameResolutionError as unknown:
         raise unavailable(alone, {member: str(unknown)}) from None
     except grpc.RpcError as error:
-        if not worth_another_member(error):
+        if not is_member_specific(error):
             raise refused(error, alone) from None
         raise unavailable(alone, {member: reason_of(error)}) from None
-    return MemberSeen(
+    return MemberStatus(
         said.version, said.leader == said.header.member_id, master, tuple(said.errors)
     )
 

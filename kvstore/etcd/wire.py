@@ -73,7 +73,7 @@ def _read(name: str) -> bytes | None:
         ) from error
 
 
-def worth_another_member(error: grpc.RpcError) -> bool:
+def is_member_specific(error: grpc.RpcError) -> bool:
     """Whether another member of the same etcd may succeed where this one failed."""
     return error.code() in (
         grpc.StatusCode.UNAVAILABLE,

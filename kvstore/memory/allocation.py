@@ -60,7 +60,7 @@ def directory_for(options: MemoryOptions) -> str:
     )
 
 
-def step_of(directory: str) -> int:
+def size_granularity(directory: str) -> int:
     """Sizes of segments in ``directory`` are multiples of this."""
     return SIZE_STEP if directory == SHM_DIRECTORY else os.statvfs(directory).f_bsize
 
@@ -71,7 +71,7 @@ def address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def not_mapped(what: str, size: int, error: OSError) -> str:
+def mmap_error_text(what: str, size: int, error: OSError) -> str:
     """Why ``size`` bytes could not be mapped, in words."""
     limit = address_limit()
     by = f"; ulimit -v allows this process {limit >> 20} MiB of addresses" if limit else ""
@@ -85,7 +85,7 @@ def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
     except OSError as error:
         if error.errno == errno.ENOMEM and address_limit() is not None:
             raise MemoryLimitError(
-                not_mapped(f"a segment in {directory}", size, error),
+                mmap_error_text(f"a segment in {directory}", size, error),
                 advice="Raise that limit (ulimit -v unlimited; LimitAS= of systemd), or give less "
                 "--memory.",
             ) from None
@@ -130,7 +130,7 @@ def _too_small(directory: str, size: int, available: int) -> SharedMemoryTooSmal
     )
 
 
-def take_pages(
+def prefault_pages(
     fd: int,
     mapped: mmap.mmap,
     directory: str,

@@ -36,7 +36,7 @@ _V1: Final = _Files(
 _V2: Final = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
-class Limit(NamedTuple):
+class CgroupLimit(NamedTuple):
     """The limit of one group: this process's own, or one above it."""
 
     group: str
@@ -49,7 +49,7 @@ class Limit(NamedTuple):
         return max(0, self.limit - self.used)
 
 
-def limits() -> list[Limit]:
+def limits() -> list[CgroupLimit]:
     """The limits of this process, least room first; empty if there are none or they are unknown."""
     found = [limit for where, files in _groups() if (limit := _limit(where, files)) is not None]
     return sorted(found, key=lambda each: each.room)
@@ -109,7 +109,7 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
             break
 
 
-def _limit(where: Path, files: _Files) -> Limit | None:
+def _limit(where: Path, files: _Files) -> CgroupLimit | None:
     try:
         limit = int((where / files.limit).read_text())
         used = int((where / files.used).read_text())
@@ -120,4 +120,4 @@ def _limit(where: Path, files: _Files) -> Limit | None:
         return None
     cached = sum(int(number) for name, _, number in (s.partition(" ") for s in stat)
                  if name in files.cached)  # fmt: skip
-    return Limit(str(where), limit, max(0, used - cached))
+    return CgroupLimit(str(where), limit, max(0, used - cached))

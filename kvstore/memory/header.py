@@ -131,7 +131,7 @@ class Header(NamedTuple):
     """What the client needs to restore the payload's type; opaque here."""
 
 
-Believed = Callable[[int, Header, bytes], bool]
+HeaderFilter = Callable[[int, Header, bytes], bool]
 """Whether a scan is to believe a valid header: given the offset of its extent, the header, and the
 bytes where its stamp would be."""
 
@@ -182,7 +182,7 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
     return len(packed)
 
 
-def write_stamp(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
+def write_header_mac(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
     """Writes the stamp (or none, if it is empty) behind the header in ``buffer``, which ends at
     ``end``. A header without room for it is left without."""
     if end + len(stamp) <= HEADER_BYTES:
@@ -256,7 +256,7 @@ def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> He
 
 
 def scan(
-    memory: memoryview, seed: int, believed: Believed | None = None
+    memory: memoryview, seed: int, believed: HeaderFilter | None = None
 ) -> Iterator[tuple[int, Header]]:
     """Every valid header of a segment with its offset, ascending; of those, the believed ones.
 
@@ -274,7 +274,7 @@ def scan(
 
 
 def scan_part(
-    part: memoryview, start: int, size: int, seed: int, believed: Believed | None = None
+    part: memoryview, start: int, size: int, seed: int, believed: HeaderFilter | None = None
 ) -> Iterator[tuple[int, Header]]:
     """As ``scan``, for a part of a segment of ``size`` bytes. The part begins at ``start``, where
     an extent may begin."""
@@ -318,12 +318,12 @@ def pack_superblock(superblock: Superblock) -> bytes:
     return packed[:8] + checksum + packed[16:]
 
 
-def check_of(epoch: int) -> int:
+def epoch_checksum(epoch: int) -> int:
     """The checksum beside ``epoch``: a damaged epoch would raise the epochs of later masters."""
     return xxh3_64_intdigest(_CHECKSUM.pack(epoch))
 
 
-class Owner(NamedTuple):
+class SegmentOwner(NamedTuple):
     """The cluster that a segment belongs to; no other cluster may use its objects."""
 
     cluster: str = ""
@@ -336,7 +336,7 @@ class Owner(NamedTuple):
     """The extents were in the memory of a device, and are gone with their process."""
 
 
-def pack_owner(owner: Owner) -> bytes:
+def pack_owner(owner: SegmentOwner) -> bytes:
     """The bytes to write at ``OWNER_OFFSET``; places that do not fit are left out."""
     name = owner.cluster.encode()
     places = list(owner.places)
@@ -347,7 +347,7 @@ def pack_owner(owner: Owner) -> bytes:
     return _CHECKSUM.pack(xxh3_64_intdigest(packed[_OWNER_CHECKED_FROM:])) + packed[8:]
 
 
-def unpack_owner(raw: bytes) -> Owner | None:
+def unpack_owner(raw: bytes) -> SegmentOwner | None:
     """The owner in the bytes from ``OWNER_OFFSET`` on; None: damaged, or not written."""
     checksum, flags, name_size, text_size, _ = _OWNER.unpack_from(raw)
     text_start = _OWNER.size + name_size
@@ -359,10 +359,10 @@ def unpack_owner(raw: bytes) -> Owner | None:
     except UnicodeDecodeError:
         return None
     places = tuple(text.split("\n")) if text else ()
-    return Owner(name, places, bool(flags & _VOLATILE), bool(flags & _ON_DEVICE))
+    return SegmentOwner(name, places, bool(flags & _VOLATILE), bool(flags & _ON_DEVICE))
 
 
-def why_not_of(left: Owner, wanted: Owner) -> str:
+def owner_mismatch(left: SegmentOwner, wanted: SegmentOwner) -> str:
     """Why a node of ``wanted`` may not use memory of the owner ``left``; empty: it may.
 
     If both have a cluster name, the names decide. Otherwise the places do: at least one master must

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvstore.memory import header as layout
-from kvstore.memory.allocation import RESERVE_BYTES, not_mapped
+from kvstore.memory.allocation import RESERVE_BYTES, mmap_error_text
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.process_memory import address_of
 from kvstore.memory.shm_entries import (
@@ -29,7 +29,7 @@ from kvstore.memory.shm_entries import (
     is_of_a_node,
     open_shared,
 )
-from kvstore.process.tasks import in_one_piece, join_all, start_thread
+from kvstore.process.tasks import join_all, start_thread, uninterrupted
 
 _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The read-only mappings of this process, as arrays of ctypes, by address."""
@@ -112,7 +112,7 @@ class Mapping:
         None: this process may not have so many addresses (``ulimit -v``).
         """
         if not self._is_shown:
-            in_one_piece(self._show)
+            uninterrupted(self._show)
         return self._shown
 
     def _show(self) -> None:
@@ -197,7 +197,7 @@ def _mapped(fd: int, what: str, size: int, access: int) -> mmap.mmap:
     try:
         mapped = mmap.mmap(fd, size, access=access)
     except OSError as error:
-        raise OSError(not_mapped(what, size, error)) from None
+        raise OSError(mmap_error_text(what, size, error)) from None
     mapped.madvise(mmap.MADV_DONTDUMP)
     return mapped
 

@@ -28,14 +28,15 @@ _SHARED: Final = 1
 _ROBUST: Final = 1
 
 
-def is_held(word: int) -> bool:
-    """Whether the thread that has called ``hold`` lives; ``word``: the first 32 bits."""
+def is_owner_alive(word: int) -> bool:
+    """Whether the thread that has called ``acquire_owner_futex`` lives; ``word``: the first 32
+    bits."""
     return bool(word & _OF_THREAD)
 
 
-def hold(fd: int, offset: int) -> int:
-    """Makes the word at ``offset`` of a file say that this thread lives; returns what ``let_go``
-    takes.
+def acquire_owner_futex(fd: int, offset: int) -> int:
+    """Makes the word at ``offset`` of a file say that this thread lives; returns what
+    ``release_owner_futex`` takes.
 
     The page is mapped a second time, at an address that no object of Python owns: if the mapping
     went before the thread, as objects do when the interpreter ends, the kernel could not mark it.
@@ -58,13 +59,14 @@ def hold(fd: int, offset: int) -> int:
     except (OSError, AttributeError) as error:
         raise StartupError(f"this system has no robust mutexes: {error}") from error
     if ctypes.c_uint32.from_address(page + offset).value & _OF_THREAD != threading.get_native_id():
-        let_go(page + offset)
+        release_owner_futex(page + offset)
         raise StartupError("a node with --device needs the C library glibc")
     return page + offset
 
 
-def let_go(held: int) -> bool:
-    """Makes the word say that the owner is gone. False: another thread called ``hold``."""
+def release_owner_futex(held: int) -> bool:
+    """Makes the word say that the owner is gone. False: another thread called
+    ``acquire_owner_futex``."""
     try:
         _call("pthread_mutex_unlock", ctypes.c_void_p(held))
     except OSError:

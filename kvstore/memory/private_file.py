@@ -26,15 +26,15 @@ log = logging.getLogger("kvstore.node")
 _FILE: Final = struct.Struct("<16s16sQQQ")
 
 
-class Private(NamedTuple):
+class PrivateState(NamedTuple):
     uuid: bytes
     """Of the segment; 16 bytes."""
     key: bytes
     """Of the segment's stamps; 16 bytes, random."""
     mark: Version = NO_VERSION
-    """As ``NodeSegment.mark``."""
+    """As ``OwnedSegment.mark``."""
     epoch: int = 0
-    """As ``NodeSegment.epoch``."""
+    """As ``OwnedSegment.epoch``."""
 
 
 class PrivateFile:
@@ -51,7 +51,7 @@ class PrivateFile:
         self.now = _left(self._path)
         if self.now.uuid == uuid:
             return
-        self.now = Private(uuid, secrets.token_bytes(16))
+        self.now = PrivateState(uuid, secrets.token_bytes(16))
         try:
             unlink_entry(self._path)
             self._write()
@@ -63,7 +63,7 @@ class PrivateFile:
                 path=self._path,
             ) from error
 
-    def change(self, change: Callable[[Private], Private]) -> None:
+    def change(self, change: Callable[[PrivateState], PrivateState]) -> None:
         """Changes what the file says; makes it again if somebody has removed it.
 
         If the file cannot be written, it is removed, and that is logged: the next start discards
@@ -111,9 +111,9 @@ def has_private(shm_name: str, uuid: bytes) -> bool:
     return _left(key_path(shm_name)).uuid == uuid
 
 
-def _left(path: str) -> Private:
+def _left(path: str) -> PrivateState:
     """What is in the file; without a uuid: there is none that only this user could have written."""
-    nothing = Private(b"", b"")
+    nothing = PrivateState(b"", b"")
     try:
         fd = open_entry(path, os.O_RDONLY)
     except OSError:
@@ -123,6 +123,6 @@ def _left(path: str) -> Private:
         if there.st_mode & 0o077 or there.st_size != _FILE.size:
             return nothing
         uuid, key, epoch_of_mark, counter, epoch = _FILE.unpack(os.read(fd, _FILE.size))
-        return Private(uuid, key, Version(epoch_of_mark, counter), epoch)
+        return PrivateState(uuid, key, Version(epoch_of_mark, counter), epoch)
     finally:
         os.close(fd)

@@ -15,9 +15,9 @@ from typing import Final, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.calls import NO_VERSION, DevicePlace, Version
+from kvstore.calls import NO_VERSION, DeviceLocation, Version
 from kvstore.errors import ConfigError
-from kvstore.limits import highest_believed
+from kvstore.limits import plausible_epoch_max
 from kvstore.memory import cgroup, pages
 from kvstore.memory import header as layout
 from kvstore.memory.allocation import (
@@ -26,11 +26,11 @@ from kvstore.memory.allocation import (
     check_room,
     directory_for,
     map_file,
-    step_of,
-    take_pages,
+    prefault_pages,
+    size_granularity,
 )
 from kvstore.memory.private_file import PrivateFile, has_private
-from kvstore.memory.shared_descriptors import Lent, lend
+from kvstore.memory.shared_descriptors import SharedDescriptors, lend
 from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
@@ -39,13 +39,13 @@ from kvstore.memory.shm_entries import (
     group_id,
     is_same_file,
     left_superblock,
-    let_in,
     of_another_cluster,
     of_no_use,
     open_left,
     open_locked,
     raw_owner,
     reclaim_elsewhere,
+    set_access,
     unlink_entry,
     unlink_own,
 )
@@ -56,9 +56,9 @@ ZERO_STEP: Final = 16 << 20
 """Bytes that are zeroed at a time: 2 to 10 ms."""
 
 
-def is_believed(epoch: int) -> bool:
+def is_plausible_epoch(epoch: int) -> bool:
     """Whether to believe memory that records this epoch. A higher epoch is damage."""
-    return epoch <= highest_believed(time.time_ns() // 1_000_000)
+    return epoch <= plausible_epoch_max(time.time_ns() // 1_000_000)
 
 
 class RangeAccess(Protocol):
@@ -68,7 +68,7 @@ class RangeAccess(Protocol):
     def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
 
 
-class NodeSegment:
+class OwnedSegment:
     """A pool of memory, owned by this process.
 
     Life cycle: ``create``, then serve, then ``close``. After a crash the entry in ``/dev/shm``
@@ -79,11 +79,11 @@ class NodeSegment:
 
     ranges: RangeAccess | None = None
     """Reads and writes the extents, if they are not in ``memory``."""
-    place: DevicePlace | None = None
+    place: DeviceLocation | None = None
     """Where the extents are in the memory of a device; None: in ``memory``."""
     stamp_key: bytes = b""
     """Of the stamps behind the headers, for the master alone; empty: there are none."""
-    believed: layout.Believed | None = None
+    believed: layout.HeaderFilter | None = None
     """Which valid headers ``scan`` yields; None: all."""
 
     def __init__(
@@ -113,7 +113,7 @@ class NodeSegment:
         self._mark = Version(self._words[at], self._words[at + 1])
         at = layout.EPOCH_OFFSET // 8
         epoch, check = self._words[at], self._words[at + 1]
-        self._epoch = epoch if check == layout.check_of(epoch) else 0
+        self._epoch = epoch if check == layout.epoch_checksum(epoch) else 0
         self._private: PrivateFile | None = None
         self._closing = threading.Lock()
 
@@ -125,8 +125,8 @@ class NodeSegment:
         *,
         progress: Callable[[int, int], None] | None = None,
         options: MemoryOptions | None = None,
-        owner: layout.Owner | None = None,
-    ) -> NodeSegment:
+        owner: layout.SegmentOwner | None = None,
+    ) -> OwnedSegment:
         """A new segment ``/dev/shm/kvstore.<name>``, reserved and pre-faulted.
 
         Args:
@@ -159,7 +159,7 @@ class NodeSegment:
         shm_name = SHM_PREFIX + name
         directory = directory_for(options)
         reclaim_elsewhere(shm_name, directory)
-        size -= size % step_of(directory)
+        size -= size % size_granularity(directory)
         path = f"{directory}/{shm_name}"
         fd = open_locked(path)
         try:
@@ -167,9 +167,9 @@ class NodeSegment:
             os.ftruncate(fd, size)
             mapped = map_file(fd, directory, size)
             try:
-                locked = take_pages(fd, mapped, directory, options, progress)
-                let_in(fd, path, group)
-                superblock = write_superblock(mapped, name, size, owner or layout.Owner())
+                locked = prefault_pages(fd, mapped, directory, options, progress)
+                set_access(fd, path, group)
+                superblock = write_superblock(mapped, name, size, owner or layout.SegmentOwner())
                 return cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 with contextlib.suppress(BufferError):
@@ -188,11 +188,11 @@ class NodeSegment:
         *,
         progress: Callable[[int, int], None] | None = None,
         options: MemoryOptions | None = None,
-        owner: layout.Owner | None = None,
+        owner: layout.SegmentOwner | None = None,
         adopt: bool = False,
         discard: bool = False,
         private: bool | None = None,
-    ) -> NodeSegment | None:
+    ) -> OwnedSegment | None:
         """The segment ``/dev/shm/kvstore.<name>`` that a previous process left, with its objects;
         None: there is none. Arguments as ``create``.
 
@@ -229,14 +229,14 @@ class NodeSegment:
                     os.close(fd)
                     continue
                 if left is not None and owner is not None and not (adopt or discard):
-                    why = layout.why_not_of(left, owner)
+                    why = layout.owner_mismatch(left, owner)
                     if why:
                         raise of_another_cluster(path, left, why)
                 superblock = left_superblock(
                     fd,
                     path,
                     name,
-                    size - size % step_of(wanted),
+                    size - size % size_granularity(wanted),
                     volatile=left is not None and left.volatile,
                 )
                 if superblock is None:
@@ -250,10 +250,10 @@ class NodeSegment:
                 if directory == SHM_DIRECTORY:
                     cgroup.check(max(0, size - os.fstat(fd).st_blocks * 512))
                 mapped = map_file(fd, directory, superblock.size)
-                locked = take_pages(fd, mapped, directory, options, progress, is_left=True)
+                locked = prefault_pages(fd, mapped, directory, options, progress, is_left=True)
                 if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
                     raise of_no_use(path, "it has small pages")
-                let_in(fd, path, group)
+                set_access(fd, path, group)
                 if private not in (None, has_private(os.path.basename(path), superblock.uuid)):
                     kind = "no identity" if private else "an identity"
                     log.warning(
@@ -283,7 +283,7 @@ class NodeSegment:
         closed, and for reserved huge pages, which ``sendfile`` refuses."""
         return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
 
-    def lend(self) -> Lent:
+    def lend(self) -> SharedDescriptors:
         """Descriptors for other processes, which the caller owns. Raises OSError."""
         return lend(self._fd)
 
@@ -314,7 +314,7 @@ class NodeSegment:
     def mark(self) -> Version:
         """The last mark that was kept; ``NO_VERSION`` if its epoch is damaged. Read from the
         superblock once: clients can write there."""
-        return self._mark if is_believed(self._mark.epoch) else NO_VERSION
+        return self._mark if is_plausible_epoch(self._mark.epoch) else NO_VERSION
 
     def keep_mark(self, mark: Version) -> None:
         """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, the
@@ -330,7 +330,7 @@ class NodeSegment:
     @property
     def epoch(self) -> int:
         """The highest epoch that was kept; 0: none, or it is damaged. As ``mark``."""
-        return self._epoch if is_believed(self._epoch) else 0
+        return self._epoch if is_plausible_epoch(self._epoch) else 0
 
     def keep_epoch(self, epoch: int) -> None:
         """Keeps the epoch of a joined master, unless a higher one is kept."""
@@ -339,7 +339,7 @@ class NodeSegment:
             if self._private is not None:
                 self._private.change(lambda now: now._replace(epoch=epoch))
             at = layout.EPOCH_OFFSET // 8
-            self._words[at], self._words[at + 1] = epoch, layout.check_of(epoch)
+            self._words[at], self._words[at + 1] = epoch, layout.epoch_checksum(epoch)
 
     def keep_private(self) -> PrivateFile:
         """The segment's private file. From now on mark and epoch are what it says, and are kept
@@ -353,12 +353,12 @@ class NodeSegment:
         return private
 
     @property
-    def owner(self) -> layout.Owner:
+    def owner(self) -> layout.SegmentOwner:
         start = layout.OWNER_OFFSET
         raw = bytes(self.memory[start : start + layout.OWNER_BYTES_MAX])
-        return layout.unpack_owner(raw) or layout.Owner()
+        return layout.unpack_owner(raw) or layout.SegmentOwner()
 
-    def keep_owner(self, owner: layout.Owner) -> None:
+    def keep_owner(self, owner: layout.SegmentOwner) -> None:
         packed = layout.pack_owner(owner)
         self.memory[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed)] = packed
 
@@ -437,7 +437,7 @@ class NodeSegment:
 
 
 def write_superblock(
-    mapped: mmap.mmap, name: str, size: int, owner: layout.Owner
+    mapped: mmap.mmap, name: str, size: int, owner: layout.SegmentOwner
 ) -> layout.Superblock:
     """Writes what makes memory the segment of this node, and returns it."""
     uuid, seed = secrets.token_bytes(16), secrets.randbits(64)

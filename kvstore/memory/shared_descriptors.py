@@ -35,7 +35,7 @@ _VERSION: Final = 1
 _ABI_OF_TRUNCATE: Final = 3
 
 
-class Lent(NamedTuple):
+class SharedDescriptors(NamedTuple):
     """Descriptors to hand to other processes."""
 
     to_read: int
@@ -48,14 +48,14 @@ class Lent(NamedTuple):
         os.close(self.to_write)
 
 
-def lend(fd: int) -> Lent:
+def lend(fd: int) -> SharedDescriptors:
     """Descriptors of the same file, which the caller owns. They share neither lock nor offset with
     ``fd``.
 
     Raises:
         OSError: the file cannot be opened again.
     """
-    opened: list[Lent | OSError] = []
+    opened: list[SharedDescriptors | OSError] = []
 
     def run() -> None:  # Landlock restricts this thread for good, and no other
         try:
@@ -72,11 +72,11 @@ def lend(fd: int) -> Lent:
     return result
 
 
-def _open(path: str) -> Lent:
+def _open(path: str) -> SharedDescriptors:
     to_read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         is_fixed = _forbid_truncation()
-        return Lent(to_read, os.open(path, os.O_RDWR | os.O_CLOEXEC), is_fixed)
+        return SharedDescriptors(to_read, os.open(path, os.O_RDWR | os.O_CLOEXEC), is_fixed)
     except BaseException:
         os.close(to_read)
         raise

@@ -130,11 +130,11 @@ def _owner_of(path: str | os.PathLike[str]) -> str:
     return f"the user {user}"
 
 
-def free_node_name(base: str, owner: layout.Owner, avoid: Collection[str] = ()) -> str:
+def free_node_name(base: str, owner: layout.SegmentOwner, avoid: Collection[str] = ()) -> str:
     """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
     otherwise the first that no live process, other user or other cluster has.
 
-    A suggestion: two processes that ask at once get the same name; ``NodeSegment.create`` decides.
+    A suggestion: two processes that ask at once get the same name; ``OwnedSegment.create`` decides.
 
     Args:
         owner: the cluster that the name is for.
@@ -151,7 +151,7 @@ def free_node_name(base: str, owner: layout.Owner, avoid: Collection[str] = ()) 
             continue
         found = [left for path in paths if (left := read_left(path)) is not None]
         lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
-        if any(layout.why_not_of(left.owner, owner) for left in lefts):
+        if any(layout.owner_mismatch(left.owner, owner) for left in lefts):
             continue
         if lefts:
             return name
@@ -192,13 +192,13 @@ def _beside(name: str) -> tuple[str, str]:
     return f"{SHM_DIRECTORY}/{socket_name(shm_name)}", key_path(shm_name)
 
 
-class LeftOver(NamedTuple):
+class LeftoverSegment(NamedTuple):
     """Memory that no living process owns."""
 
     path: str
     node: str
     """Empty: the process was killed before its segment was ready, and the memory has no objects."""
-    owner: layout.Owner
+    owner: layout.SegmentOwner
     size: int
     """Bytes of the file."""
     held: int
@@ -211,7 +211,9 @@ class LeftOver(NamedTuple):
         return os.path.basename(self.path).removeprefix(SHM_PREFIX)
 
 
-def read_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> LeftOver | None:
+def read_left(
+    path: str, accepts: Callable[[os.stat_result], bool] = is_own
+) -> LeftoverSegment | None:
     """The memory that a dead process left at ``path``; None: there is none, it is another user's,
     or the process is alive."""
     try:
@@ -226,7 +228,7 @@ def read_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> 
         os.close(fd)
 
 
-def left_overs() -> list[LeftOver]:
+def left_overs() -> list[LeftoverSegment]:
     """All memory on this host that no living process owns and this user may remove."""
     found = []
     for directory in directories():
@@ -238,7 +240,7 @@ def left_overs() -> list[LeftOver]:
     return found
 
 
-def remove_left(left: LeftOver) -> bool:
+def remove_left(left: LeftoverSegment) -> bool:
     """Frees left-over memory; False: a process has taken it meanwhile, or it is gone.
 
     The entry is locked during the removal, so that no node attaches it in between.
@@ -262,13 +264,13 @@ def remove_left(left: LeftOver) -> bool:
         os.close(fd)
 
 
-def _left_over(fd: int, path: str) -> LeftOver:
+def _left_over(fd: int, path: str) -> LeftoverSegment:
     superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
     stat = os.fstat(fd)
-    return LeftOver(
+    return LeftoverSegment(
         path,
         "" if superblock is None else superblock.node,
-        layout.unpack_owner(raw_owner(fd)) or layout.Owner(),
+        layout.unpack_owner(raw_owner(fd)) or layout.SegmentOwner(),
         stat.st_size,
         stat.st_blocks * 512,
         b"" if superblock is None else superblock.uuid,
@@ -301,7 +303,7 @@ def group_id(group: str) -> int:
         ) from None
 
 
-def let_in(fd: int, path: str, group: int) -> None:
+def set_access(fd: int, path: str, group: int) -> None:
     """Lets the owner's user, and the members of ``group`` unless that is -1, map the entry.
 
     Raises:
@@ -320,8 +322,9 @@ def let_in(fd: int, path: str, group: int) -> None:
 
 
 def is_of_a_node(there: os.stat_result) -> bool:
-    """Whether an entry is as ``let_in`` leaves it: a file that only a user and a group may open.
-    Everybody may make entries, and clients are told only a name: other entries are not a node's."""
+    """Whether an entry is as ``set_access`` leaves it: a file that only a user and a group may
+    open. Everybody may make entries, and clients are told only a name: other entries are not a
+    node's."""
     return stat.S_ISREG(there.st_mode) and not there.st_mode & 0o007
 
 
@@ -414,7 +417,7 @@ def raw_owner(fd: int) -> bytes:
     return os.pread(fd, layout.OWNER_BYTES_MAX, layout.OWNER_OFFSET)
 
 
-def of_another_cluster(path: str, left: layout.Owner, why: str) -> ClusterMismatchError:
+def of_another_cluster(path: str, left: layout.SegmentOwner, why: str) -> ClusterMismatchError:
     named = f" --cluster {left.cluster}" if left.cluster else ""
     return ClusterMismatchError(
         f"{path} was left by a node of another cluster: {why}",

@@ -17,7 +17,7 @@ from importlib.machinery import (
 from pathlib import Path
 
 
-def choose(directory: str) -> None:
+def select_compiled_or_source(directory: str) -> None:
     """Called by the ``__init__`` of such a package. Makes Python import the sources instead of the
     compiled library if they have changed since it was built, or with ``KVSTORE_NATIVE=0``."""
     if os.environ.get("KVSTORE_NATIVE") == "0" or not library(directory).exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import Header, pack_into, unpack, write_stamp
+from kvstore.memory.header import Header, pack_into, unpack, write_header_mac
 from kvstore.native.interface import CAPABILITY_BYTES, ReadRow, WriteRow
 
 
@@ -35,4 +35,4 @@ def write_header(
         checksum, descriptor,
     )  # fmt: skip
     end = pack_into(head, header, seed, offset)
-    write_stamp(head, end, capability[CAPABILITY_BYTES:])
+    write_header_mac(head, end, capability[CAPABILITY_BYTES:])

@@ -36,7 +36,7 @@ from kvstore.native.interface import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
 from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # it is a step
 from kvstore.network import tcp_protocol as protocol
-from kvstore.network.stream import EndedError, StalledError, Stream
+from kvstore.network.stream import ConnectionEndedError, StalledError, Stream
 from kvstore.network.tcp_protocol import (
     NO_EXTENT,
     Extent,
@@ -107,14 +107,14 @@ def read_objects(
         _check(rows, len(memory))
         for row in rows:
             offset, size, buffers = row[0], row[1], row[5]
-            _go_on(memory, generation, deadline)
+            _check_may_continue(memory, generation, deadline)
             header = header_of(memory[offset : offset + HEADER_BYTES], seed, namespace, row)
             outcomes.append(interface.STALE if header is None else header.descriptor)
             if header is None or (buffers is None and not verify):
                 continue
             hasher = xxhash.xxh3_64()
             for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
-                _go_on(memory, generation, deadline)
+                _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
                     piece[:] = place
                 if verify:
@@ -137,15 +137,15 @@ def write_objects(
         _check(rows, len(memory))
         for row in rows:
             offset, size, buffers = row[0], row[1], row[5]
-            _go_on(memory, generation, deadline)
+            _check_may_continue(memory, generation, deadline)
             memory[offset : offset + len(WIPE)] = WIPE  # first: a header promises a whole payload
             hasher = xxhash.xxh3_64()
             for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
-                _go_on(memory, generation, deadline)
+                _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
                     place[:] = piece
                 hasher.update(piece)
-            _go_on(memory, generation, deadline)
+            _check_may_continue(memory, generation, deadline)
             write_header(memory[offset:], seed, namespace, row, hasher.intdigest())
     except _EndedEarlyError as ended:
         return ended.how
@@ -161,7 +161,7 @@ def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
             raise _EndedEarlyError(interface.OUTSIDE)
 
 
-def _go_on(memory: memoryview, generation: int, deadline: float) -> None:
+def _check_may_continue(memory: memoryview, generation: int, deadline: float) -> None:
     """Raises _EndedEarlyError: the segment was mounted anew, or it is too late."""
     if memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] != generation:
         raise _EndedEarlyError(interface.GONE)
@@ -261,7 +261,7 @@ def exchange(
             return interface.GARBLED, 0, 0, None
         payload = _received(sock, size, deadline)
     except OSError as error:
-        how, number = _how(error)
+        how, number = _classify_error(error)
         return (failure if how == interface.BROKEN else how), number, 0, None
     if name_size:
         return interface.GARBLED, 0, 0, None
@@ -288,7 +288,7 @@ def _received(sock: socket.socket, size: int, deadline: float) -> bytes:
         sock.settimeout(_left(deadline))
         some = sock.recv(min(size - len(received), SERVED_BYTES))
         if not some:
-            raise EndedError(len(received))
+            raise ConnectionEndedError(len(received))
         received += some
     return bytes(received)
 
@@ -300,13 +300,13 @@ def _left(deadline: float) -> float:
     return left_s
 
 
-def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
+def _classify_error(error: OSError | RefusedTransferError) -> tuple[int, int]:
     """How an exchange ended with ``error``, and its errno or ``TransferStatus``."""
     if isinstance(error, RefusedTransferError):
         return interface.REFUSED, -1 if error.status is None else error.status
     if isinstance(error, TimeoutError):
         return interface.TIMED_OUT, 0
-    if isinstance(error, EndedError):
+    if isinstance(error, ConnectionEndedError):
         return interface.ENDED, 0
     if isinstance(error, ssl.SSLError):  # its number is none of the system's
         return interface.BROKEN, errno.EBADMSG
@@ -415,13 +415,13 @@ def request(
             receive_status(stream, deadline)
         move(stream)
     except (OSError, RefusedTransferError) as error:
-        how, number = _how(error)
+        how, number = _classify_error(error)
     if is_read or (how != interface.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
         return how, number, int(is_read)
     try:
         receive_status(stream, deadline)  # says also why the peer has hung up
     except (OSError, RefusedTransferError) as error:
-        said, status = _how(error)
+        said, status = _classify_error(error)
         is_refused = said == interface.REFUSED
         if how == interface.ANSWERED or is_refused:
             how, number = said, status
@@ -512,7 +512,7 @@ def stamp(
     return b"".join(made)
 
 
-class Sealed(NamedTuple):
+class CapabilityVerifier(NamedTuple):
     """What the capabilities of one connection are checked with."""
 
     key: bytes
@@ -525,7 +525,7 @@ class Sealed(NamedTuple):
     asked: memoryview
     """As ``serve`` takes them."""
 
-    def check(self, record: protocol.Record, op: Op) -> None:
+    def check(self, record: protocol.CapabilityRange, op: Op) -> None:
         """Raises RefusedTransferError: it is no capability of this holder for ``op`` on the range
         now."""
         place = record.extent_offset, record.extent_length
@@ -541,7 +541,7 @@ class Sealed(NamedTuple):
         if not record.covers():
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
 
-    def begin_write(self, records: Sequence[protocol.Record]) -> None:
+    def begin_write(self, records: Sequence[protocol.CapabilityRange]) -> None:
         """Notes which extents are written, and then compares the capabilities with the last orders
         for them: whoever makes an order known finds this write, or it is refused here.
 
@@ -611,14 +611,15 @@ def serve(
         How it ended, and the errno or, of ``REFUSED``, the ``Status`` to be told.
     """
     del file
-    sealed = Sealed(key, generation, holder, siphash, orders, asked) if key else None
+    sealed = CapabilityVerifier(key, generation, holder, siphash, orders, asked) if key else None
     bounds = counts, stall_s, idle_s
     return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, sealed)
 
 
 def serve_ranges(
     stream: Stream, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
-    cut: bytearray, counts: bytearray, stall_s: float, idle_s: float, sealed: Sealed | None,
+    cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
+    sealed: CapabilityVerifier | None,
 ) -> tuple[int, int]:  # fmt: skip
     """As ``serve``, a segment of ``size`` bytes. If ``memory`` has the superblock alone, ``held``
     reads and writes the extents; compiled steps cannot serve such a segment. ``sealed``: None: the
@@ -667,7 +668,7 @@ def serve_ranges(
     except DeadlineExceededError:  # too many connections copy at once
         return interface.TIMED_OUT, 0
     except (OSError, RefusedTransferError) as error:
-        return _how(error)
+        return _classify_error(error)
     finally:
         if sealed is not None:
             sealed.end_write()
@@ -675,7 +676,7 @@ def serve_ranges(
 
 
 def _next_request(
-    stream: Stream, soon: Callable[[], float], idle_s: float, sealed: Sealed | None
+    stream: Stream, soon: Callable[[], float], idle_s: float, sealed: CapabilityVerifier | None
 ) -> tuple[Op, list[tuple[int, int]], float] | None:
     """Op and ranges, and until when (``uptime()``) bytes of them may move; None: no request came
     for ``idle_s``.

@@ -65,7 +65,7 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def why_only_here(host: str) -> str:
+def loopback_reason(host: str) -> str:
     """Why only this host itself can reach a server that listens on ``host``; empty: others can.
 
     On Debian a host's own name is 127.0.1.1 in /etc/hosts, so a server that listens on its name

@@ -34,14 +34,14 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
     return socket.create_server(address.place, family=address.family, backlog=backlog)
 
 
-def reached_at(host: str) -> str:
+def local_connect_address(host: str) -> str:
     """Where a process of this host reaches a server that listens on ``host``."""
     if host == "0.0.0.0" or (host in EVERY_INTERFACE and not _has_ipv6()):
         return "127.0.0.1"
     return "::1" if host in EVERY_INTERFACE else host
 
 
-def hears(host: str, address: str) -> bool:
+def accepts_family(host: str, address: str) -> bool:
     """Whether a server that listens on ``host`` can hear what is sent to ``address``, as far as
     their families say. Names may have addresses of both."""
     try:

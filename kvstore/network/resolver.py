@@ -39,7 +39,7 @@ LOOKUPS_MAX: Final = 64
 """Names that are looked up at once, each by a thread."""
 
 
-class UnknownNameError(OSError):
+class NameResolutionError(OSError):
     """A name without addresses, or no answer in time. ``str`` is the reason, for people."""
 
 
@@ -55,7 +55,7 @@ class Address(NamedTuple):
         return join_address(self.place[0], self.place[1])
 
 
-class FoundAddresses(NamedTuple):
+class ResolvedAddresses(NamedTuple):
     addresses: list[Address]
     """At least one, the best first."""
     is_old: bool
@@ -85,7 +85,7 @@ class _Resolver:
                 waiting.append(answer)
                 return answer
             if len(self.waiting) >= LOOKUPS_MAX:
-                raise UnknownNameError(
+                raise NameResolutionError(
                     f"{host!r} is not looked up: the name server has not answered for "
                     f"{LOOKUPS_MAX} other names"
                 )
@@ -130,7 +130,7 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def resolve(host: str, port: int, deadline: float) -> FoundAddresses:
+def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
     """The addresses of ``host``, each with ``port``. Threads: any; a stopped call ends the wait.
 
     Args:
@@ -143,23 +143,25 @@ def resolve(host: str, port: int, deadline: float) -> FoundAddresses:
     """
     digits = _in_digits(host)
     if digits is not None:
-        return FoundAddresses([_with_port(digits, port)], is_old=False)
+        return ResolvedAddresses([_with_port(digits, port)], is_old=False)
     lookups = _lookups
     old = lookups.found.get(host)
     try:
         answer = _wait(lookups.ask(host), min(deadline, uptime() + PATIENCE_S) if old else deadline)
-    except UnknownNameError:
+    except NameResolutionError:
         if not old:
             raise
         answer = None
     if answer is not None and answer.addresses:
-        return FoundAddresses([_with_port(each, port) for each in answer.addresses], is_old=False)
+        return ResolvedAddresses(
+            [_with_port(each, port) for each in answer.addresses], is_old=False
+        )
     failure = None if answer is None else answer.failure
     if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
-        return FoundAddresses([_with_port(each, port) for each in old], is_old=True)
+        return ResolvedAddresses([_with_port(each, port) for each in old], is_old=True)
     if failure is None:
-        raise UnknownNameError(f"no name server has answered for {host!r}")
-    raise UnknownNameError(f"the name {host!r} has no address: {failure.strerror}")
+        raise NameResolutionError(f"no name server has answered for {host!r}")
+    raise NameResolutionError(f"the name {host!r} has no address: {failure.strerror}")
 
 
 def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
@@ -244,7 +246,7 @@ def _in_digits(host: str) -> Address | None:
                 int(scope) if scope.isascii() and scope.isdigit() else socket.if_nametoindex(scope)
             )
         except OSError as error:
-            raise UnknownNameError(f"{host!r} names no interface of this host") from error
+            raise NameResolutionError(f"{host!r} names no interface of this host") from error
         return Address(socket.AF_INET6, (host.partition("%")[0], 0, 0, index))
     return Address(socket.AF_INET6, (host, 0, 0, 0))
 

@@ -41,7 +41,7 @@ class StalledError(TimeoutError):
         self.received = received
 
 
-class EndedError(ConnectionError):
+class ConnectionEndedError(ConnectionError):
     """The peer closed the connection. ``received``: bytes that had come by then."""
 
     def __init__(self, received: int) -> None:
@@ -108,7 +108,7 @@ class Stream:
                     continue
                 raise StalledError(received) from None
             if count == 0:
-                raise EndedError(received)
+                raise ConnectionEndedError(received)
             received += count
             if received < wanted:  # a signal, the deadline or the end: the next round tells
                 buffers = _behind(buffers, count)

@@ -140,7 +140,7 @@ NO_EXTENT: Final = Extent(0, 0, bytes(_CAPABILITY.size))
 """Stands for the extent of a range for which the client has no capability."""
 
 
-class Record(NamedTuple):
+class CapabilityRange(NamedTuple):
     """One range of a request, with its capability."""
 
     offset: int
@@ -232,8 +232,8 @@ def unpack_ranges(raw: bytes | bytearray) -> list[tuple[int, int]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def unpack_records(raw: bytes | bytearray) -> list[Record]:
-    return [Record(*fields) for fields in _RECORD.iter_unpack(raw)]
+def unpack_records(raw: bytes | bytearray) -> list[CapabilityRange]:
+    return [CapabilityRange(*fields) for fields in _RECORD.iter_unpack(raw)]
 
 
 def pack_status(status: TransferStatus) -> bytes:

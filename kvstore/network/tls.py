@@ -13,7 +13,9 @@ from kvstore.process.watched_files import WatchedFile, read_file
 T = TypeVar("T")
 
 
-def renewing(content: Callable[[], T], load: Callable[[T], ssl.SSLContext]) -> ssl.SSLContext:
+def reloading_context(
+    content: Callable[[], T], load: Callable[[T], ssl.SSLContext]
+) -> ssl.SSLContext:
     """The context of a server, each handshake of which uses the content of its files.
 
     Args:

@@ -18,7 +18,7 @@ import ssl
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.network.stream import EndedError, StalledError, Stream
+from kvstore.network.stream import ConnectionEndedError, StalledError, Stream
 
 RECORD_BYTES: Final = 16 << 10
 """The most that one record holds."""
@@ -99,7 +99,7 @@ class TlsStream(Stream):
         except TimeoutError:
             raise StalledError(0) from None
         except ssl.SSLEOFError:
-            raise EndedError(0) from None
+            raise ConnectionEndedError(0) from None
         except ssl.SSLError as error:
             refused = TlsError(error)
             if refused.is_plain and self._server_name is None:
@@ -127,7 +127,7 @@ class TlsStream(Stream):
                 except ssl.SSLError as error:
                     raise TlsError(error) from None
                 if count == 0:
-                    raise EndedError(received)
+                    raise ConnectionEndedError(received)
                 at += count
                 received += count
 

@@ -27,15 +27,15 @@ from kvstore._version import __version__
 from kvstore.auth.credentials import Credentials
 from kvstore.calls import (
     MasterAccepted,
-    MasterBeat,
-    MasterClaimed,
+    MasterClaimsAck,
+    MasterHeartbeat,
     MasterMessage,
     MasterWipe,
-    NodeBeat,
+    NodeHeartbeat,
     NodeJoin,
     NodeLeave,
     NodeMessage,
-    NodeWiped,
+    NodeWipeDone,
     SegmentOffer,
 )
 from kvstore.clock import uptime_ms
@@ -51,12 +51,12 @@ from kvstore.limits import (
     CLAIMS_UNANSWERED_MAX,
     PROTOCOL_VERSION,
 )
-from kvstore.memory.header import Owner
-from kvstore.memory.segment import NodeSegment, is_believed
+from kvstore.memory.header import SegmentOwner
+from kvstore.memory.segment import OwnedSegment, is_plausible_epoch
 from kvstore.memory.shm_entries import ENTRY_GONE
 from kvstore.node import inventory
-from kvstore.node.descriptor_server import HandoverServer
-from kvstore.node.master_discovery import Masters
+from kvstore.node.descriptor_server import DescriptorServer
+from kvstore.node.master_discovery import MasterDiscovery
 from kvstore.node.session import NodeStream
 from kvstore.process.tasks import start_task
 from kvstore.transport.mooncake.server import EngineServer
@@ -94,12 +94,12 @@ class NodeAgent:
         name: str,
         host: str,
         master: str,
-        segment: NodeSegment,
+        segment: OwnedSegment,
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
-        handover: HandoverServer | None = None,
-        owner: Owner | None = None,
+        handover: DescriptorServer | None = None,
+        owner: SegmentOwner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
         repair: Callable[[], None] = lambda: None,
@@ -120,13 +120,13 @@ class NodeAgent:
         """
         self._name = name
         self._host = host
-        self._masters = Masters(master)
+        self._masters = MasterDiscovery(master)
         self._segment = segment
         self._server = server
         self._address = address
         self._engine = engine
         self._handover = handover
-        self._owner = owner or Owner()
+        self._owner = owner or SegmentOwner()
         self._joined = joined
         self._waiting = waiting
         self._repair = repair
@@ -262,7 +262,7 @@ class NodeAgent:
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
-            if accepted.epoch < self._epoch_max and is_believed(self._epoch_max):
+            if accepted.epoch < self._epoch_max and is_plausible_epoch(self._epoch_max):
                 # This master may have granted extents meanwhile; those grants must not hold.
                 self._fresh, self._unanswered = False, True
                 raise UnavailableError(
@@ -356,7 +356,7 @@ class NodeAgent:
             moved = self._server.counters()
             await self._send(
                 link,
-                NodeBeat(
+                NodeHeartbeat(
                     number,
                     self._entry_is_gone(),
                     uptime_ms(),
@@ -402,7 +402,7 @@ class NodeAgent:
         Yields no objects every ``WORKING_S`` while memory is read: a master drops a silent node."""
         segment, rows = self._segment, CLAIMS_PER_MESSAGE_MAX
         given_up, self._given_up = self._given_up, set()
-        looking = asyncio.to_thread(inventory.take, segment, given_up)
+        looking = asyncio.to_thread(inventory.build_inventory, segment, given_up)
         taking = self._looking = start_task("inventory", looking)
         while not (await asyncio.wait((taking,), timeout=WORKING_S))[0]:
             yield [], 0, False
@@ -428,18 +428,18 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterBeat(repair=wanted, refused_holders=refused):
+                case MasterHeartbeat(repair=wanted, refused_holders=refused):
                     if ended := self._server.refuse_holders(refused):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
                     if self._handover is not None:
                         self._handover.refuse_holders(refused)
                     if wanted:
                         self._repair()
-                case MasterClaimed():
+                case MasterClaimsAck():
                     answers.release()
                 case MasterWipe():
                     await self._wipe(message)
-                    await self._send(link, NodeWiped(message.order))
+                    await self._send(link, NodeWipeDone(message.order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 

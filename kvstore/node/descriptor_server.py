@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY, socket_name, unlink_entry, unlink_own
 from kvstore.network import descriptor_protocol as protocol
 from kvstore.network.descriptor_protocol import HandoverStatus
@@ -38,10 +38,10 @@ ACCEPT_AGAIN_S: Final = 0.1
 """Pause after a failure to accept: no descriptor is left."""
 
 
-class HandoverServer:
+class DescriptorServer:
     """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
 
-    def __init__(self, segment: NodeSegment, *, group: int = -1, needs_all: bool = False) -> None:
+    def __init__(self, segment: OwnedSegment, *, group: int = -1, needs_all: bool = False) -> None:
         """Binds its socket; peers wait until it serves.
 
         Args:

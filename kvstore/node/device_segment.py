@@ -18,7 +18,7 @@ from typing import Final
 
 from xxhash import xxh3_64
 
-from kvstore.calls import DevicePlace
+from kvstore.calls import DeviceLocation
 from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
@@ -27,21 +27,21 @@ from kvstore.errors import ConfigError, DeviceError
 from kvstore.memory import header as layout
 from kvstore.memory import owner_futex
 from kvstore.memory.allocation import SIZE_STEP
-from kvstore.memory.segment import ZERO_STEP, NodeSegment, write_superblock
+from kvstore.memory.segment import ZERO_STEP, OwnedSegment, write_superblock
 from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
     check_name,
     group_id,
-    let_in,
     of_no_use,
     open_locked,
     read_left,
     reclaim_elsewhere,
+    set_access,
     unlink_entry,
     unlink_own,
 )
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.device import LOCK
 from kvstore.transport.device_ranges import DeviceRanges
 
@@ -58,7 +58,7 @@ STEP_S: Final = 10.0
 _ZEROS: Final = memoryview(bytes(ZERO_STEP))
 
 
-class DeviceSegment(NodeSegment):
+class DeviceSegment(OwnedSegment):
     """See the module. Create and close one in the same thread, which lives as long as the process.
 
     A device that fails raises RuntimeError: the node cannot serve, and its process ends.
@@ -74,7 +74,7 @@ class DeviceSegment(NodeSegment):
         self._base = base
         self._held = held
         self.ranges = self._ranges = _OwnRanges(DeviceRanges(device, base))
-        self.place = DevicePlace(device.name, self.shm_name, handle)
+        self.place = DeviceLocation(device.name, self.shm_name, handle)
 
     @classmethod
     def on(
@@ -84,22 +84,22 @@ class DeviceSegment(NodeSegment):
         size: int,
         *,
         group: str = "",
-        owner: layout.Owner | None = None,
+        owner: layout.SegmentOwner | None = None,
         discard: bool = False,
     ) -> DeviceSegment:
         """A new segment of ``size`` bytes (rounded down to ``SIZE_STEP``) on a device.
 
         Args:
             device_name: ``cuda:0``.
-            name: as ``NodeSegment.create``; the node's name, too.
+            name: as ``OwnedSegment.create``; the node's name, too.
             group: as ``MemoryOptions.group``.
-            owner: as ``NodeSegment.create``.
+            owner: as ``OwnedSegment.create``.
             discard: also if a node of this name has left memory of the host.
 
         Raises:
             DeviceError: the device cannot be used, or has not as much free memory.
             LeftOverMemoryError: memory of the host would be lost; it is left unchanged.
-            ConfigError, NodeNameTakenError, StartupError: as ``NodeSegment.create``.
+            ConfigError, NodeNameTakenError, StartupError: as ``OwnedSegment.create``.
         """
         check_name(name)
         if size < SIZE_STEP:
@@ -121,9 +121,9 @@ class DeviceSegment(NodeSegment):
             try:
                 handle = device.driver.export(base)
                 mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
-                let_in(fd, path, gid)
-                held = owner_futex.hold(fd, layout.ALIVE_OFFSET)
-                whose = (owner or layout.Owner())._replace(on_device=True)
+                set_access(fd, path, gid)
+                held = owner_futex.acquire_owner_futex(fd, layout.ALIVE_OFFSET)
+                whose = (owner or layout.SegmentOwner())._replace(on_device=True)
                 superblock = write_superblock(mapped, name, size, whose)
                 return cls(
                     path=path, fd=fd, mapped=mapped, superblock=superblock, device=device,
@@ -145,7 +145,7 @@ class DeviceSegment(NodeSegment):
     def huge_bytes(self) -> int:
         return 0
 
-    def keep_owner(self, owner: layout.Owner) -> None:
+    def keep_owner(self, owner: layout.SegmentOwner) -> None:
         super().keep_owner(owner._replace(on_device=True))
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ class DeviceSegment(NodeSegment):
         self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
 
     def checksum(self, offset: int, length: int) -> int:
-        """As ``NodeSegment.checksum``: copies the bytes to the host, a part at a time."""
+        """As ``OwnedSegment.checksum``: copies the bytes to the host, a part at a time."""
         made, stop = xxh3_64(), offset + length
         memory = memoryview(bytearray(min(SCAN_BYTES, length)))
         for start in range(offset, stop, SCAN_BYTES):
@@ -179,7 +179,7 @@ class DeviceSegment(NodeSegment):
         return made.intdigest()
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
-        """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""
+        """As ``OwnedSegment.scan``: copies all of the segment to the host, a part at a time."""
         memory = memoryview(bytearray(min(SCAN_BYTES, self.size)))
         for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
             part = memory[: min(len(memory), self.size - start)]
@@ -187,7 +187,7 @@ class DeviceSegment(NodeSegment):
             yield from layout.scan_part(part, start, self.size, self.seed, self.believed)
 
     def close(self, *, unlink: bool = True) -> None:
-        """As ``NodeSegment.close``, but nothing is ever left for another process. Waits up to
+        """As ``OwnedSegment.close``, but nothing is ever left for another process. Waits up to
         ``OPEN_S`` until no process has the memory open, as CUDA demands, and frees it."""
         del unlink
         with self._closing:
@@ -202,7 +202,7 @@ class DeviceSegment(NodeSegment):
             self._device.close()
             if not self._device.has_failed:
                 self._device.driver.free(self._base)
-            owner_futex.let_go(self._held)
+            owner_futex.release_owner_futex(self._held)
             with contextlib.suppress(BufferError):
                 self.memory.release()
                 if self._mapped is not None:
@@ -232,11 +232,11 @@ class _OwnRanges:
 
     def _run(
         self,
-        move: Callable[[Sequence[Move], float, Callable[[], None]], None],
+        move: Callable[[Sequence[RangeCopy], float, Callable[[], None]], None],
         ranges: Sequence[tuple[int, memoryview]],
         deadline: float,
     ) -> None:
         try:
-            move([Move(*each) for each in ranges], deadline, lambda: None)
+            move([RangeCopy(*each) for each in ranges], deadline, lambda: None)
         except DeviceError as error:
             raise RuntimeError(f"the device has failed: {error}") from error

@@ -6,26 +6,26 @@ import os
 
 from kvstore._version import __version__
 from kvstore.auth.credentials import Credentials
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.metrics import exposition
 from kvstore.metrics.exposition import Rows
 from kvstore.metrics.families import NODE
 from kvstore.network.limiter import Limiter
 from kvstore.node.agent import NodeAgent
-from kvstore.node.descriptor_server import HandoverServer
+from kvstore.node.descriptor_server import DescriptorServer
 from kvstore.process.watched_files import refused_files
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.serving import Answers, Readiness
+from kvstore.web.server.serving import ProcessStatus, Readiness
 
 
 def answers_of(
     agent: NodeAgent,
-    segment: NodeSegment,
+    segment: OwnedSegment,
     server: DataServer,
-    handover: HandoverServer | None,
+    handover: DescriptorServer | None,
     credentials: Credentials | None,
     requests: Limiter[object] | None = None,
-) -> Answers:
+) -> ProcessStatus:
     """
     Args:
         handover: hands out descriptors of the memory; None: nothing does.
@@ -46,11 +46,11 @@ def answers_of(
         values |= exposition.of_shares("node", {"data": server.shares_refused(), **refused})
         return exposition.page(NODE, values, pid=os.getpid())
 
-    return Answers(readiness, page)
+    return ProcessStatus(readiness, page)
 
 
 def _values(
-    agent: NodeAgent, segment: NodeSegment, server: DataServer, handover: HandoverServer | None
+    agent: NodeAgent, segment: OwnedSegment, server: DataServer, handover: DescriptorServer | None
 ) -> dict[str, Rows]:
     counted = server.counters()
     cluster = segment.owner.cluster

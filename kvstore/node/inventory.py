@@ -31,7 +31,7 @@ from kvstore.formatting import field_text
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
 
 log = logging.getLogger("kvstore.node")
@@ -44,7 +44,7 @@ Attempt = tuple[int, int, int]
 """Offset, epoch and counter of a put."""
 
 
-def use_stamps(segment: NodeSegment) -> None:
+def enable_header_macs(segment: OwnedSegment) -> None:
     """Has the master make stamps for this segment.
 
     Raises:
@@ -52,11 +52,11 @@ def use_stamps(segment: NodeSegment) -> None:
     """
     is_kept = segment.place is None  # memory of a device ends with its process
     key = segment.keep_private().now.key if is_kept else secrets.token_bytes(16)
-    segment.stamp_key, segment.believed = key, Stamps(key)
+    segment.stamp_key, segment.believed = key, HeaderVerifier(key)
 
 
-class Stamps:
-    """See ``kvstore.memory.header.Believed``. One thread at a time uses it."""
+class HeaderVerifier:
+    """See ``kvstore.memory.header.ExpectedBytes``. One thread at a time uses it."""
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -78,7 +78,7 @@ class Stamps:
         return steps.stamp({0: self.key}, [0], *columns)
 
 
-def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found]:
+def build_inventory(segment: OwnedSegment, given_up: Collection[Attempt] = ()) -> list[Found]:
     """Every object in the segment, in the order in which the node reports them.
 
     The segment must be fenced first, so that no client writes to it. Wipes headers that the extent
@@ -90,8 +90,8 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
     stamps = segment.believed
-    is_right = (lambda _: True) if stamps is None else _Checked(segment)
-    found, overlapped = apart(segment.scan(), is_right)
+    is_right = (lambda _: True) if stamps is None else _ChecksumCache(segment)
+    found, overlapped = resolve_overlaps(segment.scan(), is_right)
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
         segment.wipe(
@@ -99,12 +99,12 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
-    if isinstance(stamps, Stamps) and (refused := stamps.take_refused()):
+    if isinstance(stamps, HeaderVerifier) and (refused := stamps.take_refused()):
         log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
-    return in_order(found)
+    return sort_for_report(found)
 
 
-def apart(
+def resolve_overlaps(
     found: Iterator[Found], is_right: Callable[[Found], bool]
 ) -> tuple[list[Found], list[Found]]:
     """Splits ``found``, which is in order of offset, into the objects to keep, which are the newest
@@ -124,12 +124,12 @@ def apart(
     return kept, lost
 
 
-class _Checked:
+class _ChecksumCache:
     """Says whether the payload of an object matches its checksum. Reads each object once, and not
     more bytes in all than the segment has: what is beyond that does not match. Where nobody lies,
     the objects that are asked for do not overlap."""
 
-    def __init__(self, segment: NodeSegment) -> None:
+    def __init__(self, segment: OwnedSegment) -> None:
         self._segment = segment
         self._bytes_left = segment.size
         self._known: dict[int, bool] = {}
@@ -142,14 +142,14 @@ class _Checked:
         return self._known[offset]
 
 
-def is_whole(segment: NodeSegment, found: Found) -> bool:
+def is_whole(segment: OwnedSegment, found: Found) -> bool:
     """Whether the payload matches the checksum in the header."""
     offset, header = found
     start = offset + layout.HEADER_BYTES
     return segment.checksum(start, header.payload_size) == header.payload_checksum
 
 
-def verified(segment: NodeSegment, found: list[Found]) -> list[Found]:
+def verified(segment: OwnedSegment, found: list[Found]) -> list[Found]:
     """The objects whose payload matches the checksum in the header. Other objects' headers are
     wiped and logged, and those objects are not reported."""
     good: list[Found] = []
@@ -169,7 +169,7 @@ def verified(segment: NodeSegment, found: list[Found]) -> list[Found]:
     return good
 
 
-def in_order(found: list[Found]) -> list[Found]:
+def sort_for_report(found: list[Found]) -> list[Found]:
     """Newest first, but each object after its ancestors: the newest objects are available first,
     and a chain is complete from its first block on."""
     found = sorted(found, key=lambda each: _version(each[1]), reverse=True)

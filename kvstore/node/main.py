@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import NodeEnd
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.data_port_tls import NodeTls
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.calls import MasterAccepted
 from kvstore.clock import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
@@ -31,8 +31,8 @@ from kvstore.etcd.leader_lookup import find_leader
 from kvstore.formatting import size_text
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
-from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.header import SUPERBLOCK_BYTES, SegmentOwner
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     free_node_name,
@@ -48,16 +48,16 @@ from kvstore.network.addresses import (
     shown_place,
     split_address,
 )
-from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
-from kvstore.network.listeners import EVERY_INTERFACE, hears
+from kvstore.network.host import address_towards, host_id, is_loopback, loopback_reason, places_of
+from kvstore.network.listeners import EVERY_INTERFACE, accepts_family
 from kvstore.node.agent import NodeAgent
-from kvstore.node.descriptor_server import HandoverServer
+from kvstore.node.descriptor_server import DescriptorServer
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.http_status import answers_of
-from kvstore.node.inventory import use_stamps
+from kvstore.node.inventory import enable_header_macs
 from kvstore.node.master_discovery import LOCATE_S
-from kvstore.node.startup_progress import Starting
-from kvstore.node.startup_progress import served as starting_served
+from kvstore.node.startup_progress import StartupProgress
+from kvstore.node.startup_progress import serve_startup_health as starting_served
 from kvstore.process import descriptors, sd_notify, tasks
 from kvstore.process.child_process import NO_PARENT, ParentLink
 from kvstore.process.tasks import EXIT_BROKEN, start_task
@@ -66,7 +66,7 @@ from kvstore.transport import tcp_server
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.access_control import Access, Secured, secured_by
+from kvstore.web.server.access_control import AccessControl, HttpSecurity, load_security
 from kvstore.web.server.serving import bind, request_limiter, serving
 
 log = logging.getLogger("kvstore.node")
@@ -106,22 +106,22 @@ def run(
     """
     is_child = parent.fd is not None
     # From here on a signal means a clean end, also while gigabytes are being reserved.
-    for number in tasks.end_signals():
+    for number in tasks.shutdown_signals():
         signal.signal(number, signal.default_int_handler)
-    tasks.hear_signals()
+    tasks.install_signal_handlers()
     try:
         with ExitStack() as stack:
-            secured = secured_by(config)
+            secured = load_security(config)
             credentials = Credentials(config.auth) if config.auth else None
             tls = _tls(config, credentials)
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
             stack.enter_context(watching())
-            kind = _StartedAs(is_child, keep_orphaned)
+            kind = _LaunchContext(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
-            descriptors.allow(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
+            descriptors.raise_limit(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
             listener = None
             if config.http_port and not is_child:
                 is_given = "http_port" in config.model_fields_set
@@ -130,7 +130,7 @@ def run(
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
             access = secured.access(None)
-            starting = Starting(config.memory)
+            starting = StartupProgress(config.memory)
             with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)
             drained = broken = False
@@ -145,7 +145,7 @@ def run(
 
             stack.callback(close)
             if config.auth:
-                use_stamps(segment)
+                enable_header_macs(segment)
             else:
                 unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
             server = _start_server(config, segment, tls)
@@ -163,7 +163,7 @@ def run(
             if copying is not None:
                 stack.callback(copying.stop)
             # Callbacks run last in, first out: no signal interrupts the clean-up that follows.
-            for number in tasks.end_signals():
+            for number in tasks.shutdown_signals():
                 stack.callback(signal.signal, number, signal.SIG_IGN)
             try:
                 drained = asyncio.run(
@@ -195,16 +195,16 @@ def run(
 
 async def _serve(
     config: NodeConfig,
-    segment: NodeSegment,
+    segment: OwnedSegment,
     server: DataServer,
     engine: EngineServer | None,
-    handover: HandoverServer | None,
+    handover: DescriptorServer | None,
     parent: ParentLink,
     served: list[MasterAccepted],
     copying: ReplicaCopier | None,
     listener: socket.socket | None,
-    access: Access,
-    secured: Secured,
+    access: AccessControl,
+    secured: HttpSecurity,
     credentials: Credentials | None,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
@@ -243,7 +243,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
-    for number in tasks.end_signals():
+    for number in tasks.shutdown_signals():
         loop.add_signal_handler(number, agent.stop)
     if parent.fd is not None:
         loop.add_reader(parent.fd, agent.stop)
@@ -271,7 +271,7 @@ async def _serve(
     return agent.drained
 
 
-class _StartedAs(NamedTuple):
+class _LaunchContext(NamedTuple):
     """How the process was started, which decides what happens to left-over memory."""
 
     is_child: bool
@@ -279,7 +279,9 @@ class _StartedAs(NamedTuple):
     of_master: bool
 
 
-def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None]) -> NodeSegment:
+def _mount(
+    config: NodeConfig, kind: _LaunchContext, told: Callable[[int, int], None]
+) -> OwnedSegment:
     """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
     started = time.monotonic()
     segment = _named(config, told, kind)
@@ -296,8 +298,8 @@ def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None
 
 
 def _named(
-    config: NodeConfig, progress: Callable[[int, int], None], kind: _StartedAs
-) -> NodeSegment:
+    config: NodeConfig, progress: Callable[[int, int], None], kind: _LaunchContext
+) -> OwnedSegment:
     """The segment under the given name, or under a free one."""
     options = MemoryOptions(
         huge_pages=config.huge_pages,
@@ -306,9 +308,9 @@ def _named(
     )
     owner = _owner(config, kind)
 
-    def create(name: str) -> NodeSegment:
+    def create(name: str) -> OwnedSegment:
         if not config.device:
-            return NodeSegment.create(
+            return OwnedSegment.create(
                 name, config.memory, progress=progress, options=options, owner=owner
             )
         try:
@@ -319,7 +321,7 @@ def _named(
         except LeftOverMemoryError:
             if config.name:
                 raise
-            raise _OfNoUseError from None
+            raise _UnusableSegmentError from None
 
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
     of_no_use: set[str] = set()
@@ -338,25 +340,25 @@ def _named(
                     raise
                 time.sleep(0.05)  # the other process may be ending
             name = again  # another process was faster
-        except _OfNoUseError:
+        except _UnusableSegmentError:
             of_no_use.add(name)
             name = free_node_name(base, owner, of_no_use)
 
 
-class _OfNoUseError(Exception):
+class _UnusableSegmentError(Exception):
     """Left-over memory of an automatically chosen name cannot be used: choose another name."""
 
 
-def _owner(config: NodeConfig, kind: _StartedAs) -> Owner:
+def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
     places = places_of(config.master)
     if kind.of_master and not config.master.startswith(ETCD_SCHEME):
         # The master is on this host, at any of its addresses.
         _, port = split_address(config.master)
         places = tuple(dict.fromkeys((*places, *places_of(f"127.0.0.1:{port}"))))
-    return Owner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
+    return SegmentOwner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
 
 
-def _start_engine(config: NodeConfig, segment: NodeSegment) -> EngineServer | None:
+def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | None:
     if not config.protocol:
         return None
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
@@ -364,12 +366,12 @@ def _start_engine(config: NodeConfig, segment: NodeSegment) -> EngineServer | No
     return EngineServer(segment, settings, host)
 
 
-def _start_handover(config: NodeConfig, segment: NodeSegment) -> HandoverServer | None:
+def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServer | None:
     """Raises StartupError: the memory cannot be handed over."""
     if not config.hands_over:
         return None
     try:
-        return HandoverServer(
+        return DescriptorServer(
             segment,
             group=group_id(config.shm_group),
             needs_all=config.shm_clients == "all-namespaces",
@@ -388,9 +390,9 @@ def _left(
     config: NodeConfig,
     options: MemoryOptions,
     progress: Callable[[int, int], None],
-    owner: Owner,
-    kind: _StartedAs,
-) -> NodeSegment | None:
+    owner: SegmentOwner,
+    kind: _LaunchContext,
+) -> OwnedSegment | None:
     """The left-over memory of this name, if it can be used.
 
     Raises:
@@ -398,7 +400,7 @@ def _left(
         ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
     """
     try:
-        segment = NodeSegment.attach(
+        segment = OwnedSegment.attach(
             name,
             config.memory,
             progress=progress,
@@ -411,7 +413,7 @@ def _left(
     except ClusterMismatchError:
         if config.name:
             raise
-        raise _OfNoUseError from None  # a node was killed after the name was chosen
+        raise _UnusableSegmentError from None  # a node was killed after the name was chosen
     except LeftOverMemoryError as error:
         if config.discard:
             return None  # new memory takes its place
@@ -420,7 +422,7 @@ def _left(
         if not kind.of_master and not error.fields.get("volatile"):
             if config.name:
                 raise
-            raise _OfNoUseError from None
+            raise _UnusableSegmentError from None
         log.warning("left_over_memory_discarded node=%s reason=%s", name, error.message)
         return None
     if segment is not None:
@@ -429,7 +431,7 @@ def _left(
     return segment
 
 
-def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
+def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeTls | None:
     """What encrypts the data port; None: nothing does.
 
     Raises:
@@ -437,10 +439,10 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
     """
     if config.data_encryption == "off" or credentials is None:
         return None
-    return NodeEnd(credentials, Revoked(config.auth_revoked))
+    return NodeTls(credentials, RevocationList(config.auth_revoked))
 
 
-def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
+def _start_server(config: NodeConfig, segment: OwnedSegment, tls: NodeTls | None) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
 
     Raises:
@@ -484,13 +486,13 @@ def _listens_on(config: NodeConfig) -> str:
     if not config.host:
         return towards
     advertised, _ = split_address(_advertised(config, 0), default_port=0)
-    if not hears(config.host, advertised):
+    if not accepts_family(config.host, advertised):
         raise StartupError(
             f"clients are told to connect to {advertised}, which {config.host} does not hear",
             advice="Give --host ::, which hears IPv6 and IPv4.",
             host=config.host,
         )
-    only_here = why_only_here(advertised if config.advertise else config.host)
+    only_here = loopback_reason(advertised if config.advertise else config.host)
     if not only_here or is_loopback(towards):
         return config.host
     if config.advertise:

@@ -17,7 +17,7 @@ HOPS_MAX: Final = 3
 """Redirections in a row that a node follows without a pause."""
 
 
-class Masters:
+class MasterDiscovery:
     """Chooses the master to try next. Use it in one event loop's thread."""
 
     def __init__(self, places: str) -> None:

@@ -16,11 +16,17 @@ from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.network.resolver import RESOLVE_S, UnknownNameError, grpc_target
-from kvstore.port_probe import GRPC, NO_MASTER, is_strange, unreachable_advice, what_answers
+from kvstore.network.resolver import RESOLVE_S, NameResolutionError, grpc_target
+from kvstore.port_probe import (
+    GRPC,
+    NO_MASTER,
+    identify_service,
+    is_protocol_mismatch,
+    unreachable_advice,
+)
 from kvstore.process.tasks import start_task
 from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
-from kvstore.wire.status import brief, decode_error, detail_of, from_grpc, unexpected
+from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason, unexpected
 
 if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -76,7 +82,7 @@ class NodeStream:
     async def __aenter__(self) -> Self:
         try:
             target = await asyncio.to_thread(grpc_target, self._address, uptime() + RESOLVE_S)
-        except UnknownNameError as error:
+        except NameResolutionError as error:
             raise MasterUnreachableError(
                 f"no session with the master at {self._address}: {error}",
                 advice="Check the address, and this host's name service.",
@@ -206,9 +212,9 @@ class NodeStream:
             return decode_error(detail)
         code, details = error.code(), error.details() or ""
         if code in _NOT_THE_MASTER:
-            reason = brief(details)
-            if is_strange(details):
-                what = await asyncio.to_thread(what_answers, self._address)
+            reason = short_reason(details)
+            if is_protocol_mismatch(details):
+                what = await asyncio.to_thread(identify_service, self._address)
                 reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(
                 f"no session with the master at {self._address}: {reason}",

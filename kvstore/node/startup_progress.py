@@ -17,8 +17,8 @@ from kvstore.metrics import exposition
 from kvstore.metrics.families import NODE
 from kvstore.process import sd_notify
 from kvstore.process.tasks import start_thread
-from kvstore.web.server.access_control import Access, Secured
-from kvstore.web.server.serving import Answers, Readiness, serving
+from kvstore.web.server.access_control import AccessControl, HttpSecurity
+from kvstore.web.server.serving import ProcessStatus, Readiness, serving
 
 log = logging.getLogger("kvstore.node")
 
@@ -29,7 +29,7 @@ STOP_S: Final = 5.0
 """How long the end of the thread may take, which serves a few requests at most."""
 
 
-class Starting:
+class StartupProgress:
     """How much memory is reserved. The thread that reserves it calls this; another one reads it."""
 
     def __init__(self, size: int) -> None:
@@ -57,7 +57,7 @@ class Starting:
         left_s = elapsed / done * (self._size - done)
         return f"{text}, {duration_text(int(left_s * 1000))} left"
 
-    def answers(self) -> Answers:
+    def answers(self) -> ProcessStatus:
         async def readiness() -> Readiness:
             return Readiness(False, self.text)
 
@@ -69,12 +69,15 @@ class Starting:
             }
             return exposition.page(NODE, rows, pid=os.getpid())
 
-        return Answers(readiness, page)
+        return ProcessStatus(readiness, page)
 
 
 @contextlib.contextmanager
-def served(
-    starting: Starting, listener: socket.socket | None, access: Access, secured: Secured
+def serve_startup_health(
+    starting: StartupProgress,
+    listener: socket.socket | None,
+    access: AccessControl,
+    secured: HttpSecurity,
 ) -> Iterator[None]:
     """Inside the block a thread answers requests for health. After it, ``listener`` is as before,
     for the loop that takes its place; requests meanwhile wait in the kernel."""

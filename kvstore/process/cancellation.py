@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from kvstore.errors import ClosedError
 
 
-class CallStoppedError(Exception):
+class CallCancelledError(Exception):
     """A stopped call came back from a wait. Its thread gives up: the caller has control again."""
 
 
-class Stop:
+class CancelToken:
     """Stops one call. Threads: any."""
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -61,14 +61,14 @@ class Stop:
         """
         with self._lock:
             if self.is_set:
-                raise CallStoppedError
+                raise CallCancelledError
             self._is_waiting = True
         try:
             yield
         finally:
             with self._lock:
                 if self.is_set:
-                    raise CallStoppedError
+                    raise CallCancelledError
                 self._is_waiting = False
 
     @contextmanager
@@ -98,13 +98,13 @@ class Stop:
 
 
 class _Here(threading.local):
-    stop: Stop | None = None
+    stop: CancelToken | None = None
 
 
 _HERE = _Here()
 
 
-def current() -> Stop | None:
+def current() -> CancelToken | None:
     """The stop of the call that this thread carries out; None: nothing can stop it."""
     return _HERE.stop
 

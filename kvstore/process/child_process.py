@@ -76,7 +76,7 @@ class Child:
 
         Raises:
             KVStoreError: the child's own error; StartupError: it could not be started, or ended
-            without a word, for example because the thread's ``Stop`` was set;
+            without a word, for example because the thread's ``CancelToken`` was set;
             DeadlineExceededError: it did not report in time. The child has ended then.
         """
         try:
@@ -232,7 +232,7 @@ def _start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 
-def _go_on_when_orphaned() -> None:
+def _wake_on_parent_death() -> None:
     """Makes the kernel wake this process when its parent dies. A stopped process (SIGSTOP, a
     debugger) would keep the port and the memory that the parent's successor needs."""
     import ctypes  # here, because few processes are children
@@ -247,7 +247,7 @@ class ParentLink:
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         if fd is not None:
-            _go_on_when_orphaned()
+            _wake_on_parent_death()
         self.waits = fd is not None
         """Whether a parent waits for our report, and tells its user why we cannot start."""
 

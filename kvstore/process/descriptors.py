@@ -18,7 +18,7 @@ NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 STDERR: Final = 2
 
 
-def allow(wanted: int) -> int:
+def raise_limit(wanted: int) -> int:
     """Raises this process's limit to ``wanted`` descriptors, as far as the hard limit lets. Returns
     the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,7 +6,7 @@ import logging
 from datetime import datetime
 from typing import Any, Final
 
-from kvstore.formatting import shown_text
+from kvstore.formatting import sanitize
 
 PIECE_BYTES_MAX: Final = 1 << 14
 """A longer line, or traceback, is cut."""
@@ -33,7 +33,7 @@ class LineFormatter(logging.Formatter):
         """As ``logging.Formatter``, on one line."""
         if trace := getattr(record, "trace", ""):
             record.message += f" trace={trace}"
-        record.message = shown_text(record.message, TEXT_MAX)
+        record.message = sanitize(record.message, TEXT_MAX)
         if left_out := getattr(record, "left_out", 0):
             record.message += f" left_out={left_out}"
         return super().formatMessage(record)
@@ -41,7 +41,7 @@ class LineFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's own name
         """As ``logging.Formatter``, indented."""
         lines = super().formatException(ei).splitlines()
-        return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
+        return "\n".join("  " + sanitize(line, TEXT_MAX) for line in lines)
 
 
 def time_text(record: logging.LogRecord) -> str:

@@ -4,13 +4,13 @@
     thread = start_thread("kvstore-leases", self._renew_forever, died=self._died)
 
 When one ends by an exception, the exception is logged once with its traceback, and ``died`` is
-called with it: the owner knows whether the process can go on without it. ``End`` is for an owner
-that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
+called with it: the owner knows whether the process can go on without it. ``ShutdownRequest`` is for
+an owner that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
 ``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
 
 Signal handlers run in the main thread and may raise: Ctrl-C, a time-out by SIGALRM, ``sys.exit`` on
 SIGTERM. A client that this happens to begins anew. What it must not leave half done, because others
-share it or nothing would release it, is done ``in_one_piece``, by another thread.
+share it or nothing would release it, is done ``uninterrupted``, by another thread.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def start_from_finalizer(name: str, work: Callable[[], object]) -> None:
         _thread.start_new_thread(start_thread, (name, work))
 
 
-def in_one_piece(work: Callable[[], AnyResult]) -> AnyResult:
+def uninterrupted(work: Callable[[], AnyResult]) -> AnyResult:
     """Returns the result of ``work``, which runs to its end even if a signal handler raises in this
     thread meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
     if not _is_main():
@@ -214,8 +214,8 @@ class Job(Generic[AnyResult]):
             self._tell()
 
 
-class _Crew:
-    """What the threads of ``Workers`` share. They do not refer to ``Workers``."""
+class _WorkerPool:
+    """What the threads of ``ThreadPool`` share. They do not refer to ``ThreadPool``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -242,7 +242,7 @@ class _Crew:
                 self.threads.discard(me)
 
 
-class Workers:
+class ThreadPool:
     """A bounded number of threads, made when they are needed, which do jobs.
 
     Used instead of ``ThreadPoolExecutor``: a signal handler that raises can leave a lock of that
@@ -251,7 +251,7 @@ class Workers:
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
-        self._crew = _Crew(size)
+        self._crew = _WorkerPool(size)
         self._is_closed = False
 
     def begin(self, job: Job[Any]) -> None:
@@ -302,7 +302,7 @@ def _tell(name: str, error: BaseException, died: Died | None) -> None:
         died(error)
 
 
-class End:
+class ShutdownRequest:
     """Why a process has to end; the first reason counts. Threads: any. Make it in the loop."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class End:
         await self._asked.wait()
 
 
-def end_signals() -> list[signal.Signals]:
+def shutdown_signals() -> list[signal.Signals]:
     """The signals that end a server cleanly. SIGHUP comes from a terminal that is closed; a server
     that ``nohup`` has started outlives it."""
     ends = [signal.SIGTERM, signal.SIGINT]
@@ -331,7 +331,7 @@ def end_signals() -> list[signal.Signals]:
     return ends
 
 
-def hear_signals() -> None:
+def install_signal_handlers() -> None:
     """Called in the main thread of a server when the signals that end it have their handlers.
 
     A process inherits what its parent, or the one thread that started it, blocks and ignores: a

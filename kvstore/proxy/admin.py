@@ -19,14 +19,14 @@ from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.request_context import REQUEST_ID, error_response, request_id_of
-from kvstore.web.server.access_control import Access, Advice, Hosts
+from kvstore.web.server.access_control import AccessControl, AccessHints, AllowedHosts
 
 log = logging.getLogger("kvstore.proxy")
 
 INSTANCES_MAX: Final = 1_024
 """Limit of all instances, because all get their health checks at the same time."""
 
-_ADVICE: Final = Advice("or localhost.", "KVSTORE_PROXY_ADMIN_TOKEN.")
+_ADVICE: Final = AccessHints("or localhost.", "KVSTORE_PROXY_ADMIN_TOKEN.")
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -36,14 +36,16 @@ def rows(instances: Instances) -> list[dict[str, Any]]:
     return [view._asdict() for view in instances.views(clock_ms())]
 
 
-class Admin:
+class AdminHandlers:
     """Handlers of the admin API."""
 
     def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
         self._instances = instances
         self._health = health
         # With a token, requests may use any host name: no page of another site has the token.
-        self._access = Access(None if token else Hosts(()), token=token, advice=_ADVICE)
+        self._access = AccessControl(
+            None if token else AllowedHosts(()), token=token, advice=_ADVICE
+        )
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/admin/instances", self._guarded(self._list))

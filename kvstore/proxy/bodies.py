@@ -89,7 +89,7 @@ def salt_of(body: Body) -> str | None:
         return None
 
 
-def reason_against_prefill(body: Body) -> str | None:
+def prefill_skip_reason(body: Body) -> str | None:
     """Why a prefiller would not help this request, whatever its length; None: it may help."""
     params = body.get(PARAMS)
     if params is not None and not isinstance(params, dict):

@@ -25,7 +25,7 @@ from kvstore.proxy.bodies import SALT, Body
 SECRET_FILE: Final = "cache_salt_secret_file"  # noqa: S105 - the name of a setting
 
 
-class Salts:
+class CacheSalts:
     """The salts of one proxy."""
 
     def __init__(self, header: str, secret: str) -> None:
@@ -45,7 +45,7 @@ class Salts:
         return {**body, SALT: hmac.digest(self._secret, whole, hashlib.sha256).hex()}
 
 
-def salts_by(config: ProxyConfig) -> Salts | None:
+def salts_by(config: ProxyConfig) -> CacheSalts | None:
     """None: requests keep the salts that they have.
 
     Raises:
@@ -55,4 +55,4 @@ def salts_by(config: ProxyConfig) -> Salts | None:
         return None
     check_mode_of(Path(config.cache_salt_secret_file).expanduser(), SECRET_FILE)
     secret = read_token(config.cache_salt_secret_file, SECRET_FILE)
-    return Salts(config.cache_salt_from, secret)
+    return CacheSalts(config.cache_salt_from, secret)

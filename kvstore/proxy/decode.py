@@ -18,9 +18,9 @@ from multidict import CIMultiDict
 
 from kvstore.proxy import bodies, engine
 from kvstore.proxy.engine import EngineError
-from kvstore.proxy.instances import Turn
+from kvstore.proxy.instances import InFlightRequest
 from kvstore.proxy.metrics import clock_ms
-from kvstore.proxy.request_context import REQUEST_ID, Asked, ProxyParts, error_response
+from kvstore.proxy.request_context import REQUEST_ID, ProxyContext, RequestContext, error_response
 from kvstore.web.server.connection_limiter import RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
@@ -53,14 +53,16 @@ class _FailedAttempt(NamedTuple):
     """Whether no other decoder is tried: the client has waited long enough."""
 
 
-async def decode(parts: ProxyParts, asked: Asked, request: web.Request) -> web.StreamResponse:
+async def decode(
+    parts: ProxyContext, asked: RequestContext, request: web.Request
+) -> web.StreamResponse:
     """The client's answer, or an error. A relayed answer has been sent when this returns."""
     sent = asked.raw
     if asked.token_ids is not None or asked.stored is not None:
         body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
         sent = bodies.dump(body)
     tried: list[str] = []
-    suspects: list[Turn] = []
+    suspects: list[InFlightRequest] = []
     failed: _FailedAttempt | None = None
     while len(tried) <= RETRIES and not (failed and failed.is_final):
         turn = parts.instances.choose("decode", clock_ms(), without=tried, prints=asked.prints)
@@ -79,7 +81,7 @@ async def decode(parts: ProxyParts, asked: Asked, request: web.Request) -> web.S
     return failed.response if failed is not None else no_decoder(asked)
 
 
-def no_decoder(asked: Asked) -> web.Response:
+def no_decoder(asked: RequestContext) -> web.Response:
     """The response when no decoder is usable."""
     return error_response(
         503,
@@ -90,12 +92,12 @@ def no_decoder(asked: Asked) -> web.Response:
 
 
 async def _attempt(
-    parts: ProxyParts,
-    asked: Asked,
+    parts: ProxyContext,
+    asked: RequestContext,
     request: web.Request,
-    turn: Turn,
+    turn: InFlightRequest,
     sent: bytes,
-    suspects: list[Turn],
+    suspects: list[InFlightRequest],
 ) -> web.StreamResponse | _FailedAttempt:
     try:
         async with parts.engines.stream(
@@ -130,7 +132,11 @@ async def _attempt(
 
 
 async def _refused(
-    asked: Asked, turn: Turn, answer: ClientResponse, first: bytes, suspects: list[Turn]
+    asked: RequestContext,
+    turn: InFlightRequest,
+    answer: ClientResponse,
+    first: bytes,
+    suspects: list[InFlightRequest],
 ) -> _FailedAttempt:
     """The outcome for an engine's own error, which is relayed if no other decoder succeeds."""
     log.warning(
@@ -157,8 +163,8 @@ async def _refused(
 
 
 async def _relay(
-    parts: ProxyParts, asked: Asked, request: web.Request, turn: Turn, answer: ClientResponse,
-    first: bytes,
+    parts: ProxyContext, asked: RequestContext, request: web.Request, turn: InFlightRequest,
+    answer: ClientResponse, first: bytes,
 ) -> web.StreamResponse:  # fmt: skip
     """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
@@ -218,7 +224,7 @@ def _cut(request: web.Request, response: web.StreamResponse) -> None:
         request.transport.abort()
 
 
-def _headers(asked: Asked, answer: ClientResponse) -> CIMultiDict[str]:
+def _headers(asked: RequestContext, answer: ClientResponse) -> CIMultiDict[str]:
     headers: CIMultiDict[str] = CIMultiDict()
     for key, value in answer.headers.items():
         if key.lower() not in _NOT_RELAYED:

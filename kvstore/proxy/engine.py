@@ -75,7 +75,7 @@ class EngineAnswer(NamedTuple):
         return value
 
 
-class Engines:
+class EngineClient:
     """Connections to all engines. Close it with ``close``."""
 
     def __init__(self) -> None:

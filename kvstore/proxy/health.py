@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.proxy.engine import EngineError, Engines
+from kvstore.proxy.engine import EngineClient, EngineError
 from kvstore.proxy.instances import Instance, Instances
 from kvstore.proxy.metrics import clock_ms
 
@@ -20,7 +20,7 @@ class HealthChecks:
     """Checks the health of all instances in rounds. A round asks all of them in parallel, so that a
     silent one delays no other."""
 
-    def __init__(self, instances: Instances, engines: Engines) -> None:
+    def __init__(self, instances: Instances, engines: EngineClient) -> None:
         self._instances = instances
         self._engines = engines
 

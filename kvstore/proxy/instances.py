@@ -153,7 +153,7 @@ class Instance:
         )  # fmt: skip
 
 
-class Turn:
+class InFlightRequest:
     """One request on one instance, which counts as in flight until the ``with`` block ends."""
 
     def __init__(
@@ -269,7 +269,7 @@ class Instances:
 
     def choose(
         self, role: Role, now_ms: int, *, without: Collection[str] = (), prints: Prints = ()
-    ) -> Turn | None:
+    ) -> InFlightRequest | None:
         """Chooses an instance; None if none is usable, not even as a last resort.
 
         Args:
@@ -294,7 +294,7 @@ class Instances:
             affinity.remember(prints, chosen.address)
         self._choices += 1
         chosen.chosen = self._choices
-        return Turn(self, chosen, now_ms, forced=forced)
+        return InFlightRequest(self, chosen, now_ms, forced=forced)
 
     def views(self, now_ms: int) -> list[InstanceView]:
         return [each.view(now_ms) for each in self._all.values()]

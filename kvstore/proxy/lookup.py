@@ -18,12 +18,12 @@ from kvstore.client.async_client import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet_records import RECORDS_MAX, Record
+from kvstore.fleet_records import RECORDS_MAX, FleetRecord
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.process.tasks import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.records import Held
+from kvstore.proxy.records import StoredPrefix
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -58,7 +58,7 @@ class StoreLookup:
             )
         )
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
-        self._records: list[Record] = []
+        self._records: list[FleetRecord] = []
         self._denied: set[str] = set()
         """Fingerprints of the records in whose namespaces we may not look."""
         self._reading: asyncio.Task[None] | None = None
@@ -81,7 +81,7 @@ class StoreLookup:
 
     async def held(
         self, model: str, token_ids: Sequence[int], salt: str, request_id: str
-    ) -> Held | None:
+    ) -> StoredPrefix | None:
         """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
         record = records.serving(self._records, model)
         if record is None:
@@ -107,9 +107,9 @@ class StoreLookup:
             raise
         self._breaker.succeeded()
         self._metrics.lookups.labels("held" if blocks else "missing").inc()
-        return Held(blocks, record.block_size)
+        return StoredPrefix(blocks, record.block_size)
 
-    async def _blocks(self, record: Record, keys: list[bytes]) -> int:
+    async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
         states = record.states
         chains = [name for name in record.namespaces if name not in states]
         async with asyncio.timeout(TIMEOUT_S):
@@ -138,7 +138,7 @@ class StoreLookup:
             log.info("fleet_read records=%d unusable=%d", len(found), len(read) - len(found))
         self._records = found
 
-    def _tell_denied(self, record: Record, error: PermissionDeniedError) -> None:
+    def _tell_denied(self, record: FleetRecord, error: PermissionDeniedError) -> None:
         """Logs it once for each record."""
         if record.fingerprint not in self._denied and len(self._denied) < RECORDS_MAX:
             self._denied.add(record.fingerprint)
@@ -156,7 +156,7 @@ class StoreLookup:
                 log.warning("store_unreachable reason=%s", reason)
 
 
-async def _keys(record: Record, token_ids: Sequence[int], salt: str) -> list[bytes]:
+async def _keys(record: FleetRecord, token_ids: Sequence[int], salt: str) -> list[bytes]:
     keys: list[bytes] = []
     for key in records.keys(record, token_ids, salt):
         keys.append(key)

@@ -20,22 +20,27 @@ from kvstore.process import tasks
 from kvstore.process.tasks import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import watching
 from kvstore.proxy import bodies, metrics, serving
-from kvstore.proxy.admin import Admin, rows
+from kvstore.proxy.admin import AdminHandlers, rows
 from kvstore.proxy.cache_salts import salts_by
-from kvstore.proxy.engine import EngineError, Engines
+from kvstore.proxy.engine import EngineClient, EngineError
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.request_context import (
     REQUEST_ID,
-    ProxyParts,
+    ProxyContext,
     error_response,
     headers_for_engines,
     request_id_of,
 )
 from kvstore.proxy.serving import serve
-from kvstore.web.server.connection_limiter import RETRY_AFTER_S, Doors, answering, connections_max
+from kvstore.web.server.connection_limiter import (
+    RETRY_AFTER_S,
+    ConnectionLimiter,
+    connections_max,
+    serving_connections,
+)
 from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.proxy")
@@ -71,7 +76,7 @@ async def _serve(config: ProxyConfig) -> int:
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
-    broken = tasks.End()
+    broken = tasks.ShutdownRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
@@ -83,13 +88,13 @@ async def _serve(config: ProxyConfig) -> int:
         await health.round()
         checking = start_task("health checks", health.run(), died=broken)
         stack.push_async_callback(_cancel, checking)
-        doors = Doors(clients_max)
+        doors = ConnectionLimiter(clients_max)
         application = _application(parts, health, doors)
         listener = await asyncio.to_thread(
             bind, config.host, config.port, is_given=True, flag="--port"
         )
         server = await stack.enter_async_context(
-            answering(
+            serving_connections(
                 application,
                 doors,
                 listener,
@@ -110,13 +115,13 @@ async def _serve(config: ProxyConfig) -> int:
 
 async def _parts(
     config: ProxyConfig, stack: contextlib.AsyncExitStack, *, requests_max: int
-) -> ProxyParts:
+) -> ProxyContext:
     instances = Instances(prefix_affinity=config.affinity == "prefix")
     for role, addresses in zip(ROLES, (config.prefill, config.decode)):
         for address in addresses:
             instances.add(role, address)
     numbers = Metrics(instances)
-    engines = Engines()
+    engines = EngineClient()
     stack.push_async_callback(engines.close)
     lookup = None
     if config.master:
@@ -130,21 +135,23 @@ async def _parts(
         stack.push_async_callback(lookup.close)
         lookup.start()
     bodies = Limiter[asyncio.Timeout]("arriving bodies", requests_max)
-    parts = ProxyParts(
+    parts = ProxyContext(
         config, instances, engines, numbers, lookup, salts_by(config), bodies, requests_max
     )
     parts.idle.set()
     return parts
 
 
-def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.Application:
+def _application(
+    parts: ProxyContext, health: HealthChecks, doors: ConnectionLimiter
+) -> web.Application:
     app = web.Application(client_max_size=serving.BODY_BYTES_MAX, middlewares=[doors.middleware])
     for route in bodies.ROUTES:
         app.router.add_post(route.path, partial(serve, parts, route))
     app.router.add_get("/v1/models", partial(_models, parts))
     app.router.add_get("/healthz", partial(_healthz, parts))
     app.router.add_get("/metrics", partial(_metrics, parts))
-    Admin(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
+    AdminHandlers(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
     return app
 
 
@@ -172,7 +179,7 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
     log.info("proxy_started version=%s", __version__)
 
 
-async def _end(parts: ProxyParts, server: asyncio.Server) -> None:
+async def _end(parts: ProxyContext, server: asyncio.Server) -> None:
     """Refuses new connections and requests, and gives running requests ``GRACE_S`` to end."""
     parts.stopping = True
     server.close()
@@ -192,7 +199,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 # --- small handlers ----------------------------------------------------------------------------
 
 
-async def _healthz(parts: ProxyParts, request: web.Request) -> web.Response:
+async def _healthz(parts: ProxyContext, request: web.Request) -> web.Response:
     """Answers 200 when a request could be answered now, as far as the proxy knows."""
     del request
     now_ms = clock_ms()
@@ -215,12 +222,12 @@ async def _healthz(parts: ProxyParts, request: web.Request) -> web.Response:
     )
 
 
-async def _metrics(parts: ProxyParts, request: web.Request) -> web.Response:
+async def _metrics(parts: ProxyContext, request: web.Request) -> web.Response:
     del request
     return web.Response(body=parts.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
-async def _models(parts: ProxyParts, request: web.Request) -> web.Response:
+async def _models(parts: ProxyContext, request: web.Request) -> web.Response:
     """Relays the models of the first engine that answers, decoders before prefillers."""
     request_id = request_id_of(request)
     headers = headers_for_engines(request)

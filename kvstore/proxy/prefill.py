@@ -7,9 +7,9 @@ from typing import Final
 
 from kvstore.proxy import bodies
 from kvstore.proxy.engine import EngineAnswer, EngineError
-from kvstore.proxy.instances import Turn
+from kvstore.proxy.instances import InFlightRequest
 from kvstore.proxy.metrics import clock_ms
-from kvstore.proxy.request_context import Asked, ProxyParts
+from kvstore.proxy.request_context import ProxyContext, RequestContext
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -18,7 +18,7 @@ ATTEMPTS: Final = 2
 can do the work itself."""
 
 
-async def prefill(parts: ProxyParts, asked: Asked, *, refused: bool) -> None:
+async def prefill(parts: ProxyContext, asked: RequestContext, *, refused: bool) -> None:
     """Uses a prefiller if that helps. Sets ``asked.prefill`` and, if reported, ``asked.stored``.
 
     Args:
@@ -37,13 +37,13 @@ async def prefill(parts: ProxyParts, asked: Asked, *, refused: bool) -> None:
     parts.metrics.prefill_seconds.labels(outcome).observe(asked.prefill_ms / 1000)
 
 
-def _skip(parts: ProxyParts, asked: Asked, reason: str) -> None:
+def _skip(parts: ProxyContext, asked: RequestContext, reason: str) -> None:
     asked.prefill = f"skipped:{reason}"
     parts.metrics.prefill_skipped.labels(reason).inc()
 
 
-async def _reason_against(parts: ProxyParts, asked: Asked) -> str | None:
-    reason = bodies.reason_against_prefill(asked.body)
+async def _reason_against(parts: ProxyContext, asked: RequestContext) -> str | None:
+    reason = bodies.prefill_skip_reason(asked.body)
     if reason is not None:
         return reason
     if not parts.instances.usable("prefill", clock_ms()):
@@ -55,7 +55,9 @@ async def _reason_against(parts: ProxyParts, asked: Asked) -> str | None:
     return await _reason_of_store(parts, asked, asked.token_ids)
 
 
-async def _reason_of_store(parts: ProxyParts, asked: Asked, token_ids: list[int]) -> str | None:
+async def _reason_of_store(
+    parts: ProxyContext, asked: RequestContext, token_ids: list[int]
+) -> str | None:
     model = bodies.model_of(asked.body)
     salt = bodies.salt_of(asked.body)
     if parts.lookup is None or model is None or salt is None:
@@ -67,7 +69,7 @@ async def _reason_of_store(parts: ProxyParts, asked: Asked, token_ids: list[int]
     return "stored" if missing < max(1, parts.config.prefill_threshold) else None
 
 
-async def _hop(parts: ProxyParts, asked: Asked) -> str | None:
+async def _hop(parts: ProxyContext, asked: RequestContext) -> str | None:
     """Sends the request to a prefiller; returns the outcome, or None: no prefiller was usable."""
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
@@ -99,7 +101,9 @@ async def _hop(parts: ProxyParts, asked: Asked) -> str | None:
     return "failed"
 
 
-async def _attempt(parts: ProxyParts, asked: Asked, turn: Turn, sent: bytes) -> EngineAnswer | None:
+async def _attempt(
+    parts: ProxyContext, asked: RequestContext, turn: InFlightRequest, sent: bytes
+) -> EngineAnswer | None:
     """The prefiller's answer; None: it failed, and another one may succeed."""
     address = turn.instance.address
     try:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import cbor2
 
 from kvstore.errors import KVStoreError
-from kvstore.fleet_records import FORMAT, Record
+from kvstore.fleet_records import FORMAT, FleetRecord
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 
 Part = tuple[bytes, tuple[int, ...], tuple[tuple[str, str]] | None]
@@ -72,7 +72,7 @@ def block_hashes(
         yield last
 
 
-def keys(record: Record, token_ids: Sequence[int], salt: str = "") -> Iterator[bytes]:
+def keys(record: FleetRecord, token_ids: Sequence[int], salt: str = "") -> Iterator[bytes]:
     """Yields the keys of a prompt's full blocks, at most as many as one call may have.
 
     Args:
@@ -92,7 +92,7 @@ def keys(record: Record, token_ids: Sequence[int], salt: str = "") -> Iterator[b
     return islice(hashes, every - 1, None, every)
 
 
-class Held(NamedTuple):
+class StoredPrefix(NamedTuple):
     """How much of a prompt the store holds."""
 
     blocks: int
@@ -105,7 +105,7 @@ class Held(NamedTuple):
         return max(0, wanted - self.blocks) * self.block_size
 
 
-def is_usable(record: Record) -> bool:
+def is_usable(record: FleetRecord) -> bool:
     """Whether the hashes of its engines can be computed here, and its fields fit together."""
     hashes = record.hashes
     if record.format != FORMAT or record.engine != "vllm" or hashes is None:
@@ -123,7 +123,7 @@ def is_usable(record: Record) -> bool:
     )
 
 
-def serving(records: Iterable[Record], model: str) -> Record | None:
+def serving(records: Iterable[FleetRecord], model: str) -> FleetRecord | None:
     """Of the records whose engines serve ``model``, the one that was announced last; None: none
     does, or it names an adapter."""
     serve = [each for each in records if model in each.models]

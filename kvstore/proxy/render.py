@@ -9,7 +9,7 @@ from kvstore.proxy import bodies
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import ROLES, Instance
 from kvstore.proxy.metrics import clock_ms
-from kvstore.proxy.request_context import Asked, ProxyParts
+from kvstore.proxy.request_context import ProxyContext, RequestContext
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -30,7 +30,7 @@ CANNOT_REST_MS: Final = 60_000
 """After this time an engine that cannot render is asked again: it may have been upgraded."""
 
 
-async def render(parts: ProxyParts, asked: Asked) -> bool:
+async def render(parts: ProxyContext, asked: RequestContext) -> bool:
     """Sets ``asked.token_ids`` if the request has exactly one prompt, of text or token ids alone.
 
     Returns:
@@ -79,7 +79,7 @@ async def render(parts: ProxyParts, asked: Asked) -> bool:
     return is_wrong
 
 
-def _renderer(parts: ProxyParts) -> Instance | None:
+def _renderer(parts: ProxyContext) -> Instance | None:
     """The least busy engine of any role: an engine tokenizes on its CPU, not on its device."""
     now_ms = clock_ms()
     able = [

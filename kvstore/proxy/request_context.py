@@ -17,8 +17,8 @@ from kvstore.config import ProxyConfig
 from kvstore.network.limiter import Limiter
 from kvstore.proxy.affinity import Prints
 from kvstore.proxy.bodies import Body, EngineRoute
-from kvstore.proxy.cache_salts import Salts
-from kvstore.proxy.engine import Engines
+from kvstore.proxy.cache_salts import CacheSalts
+from kvstore.proxy.engine import EngineClient
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -48,15 +48,15 @@ _HOP_HEADERS: Final = frozenset(
 
 
 @dataclass
-class ProxyParts:
+class ProxyContext:
     """The parts of the process that a request needs."""
 
     config: ProxyConfig
     instances: Instances
-    engines: Engines
+    engines: EngineClient
     metrics: Metrics
     lookup: StoreLookup | None
-    salts: Salts | None
+    salts: CacheSalts | None
     bodies: Limiter[asyncio.Timeout]
     """Bodies of requests that are arriving."""
     inflight_max: int
@@ -93,7 +93,7 @@ class ProxyParts:
 
 
 @dataclass
-class Asked:
+class RequestContext:
     """One request and its outcome: the fields of its log line."""
 
     route: EngineRoute

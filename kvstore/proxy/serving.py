@@ -21,8 +21,8 @@ from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
 from kvstore.proxy.request_context import (
     REQUEST_ID,
-    Asked,
-    ProxyParts,
+    ProxyContext,
+    RequestContext,
     error_response,
     headers_for_engines,
     request_id_of,
@@ -43,18 +43,20 @@ BODY_TIMEOUT_S = 60.0
 be in progress; the slowest gives way to one more."""
 
 
-async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> web.StreamResponse:
+async def serve(
+    parts: ProxyContext, route: EngineRoute, request: web.Request
+) -> web.StreamResponse:
     """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
 
     A request counts as in flight once its body has arrived; before that it takes no slot.
     """
     request_id = request_id_of(request)
     arrived_ms = clock_ms()
-    asked: Asked | None = None
+    asked: RequestContext | None = None
     status = CLIENT_LEFT
     with parts.on_its_way():
         try:
-            asked = await _take(parts, route, request, request_id, arrived_ms)
+            asked = await _read_request(parts, route, request, request_id, arrived_ms)
             with parts.slot():
                 answer = await _answer(parts, asked, request)
             status = answer.status
@@ -63,7 +65,7 @@ async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> 
             elif request.transport is None or request.transport.is_closing():
                 status = CLIENT_LEFT
             return answer
-        except _NotTakenError as error:
+        except _RejectedError as error:
             status = error.response.status
             return error.response
         finally:
@@ -71,7 +73,7 @@ async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> 
             _log(route, request_id, asked, status, clock_ms() - arrived_ms)
 
 
-class _NotTakenError(Exception):
+class _RejectedError(Exception):
     """The proxy refuses the request; ``response`` says why."""
 
     def __init__(self, response: web.Response) -> None:
@@ -79,12 +81,12 @@ class _NotTakenError(Exception):
         self.response = response
 
 
-async def _take(
-    parts: ProxyParts, route: EngineRoute, request: web.Request, request_id: str, arrived_ms: int
-) -> Asked:
+async def _read_request(
+    parts: ProxyContext, route: EngineRoute, request: web.Request, request_id: str, arrived_ms: int
+) -> RequestContext:
     """Reads the request with its body. Raises _NotTakenError."""
 
-    def not_taken(status: int, message: str, kind: str) -> _NotTakenError:
+    def not_taken(status: int, message: str, kind: str) -> _RejectedError:
         headers = {REQUEST_ID: request_id}
         if status == 503:
             headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -93,7 +95,7 @@ async def _take(
         response = error_response(status, message, kind, headers=headers)
         if status in (401, 408, 503):
             response.force_close()  # the body may be incomplete
-        return _NotTakenError(response)
+        return _RejectedError(response)
 
     if parts.stopping:
         raise not_taken(503, "the proxy is stopping", "overloaded")
@@ -120,10 +122,12 @@ async def _take(
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
         raw = bodies.dump(body)
-    return Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
+    return RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
 
 
-async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.StreamResponse:
+async def _answer(
+    parts: ProxyContext, asked: RequestContext, request: web.Request
+) -> web.StreamResponse:
     now_ms = clock_ms()
     if not parts.instances.usable("decode", now_ms):
         able = parts.instances.last_resort("decode", now_ms)
@@ -140,7 +144,7 @@ async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.
 
 
 def _log(
-    route: EngineRoute, request_id: str, asked: Asked | None, status: int, total_ms: int
+    route: EngineRoute, request_id: str, asked: RequestContext | None, status: int, total_ms: int
 ) -> None:
     if asked is None:
         log.info(

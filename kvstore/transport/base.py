@@ -25,7 +25,7 @@ from kvstore.errors import SegmentGoneError
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.interface import CORRUPT, STALE, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
-from kvstore.transport.common import Move, check_moves
+from kvstore.transport.common import RangeCopy, check_moves
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
@@ -48,7 +48,7 @@ class Transport(ABC):
         return self.reaches(segment)
 
     @abstractmethod
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """Fill each move's buffer. ``deadline`` is a ``uptime()`` value.
 
         Raises:
@@ -57,7 +57,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """Write each move's buffer; returns when all of it is in the segment.
 
         Raises:
@@ -85,9 +85,9 @@ class Transport(ABC):
             As ``read``.
         """
         reads = [(row, bytearray(HEADER_BYTES), xxh3_64() if verify else None) for row in rows]
-        moves: list[Move] = []
+        moves: list[RangeCopy] = []
         for row, head, hasher in reads:
-            moves += [Move(row[0], memoryview(head)), *payload_moves(row, hasher)]
+            moves += [RangeCopy(row[0], memoryview(head)), *payload_moves(row, hasher)]
         self.read(segment, moves, deadline)
         return [outcome_of(row, head, segment.seed, namespace, made) for row, head, made in reads]
 
@@ -100,12 +100,12 @@ class Transport(ABC):
         Raises:
             As ``write``.
         """
-        wipes = [Move(row[0], memoryview(WIPE)) for row in rows]
+        wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in rows]
         hashers = [xxh3_64() for _ in rows]
         payloads = [
             move for each in zip(rows, hashers, strict=True) for move in payload_moves(*each)
         ]
-        heads = [Move(row[0], memoryview(bytearray(HEADER_BYTES))) for row in rows]
+        heads = [RangeCopy(row[0], memoryview(bytearray(HEADER_BYTES))) for row in rows]
         check_moves(segment, [*payloads, *heads])
         self.write(segment, wipes, deadline)  # the moves of one ``write`` may happen at once
         self.write(segment, payloads, deadline)
@@ -162,12 +162,12 @@ class Transport(ABC):
         """Idempotent; calls under way fail with ``ClosedError`` or ``NodeUnreachableError``."""
 
 
-def payload_moves(row: ReadRow | WriteRow, hasher: xxh3_64 | None) -> list[Move]:
+def payload_moves(row: ReadRow | WriteRow, hasher: xxh3_64 | None) -> list[RangeCopy]:
     """The row's buffers, each with its place."""
-    moves: list[Move] = []
+    moves: list[RangeCopy] = []
     at = row[0] + HEADER_BYTES
     for buffer in row[5] or ():
-        moves.append(Move(at, buffer, hasher))
+        moves.append(RangeCopy(at, buffer, hasher))
         at += len(buffer)
     return moves
 

@@ -28,7 +28,7 @@ hash that takes 4 µs."""
 
 
 @dataclass(slots=True)
-class Move:
+class RangeCopy:
     """One range of a segment and the memory it is copied to (read) or from (write)."""
 
     offset: int
@@ -43,7 +43,7 @@ class Move:
     """The extent around the range, with the client's capability for it; None: it has none."""
 
 
-def check_moves(segment: SegmentInfo, moves: Sequence[Move]) -> None:
+def check_moves(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> None:
     """Raises InvalidRangeError: a move leaves the segment or touches its superblock."""
     size = segment.size
     for move in moves:

@@ -9,7 +9,7 @@ import socket
 import struct
 from typing import Final
 
-from kvstore.calls import Handover, MapRight, SegmentInfo
+from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
 from kvstore.memory.shm_entries import SHM_DIRECTORY, SOCKET_PREFIX
 from kvstore.network import descriptor_protocol as protocol
 from kvstore.network.descriptor_protocol import WHY, HandoverHello, HandoverStatus
@@ -20,7 +20,7 @@ ANSWER_S: Final = 1.0
 _FD: Final = struct.Struct("i")
 
 
-class NotHandedError(Exception):
+class NoDescriptorError(Exception):
     """There is no descriptor; ``str`` says why."""
 
     def __init__(self, why: str, *, is_for_now: bool = False) -> None:
@@ -30,7 +30,7 @@ class NotHandedError(Exception):
         self.is_for_now = is_for_now
 
 
-def fetch(segment: SegmentInfo, handover: Handover) -> int:
+def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
     """A descriptor of the segment's memory, which the caller owns: to read and write, or to read.
 
     Takes twice ``ANSWER_S`` at most.
@@ -39,35 +39,37 @@ def fetch(segment: SegmentInfo, handover: Handover) -> int:
         NotHandedError
     """
     if not handover.rights & MapRight.READ:
-        raise NotHandedError(WHY[HandoverStatus.NO_RIGHT])
+        raise NoDescriptorError(WHY[HandoverStatus.NO_RIGHT])
     if not handover.socket.startswith(SOCKET_PREFIX) or "/" in handover.socket:
-        raise NotHandedError(f"{handover.socket!r} is no name of a node's socket")
+        raise NoDescriptorError(f"{handover.socket!r} is no name of a node's socket")
     path = f"{SHM_DIRECTORY}/{handover.socket}"
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        raise NotHandedError(f"no socket: {error.strerror}", is_for_now=True) from None
+        raise NoDescriptorError(f"no socket: {error.strerror}", is_for_now=True) from None
     with sock:
         sock.settimeout(ANSWER_S)
         try:
             sock.connect(path)
         except PermissionError:
-            raise NotHandedError(WHY[HandoverStatus.OTHER_USER]) from None
+            raise NoDescriptorError(WHY[HandoverStatus.OTHER_USER]) from None
         except OSError as error:
-            raise NotHandedError(
+            raise NoDescriptorError(
                 f"its node's socket {path} does not answer: {error.strerror or error}",
                 is_for_now=True,
             ) from None
         try:
             return _ask(sock, segment, handover)
         except TimeoutError:
-            raise NotHandedError(f"its node did not answer within {ANSWER_S} s") from None
+            raise NoDescriptorError(f"its node did not answer within {ANSWER_S} s") from None
         except OSError as error:
             why = error.strerror or str(error)
-            raise NotHandedError(f"its node ended the handover: {why}", is_for_now=True) from None
+            raise NoDescriptorError(
+                f"its node ended the handover: {why}", is_for_now=True
+            ) from None
 
 
-def _ask(sock: socket.socket, segment: SegmentInfo, handover: Handover) -> int:
+def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) -> int:
     """Raises OSError, NotHandedError."""
     nonce = _taken(sock.recv(protocol.HEAD_BYTES + 1))
     hello = HandoverHello(
@@ -90,9 +92,9 @@ def _ask(sock: socket.socket, segment: SegmentInfo, handover: Handover) -> int:
     try:
         proof = _taken(answer)
         if not protocol.is_of_node(proof, handover.key, raw):
-            raise NotHandedError("the other end of its node's socket is not its node")
+            raise NoDescriptorError("the other end of its node's socket is not its node")
         if not fds:
-            raise NotHandedError("no descriptor is left in this process", is_for_now=True)
+            raise NoDescriptorError("no descriptor is left in this process", is_for_now=True)
         return fds.pop()
     finally:
         for fd in fds:
@@ -111,5 +113,5 @@ def _taken(raw: bytes) -> bytes:
     head = protocol.unpack_head(raw)
     status, rest = head or (HandoverStatus.BAD_REQUEST, b"")
     if status is not HandoverStatus.OK:
-        raise NotHandedError(WHY[status], is_for_now=status is HandoverStatus.GONE)
+        raise NoDescriptorError(WHY[status], is_for_now=status is HandoverStatus.GONE)
     return rest

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.calls import DevicePlace, SegmentInfo
+from kvstore.calls import DeviceLocation, SegmentInfo
 from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of_handle
@@ -44,9 +44,9 @@ from kvstore.memory.header import (
 from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node, open_shared
 from kvstore.network.host import host_id
 from kvstore.process.cancellation import check_current
-from kvstore.process.tasks import in_one_piece
+from kvstore.process.tasks import uninterrupted
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move, deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.common import RangeCopy, deadline_exceeded, invalid_range, segment_gone
 from kvstore.transport.device_ranges import DeviceRanges
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ AGAIN_S: Final = 30.0
 SAID_MAX: Final = 1_000
 
 
-class Lent(NamedTuple):
+class DeviceView(NamedTuple):
     """Memory of a segment that a program uses where it is."""
 
     tensor: torch.Tensor
@@ -74,7 +74,7 @@ class Lent(NamedTuple):
     address: int
 
 
-class Attachment:
+class DeviceMapping:
     """The memory of one segment, open in this process."""
 
     def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
@@ -95,8 +95,11 @@ class Attachment:
 
     @classmethod
     def attach(
-        cls, place: DevicePlace, segment: SegmentInfo, device_of: Callable[[DevicePlace], Device]
-    ) -> Attachment:
+        cls,
+        place: DeviceLocation,
+        segment: SegmentInfo,
+        device_of: Callable[[DeviceLocation], Device],
+    ) -> DeviceMapping:
         """Raises DeviceError, NodeUnreachableError: the memory cannot be opened here."""
         name = place.entry
         if not name.startswith(SHM_PREFIX) or "/" in name:
@@ -130,7 +133,7 @@ class Attachment:
     def is_mounted(self, generation: int) -> bool:
         """Whether the owner lives, and the segment has not been mounted anew. Two aligned words:
         never torn."""
-        return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_held(
+        return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_owner_alive(
             self._alive[ALIVE_OFFSET // 4]
         )
 
@@ -156,9 +159,9 @@ class Attachment:
         finally:
             self._users.discard(me)
             if self._is_ending:
-                in_one_piece(self.settle)
+                uninterrupted(self.settle)
 
-    def lend(self, offset: int, size: int) -> Lent:
+    def lend(self, offset: int, size: int) -> DeviceView:
         """A tensor over these bytes. The memory stays open while it lives, and until ``settle``.
         The caller is within ``lent``."""
         address = self.ranges.base + offset
@@ -167,7 +170,7 @@ class Attachment:
         with self._changing:
             watch = weakref.ref(owner, self._returned.append)
             self._lent[id(watch)] = watch
-        return Lent(tensor, owner, address)
+        return DeviceView(tensor, owner, address)
 
     def settle(self) -> bool:
         """Closes the memory, if ``end`` was called and nothing uses it any more. Closing calls the
@@ -221,9 +224,9 @@ class DeviceTransport(Transport):
         """``ring_bytes``: page-locked memory, per device, for bytes that go to or from the host."""
         self._ring_bytes = ring_bytes
         self._devices: dict[str, Device] = {}
-        self._attached: dict[bytes, Attachment | None] = {}
+        self._attached: dict[bytes, DeviceMapping | None] = {}
         """By uuid of the segment; None: its memory could not be opened here."""
-        self._ending: list[Attachment] = []
+        self._ending: list[DeviceMapping] = []
         """Dropped attachments that are still used, such as by a tensor over their memory."""
         self._again_at = 0.0
         """When memory that could not be opened is tried again."""
@@ -243,7 +246,7 @@ class DeviceTransport(Transport):
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
-    def lend(self, segment: SegmentInfo, offset: int, size: int) -> Lent:
+    def lend(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
         """A tensor over bytes of the segment, which stays open while the tensor lives, and until
         the next ``sweep``; if the transport is closed before, until the process ends.
 
@@ -260,11 +263,11 @@ class DeviceTransport(Transport):
         attachment = self._attached.get(segment.uuid)
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
@@ -280,7 +283,7 @@ class DeviceTransport(Transport):
                 attachment.settle()
         is_time = uptime() >= self._again_at
 
-        def is_due(uuid: bytes, attachment: Attachment | None) -> bool:
+        def is_due(uuid: bytes, attachment: DeviceMapping | None) -> bool:
             return is_time if attachment is None else not attachment.is_current
 
         self._drop(is_due)
@@ -341,7 +344,7 @@ class DeviceTransport(Transport):
             if not attachment.is_mounted(segment.generation):
                 raise segment_gone(segment)
 
-    def _attachment(self, segment: SegmentInfo) -> Attachment | None:
+    def _attachment(self, segment: SegmentInfo) -> DeviceMapping | None:
         uuid = segment.uuid
         try:
             return self._attached[uuid]
@@ -350,16 +353,16 @@ class DeviceTransport(Transport):
         place = segment.device
         if place is None or segment.host != host_id():
             return None
-        return in_one_piece(partial(self._open, place, segment))
+        return uninterrupted(partial(self._open, place, segment))
 
-    def _open(self, place: DevicePlace, segment: SegmentInfo) -> Attachment | None:
+    def _open(self, place: DeviceLocation, segment: SegmentInfo) -> DeviceMapping | None:
         uuid = segment.uuid
         with self._changing:
             if self._closed:
                 return None
             if uuid not in self._attached:
                 try:
-                    self._attached[uuid] = Attachment.attach(place, segment, self._device_of)
+                    self._attached[uuid] = DeviceMapping.attach(place, segment, self._device_of)
                 except KVStoreError as error:
                     self._attached[uuid] = None
                     self._again_at = uptime() + AGAIN_S
@@ -369,7 +372,7 @@ class DeviceTransport(Transport):
                                     segment.node, str(error))  # fmt: skip
             return self._attached[uuid]
 
-    def _device_of(self, place: DevicePlace) -> Device:
+    def _device_of(self, place: DeviceLocation) -> Device:
         driver = driver_of_handle(place.device, place.handle)
         device = self._devices.get(driver.name)
         if device is None:
@@ -377,7 +380,7 @@ class DeviceTransport(Transport):
             self._devices[driver.name] = device
         return device
 
-    def _drop(self, is_due: Callable[[bytes, Attachment | None], bool]) -> None:
+    def _drop(self, is_due: Callable[[bytes, DeviceMapping | None], bool]) -> None:
         with self._changing:
             due = {uuid: each for uuid, each in self._attached.items() if is_due(uuid, each)}
             for uuid in due:
@@ -398,7 +401,7 @@ class DeviceTransport(Transport):
         return ClosedError("the transport was closed", settled=1)
 
 
-def _ranges_of(moves: Sequence[Move]) -> list[tuple[int, int]]:
+def _ranges_of(moves: Sequence[RangeCopy]) -> list[tuple[int, int]]:
     return [(move.offset, len(move.buffer)) for move in moves]
 
 

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.device.copies import Copies
+from kvstore.device.copies import CopyList
 from kvstore.device.device import Device
-from kvstore.device.driver import Event, Way
+from kvstore.device.driver import Direction, Event
 from kvstore.memory.process_memory import address_of
-from kvstore.transport.common import Move, Piece, feed, windows
+from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
 PIECES_MAX: Final = 4_096
 """Copies that are queued at once."""
@@ -50,7 +50,7 @@ class DeviceRanges:
         self.device: Final = device
         self.base: Final = base
 
-    def read(self, moves: Sequence[Move], deadline: float, check: Callable[[], None]) -> None:
+    def read(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
         """Fills the moves' buffers. ``check`` is called before the device gets work; if it raises,
         the call ends."""
 
@@ -70,7 +70,7 @@ class DeviceRanges:
         self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
         return hashers
 
-    def write(self, moves: Sequence[Move], deadline: float, check: Callable[[], None]) -> None:
+    def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
         """Writes the moves' buffers, in their order. ``check``: as ``read``."""
         lengths = [len(move.buffer) for move in moves]
         with self._halves(deadline) as halves:
@@ -125,7 +125,7 @@ class DeviceRanges:
         for at, (row, start, size) in _laid_out(pieces):
             batch.add(self.base + ranges[row][0] + start, at, size)
         copies = batch.taken()
-        event = None if copies is None else self.device.copy(Way.SAVE, copies)
+        event = None if copies is None else self.device.copy(Direction.SAVE, copies)
         return _Window(event, half, pieces)
 
     def _finish(self, window: _Window, take: _Taking, deadline: float) -> None:
@@ -136,7 +136,7 @@ class DeviceRanges:
 
     def _send(self, batch: _CopyBatch) -> list[Event]:
         copies = batch.taken()
-        return [] if copies is None else [self.device.copy(Way.LOAD, copies)]
+        return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
     def _settle(self, events: list[Event], deadline: float) -> None:
         """Waits for events, and takes each from the list when it has passed."""
@@ -170,13 +170,13 @@ class _CopyBatch:
             self._rows.append((place, self._base + at, size))
             self._end = max(self._end, place + size)
 
-    def taken(self) -> Copies | None:
+    def taken(self) -> CopyList | None:
         """The copies, which are no longer here; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
         if not rows:
             return None
         places, others, sizes = np.array(rows, np.int64).T.copy()
-        return Copies(places, others, sizes)
+        return CopyList(places, others, sizes)
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:

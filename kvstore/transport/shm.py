@@ -25,17 +25,17 @@ from kvstore.native import steps
 from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.host import host_id
 from kvstore.process.cancellation import current
-from kvstore.process.tasks import in_one_piece
+from kvstore.process.tasks import uninterrupted
 from kvstore.transport.base import PIECE_BYTES, Transport
 from kvstore.transport.common import (
-    Move,
+    RangeCopy,
     batch_ended,
     check_moves,
     deadline_exceeded,
     feed,
     segment_gone,
 )
-from kvstore.transport.descriptor_client import NotHandedError, fetch
+from kvstore.transport.descriptor_client import NoDescriptorError, request_descriptor
 
 log = logging.getLogger("kvstore.transport")
 
@@ -85,10 +85,10 @@ class ShmTransport(Transport):
         mapping = self._mapping(segment)
         return mapping is not None and mapping.writable
 
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         self._run(segment, moves, deadline, is_write=False)
 
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         self._run(segment, moves, deadline, is_write=True)
 
     def read_objects(
@@ -185,7 +185,7 @@ class ShmTransport(Transport):
             pass
         if segment.host != host_id() or not (segment.shm_name or segment.handover):
             return None
-        return in_one_piece(partial(self._attach, segment))
+        return uninterrupted(partial(self._attach, segment))
 
     def _attach(self, segment: SegmentInfo) -> Mapping | None:
         uuid = segment.uuid
@@ -207,8 +207,8 @@ class ShmTransport(Transport):
         try:
             if handover is None:
                 return Mapping.attach(segment.shm_name, segment.uuid)
-            return Mapping.of(fetch(segment, handover), segment.uuid)
-        except NotHandedError as error:
+            return Mapping.of(request_descriptor(segment, handover), segment.uuid)
+        except NoDescriptorError as error:
             if not error.is_for_now:
                 self._again[segment.uuid] = uptime() + AGAIN_S
             self._say_why(segment, str(error))
@@ -226,7 +226,7 @@ class ShmTransport(Transport):
             log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, why)
 
     def _run(
-        self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
+        self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
     ) -> None:
         mapping = self._mapping(segment)
         if mapping is None:
@@ -245,7 +245,7 @@ class ShmTransport(Transport):
 
 
 def _copy(
-    segment: SegmentInfo, mapping: Mapping, move: Move, deadline: float, *, is_write: bool
+    segment: SegmentInfo, mapping: Mapping, move: RangeCopy, deadline: float, *, is_write: bool
 ) -> None:
     """One move, in pieces that stay in cache between copying and hashing."""
     memory = mapping.memory

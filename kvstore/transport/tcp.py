@@ -13,16 +13,16 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import RANGES_MAX
-from kvstore.process.cancellation import Stop, current
+from kvstore.process.cancellation import CancelToken, current
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move, check_moves, deadline_exceeded
+from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8
@@ -60,7 +60,7 @@ class TcpTransport(Transport):
         *,
         connections_max: int = CONNECTIONS_MAX,
         stall_s: float = STALL_S,
-        tls: ClientEnd | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """
         Args:
@@ -80,14 +80,14 @@ class TcpTransport(Transport):
         """As ``Transport.reaches``; only the first call shows whether the node answers."""
         return bool(segment.address) and not self._closed
 
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
             for batch in _move_batches(segment, moves):
                 connection.read(batch, deadline)
 
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
@@ -171,7 +171,7 @@ class TcpTransport(Transport):
             self._give_back(key, pool, connection, is_usable=is_usable)
 
     def _take(
-        self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: Stop | None
+        self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: CancelToken | None
     ) -> tuple[_Connections, ClientConnection]:
         while True:
             if self._closed:
@@ -259,7 +259,7 @@ def _batches(
     yield batch
 
 
-def _move_batches(segment: SegmentInfo, moves: Sequence[Move]) -> Iterator[list[Move]]:
+def _move_batches(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> Iterator[list[RangeCopy]]:
     return _batches(segment, list(moves), [len(move.buffer) for move in moves], RANGES_MAX)
 
 

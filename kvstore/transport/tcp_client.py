@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import (
@@ -38,7 +38,7 @@ from kvstore.native.interface import (
 from kvstore.network import resolver
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.addresses import split_address
-from kvstore.network.stream import EndedError, StalledError, Stream
+from kvstore.network.stream import ConnectionEndedError, StalledError, Stream
 from kvstore.network.tcp_protocol import (
     NO_EXTENT,
     Hello,
@@ -49,14 +49,14 @@ from kvstore.network.tcp_protocol import (
 from kvstore.network.tls_stream import NeedsTlsError, TlsError
 from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import (
-    Move,
+    RangeCopy,
     deadline_exceeded,
     feed,
     not_encrypted,
     segment_gone,
     windows,
 )
-from kvstore.wire.busy_poll_gauge import SpinGauge
+from kvstore.wire.busy_poll_gauge import BusyPollGauge
 
 STALL_S: Final = 1.0
 """The longest that no byte may move while a call waits: a node that was stopped, or a
@@ -115,7 +115,7 @@ class ClientConnection:
         client_number: int = 0,
         *,
         stall_s: float = STALL_S,
-        tls: ClientEnd | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """Does not connect yet. Arguments as of ``TcpTransport``."""
         self._tls = tls
@@ -130,9 +130,9 @@ class ClientConnection:
         self._is_interrupted = False
         self._is_settled = True
         """Whether no byte of what was sent can still land."""
-        self._gauge = SpinGauge()
+        self._gauge = BusyPollGauge()
 
-    def read(self, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, moves: Sequence[RangeCopy], deadline: float) -> None:
         """One READ of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.read``."""
 
         def receive(stream: Stream) -> None:
@@ -142,7 +142,7 @@ class ClientConnection:
 
         self._request(Op.READ, moves, receive, deadline)
 
-    def write(self, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, moves: Sequence[RangeCopy], deadline: float) -> None:
         """One WRITE of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.write``."""
 
         def send(stream: Stream) -> None:
@@ -153,7 +153,7 @@ class ClientConnection:
         self._request(Op.WRITE, moves, send, deadline)
 
     def _request(
-        self, op: Op, moves: Sequence[Move], move: Callable[[Stream], None], deadline: float
+        self, op: Op, moves: Sequence[RangeCopy], move: Callable[[Stream], None], deadline: float
     ) -> None:
         ranges = [(each.offset, len(each.buffer)) for each in moves]
         extents = [each.extent or NO_EXTENT for each in moves] if self._sealed else None
@@ -236,7 +236,7 @@ class ClientConnection:
                 if status != UNASKED:
                     break
                 if is_new:
-                    raise EndedError(0)  # a server that sends bytes before it is asked
+                    raise ConnectionEndedError(0)  # a server that sends bytes before it is asked
                 self.close()
                 stream, is_new = self._connect(deadline), True
             self._is_settled = bool(settled)
@@ -249,7 +249,7 @@ class ClientConnection:
             if status == TIMED_OUT:
                 raise StalledError(0)
             if status == ENDED:
-                raise EndedError(0)
+                raise ConnectionEndedError(0)
             raise OSError(number, os.strerror(number))
         except (OSError, RefusedTransferError) as error:
             raise self._explained(error, deadline) from error
@@ -431,20 +431,22 @@ class ClientConnection:
             return f"cannot be connected to over tcp ({error.strerror or error})"
         if isinstance(error, TimeoutError):
             return f"moved no byte over tcp for {self._stall_s:.1f} s"
-        if isinstance(error, EndedError):
+        if isinstance(error, ConnectionEndedError):
             return "ended the tcp connection"
         if error.errno == errno.EBADMSG:
             return "sent bytes that do not decrypt: they were changed on their way"
         return f"broke the tcp connection ({error.strerror or error})"
 
 
-def _hash(window: list[tuple[Move, memoryview]]) -> None:
+def _hash(window: list[tuple[RangeCopy, memoryview]]) -> None:
     for move, piece in window:
         if move.hasher is not None:
             feed(move.hasher, piece)
 
 
-def _windows(moves: Sequence[Move], bytes_max: int) -> Iterator[list[tuple[Move, memoryview]]]:
+def _windows(
+    moves: Sequence[RangeCopy], bytes_max: int
+) -> Iterator[list[tuple[RangeCopy, memoryview]]]:
     """The pieces that one system call sends or receives, each with its move."""
     lengths = [len(move.buffer) for move in moves]
     for window in windows(lengths, bytes_max, WINDOW_BUFFERS):

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.auth.data_port_tls import NodeTls
 from kvstore.auth.holder_ids import shown
 from kvstore.clock import uptime
 from kvstore.errors import BusyError
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
 from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
-from kvstore.native.pure_python import Sealed, serve_ranges
+from kvstore.native.pure_python import CapabilityVerifier, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.limiter import Limiter
 from kvstore.network.stream import StalledError, Stream
@@ -66,14 +66,14 @@ class DataServerCounters:
 
 @dataclass(slots=True)
 class ServerContext:
-    segments: Mapping[bytes, NodeSegment]
+    segments: Mapping[bytes, OwnedSegment]
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
-    limiter: Limiter[Connection]
+    limiter: Limiter[ServerConnection]
     """All connections; those that have not greeted wait."""
     capabilities: bool = False
-    tls: NodeEnd | None = None
+    tls: NodeTls | None = None
     """None: connections are not encrypted."""
     orders: dict[bytes, memoryview] = field(default_factory=dict)
     """By uuid, as of ``slow.call_back``; empty without capabilities. Other ones after a fence."""
@@ -106,7 +106,7 @@ class ServerContext:
             )
 
 
-class Connection:
+class ServerConnection:
     """Serves one connected stream in its own thread. Any other may ``cut`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
@@ -182,7 +182,7 @@ class Connection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: NodeSegment, sealed: Sealed) -> None:
+    def _serve_requests(self, segment: OwnedSegment, sealed: CapabilityVerifier) -> None:
         """
         Raises:
             StalledError, RefusedTransferError
@@ -204,7 +204,7 @@ class Connection:
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _greet(self) -> tuple[NodeSegment, Sealed]:
+    def _greet(self) -> tuple[OwnedSegment, CapabilityVerifier]:
         """The segment, and what the peer's capabilities are checked with; no key: it has shown the
         token, and needs none."""
         self._stream.begin(self._soon())
@@ -235,14 +235,16 @@ class Connection:
             raise RefusedTransferError(BUSY) from None
         nothing = memoryview(bytearray())
         if not hello.holder:
-            return segment, Sealed(b"", hello.generation, 0, steps.siphash, nothing, nothing)
+            return segment, CapabilityVerifier(
+                b"", hello.generation, 0, steps.siphash, nothing, nothing
+            )
         self._asked = memoryview(bytearray(ASKED_BYTES))
-        return segment, Sealed(
+        return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
             self._context.orders[hello.uuid], self._asked,
         )  # fmt: skip
 
-    def _check_proof(self, segment: NodeSegment, hello: Hello, raw: bytes) -> None:
+    def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import NodeEnd
+from kvstore.auth.data_port_tls import NodeTls
 from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter
@@ -26,8 +26,8 @@ from kvstore.network.stream import Stream
 from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
 from kvstore.network.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
-    Connection,
     DataServerCounters,
+    ServerConnection,
     ServerContext,
 )
 
@@ -59,7 +59,7 @@ class DataServer:
 
     def __init__(
         self,
-        segments: Iterable[NodeSegment],
+        segments: Iterable[OwnedSegment],
         host: str = "0.0.0.0",
         port: int = 0,
         *,
@@ -67,7 +67,7 @@ class DataServer:
         stall_s: float = STALL_S,
         idle_s: float = IDLE_S,
         capabilities: bool = False,
-        tls: NodeEnd | None = None,
+        tls: NodeTls | None = None,
     ) -> None:
         """
         Args:
@@ -75,7 +75,7 @@ class DataServer:
             tls: encrypts all connections, and says who may have one; None: without encryption.
         """
         self._address = (host, port)
-        self._connections = Limiter[Connection]("data", connections_max)
+        self._connections = Limiter[ServerConnection]("data", connections_max)
         self._context = ServerContext(
             segments={segment.uuid: segment for segment in segments},
             stall_s=stall_s,
@@ -141,7 +141,7 @@ class DataServer:
     def fence(self) -> None:
         """Close all present connections; returns when none of them can touch a segment any more.
 
-        For a node that joins a master anew: after ``Segment.bump_generation``, so that no old
+        For a node that joins a master anew: after ``SegmentUsage.bump_generation``, so that no old
         client comes back in between, and before it tells the master.
 
         Raises:
@@ -250,7 +250,7 @@ class DataServer:
     def _admit(self, sock: socket.socket) -> None:
         tls = self._context.tls
         stream = Stream(sock) if tls is None else tls.stream(sock)
-        connection = Connection(stream, self._context)
+        connection = ServerConnection(stream, self._context)
         self._context.count(connections=1)
         try:
             self._connections.wait(connection, connection.cut)
@@ -273,7 +273,7 @@ class DataServer:
         stream.close()
 
 
-def _end(connections: Sequence[Connection]) -> None:
+def _end(connections: Sequence[ServerConnection]) -> None:
     """Raises InternalError: a thread did not end."""
     for connection in connections:
         connection.cut()

@@ -199,7 +199,7 @@ class NodeStatus(_message.Message):
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
-class GoneNode(_message.Message):
+class DepartedNode(_message.Message):
     """A node that has left or died some minutes ago and is not back with all of its objects."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -241,7 +241,7 @@ class GoneNode(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GoneNode: _TypeAlias = GoneNode  # noqa: Y015
+Global___DepartedNode: _TypeAlias = DepartedNode  # noqa: Y015
 
 @_typing.final
 class NamespaceStatus(_message.Message):
@@ -400,7 +400,7 @@ class ClusterStatus(_message.Message):
         """What happened since the master started: name and number, sorted by name."""
 
     @_builtins.property
-    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneNode]: ...
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___DepartedNode]: ...
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
         """Empty: the master has no tenants."""
@@ -418,7 +418,7 @@ class ClusterStatus(_message.Message):
         leader: _builtins.str = ...,
         cluster: _builtins.str = ...,
         next_cursor: _builtins.int = ...,
-        gone: _abc.Iterable[Global___GoneNode] | None = ...,
+        gone: _abc.Iterable[Global___DepartedNode] | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -499,7 +499,7 @@ class ObjectRow(_message.Message):
 Global___ObjectRow: _TypeAlias = ObjectRow  # noqa: Y015
 
 @_typing.final
-class Listed(_message.Message):
+class ListObjectsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OBJECTS_FIELD_NUMBER: _builtins.int
@@ -520,7 +520,7 @@ class Listed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Listed: _TypeAlias = Listed  # noqa: Y015
+Global___ListObjectsReply: _TypeAlias = ListObjectsReply  # noqa: Y015
 
 @_typing.final
 class StatObjectRequest(_message.Message):
@@ -612,7 +612,7 @@ class DrainRequest(_message.Message):
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
-class Drained(_message.Message):
+class DrainReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -644,7 +644,7 @@ class Drained(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Drained: _TypeAlias = Drained  # noqa: Y015
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
 
 @_typing.final
 class StartMovesRequest(_message.Message):
@@ -678,8 +678,8 @@ class StartMovesRequest(_message.Message):
     @_builtins.property
     def evict_up_to(self) -> _client_pb2.Version:
         """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
-        ago than the moved object; by default none. With `Drained.began` a drain evicts no object that
-        was moved off the node.
+        ago than the moved object; by default none. With `DrainReply.began` a drain evicts no object
+        that was moved off the node.
         """
 
     def __init__(
@@ -703,7 +703,7 @@ class StartMovesRequest(_message.Message):
 Global___StartMovesRequest: _TypeAlias = StartMovesRequest  # noqa: Y015
 
 @_typing.final
-class MovesStarted(_message.Message):
+class StartMovesReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
@@ -761,7 +761,7 @@ class MovesStarted(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MovesStarted: _TypeAlias = MovesStarted  # noqa: Y015
+Global___StartMovesReply: _TypeAlias = StartMovesReply  # noqa: Y015
 
 @_typing.final
 class TrafficRequest(_message.Message):
@@ -1113,7 +1113,7 @@ class Branch(_message.Message):
 Global___Branch: _TypeAlias = Branch  # noqa: Y015
 
 @_typing.final
-class ChainsFound(_message.Message):
+class ChainsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1143,7 +1143,7 @@ class ChainsFound(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChainsFound: _TypeAlias = ChainsFound  # noqa: Y015
+Global___ChainsReply: _TypeAlias = ChainsReply  # noqa: Y015
 
 @_typing.final
 class BlocksRequest(_message.Message):
@@ -1173,7 +1173,7 @@ class BlocksRequest(_message.Message):
 Global___BlocksRequest: _TypeAlias = BlocksRequest  # noqa: Y015
 
 @_typing.final
-class Block(_message.Message):
+class BlockStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -1222,21 +1222,21 @@ class Block(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Block: _TypeAlias = Block  # noqa: Y015
+Global___BlockStatus: _TypeAlias = BlockStatus  # noqa: Y015
 
 @_typing.final
-class BlocksFound(_message.Message):
+class BlocksReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]:
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockStatus]:
         """One per key, then those above the last one."""
 
     def __init__(
         self,
         *,
-        blocks: _abc.Iterable[Global___Block] | None = ...,
+        blocks: _abc.Iterable[Global___BlockStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1244,4 +1244,4 @@ class BlocksFound(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BlocksFound: _TypeAlias = BlocksFound  # noqa: Y015
+Global___BlocksReply: _TypeAlias = BlocksReply  # noqa: Y015

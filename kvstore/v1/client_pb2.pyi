@@ -163,7 +163,7 @@ class EngineAddress(_message.Message):
 Global___EngineAddress: _TypeAlias = EngineAddress  # noqa: Y015
 
 @_typing.final
-class DevicePlace(_message.Message):
+class DeviceLocation(_message.Message):
     """Where a segment is in the memory of a device, for processes on its host."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -190,10 +190,10 @@ class DevicePlace(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DevicePlace: _TypeAlias = DevicePlace  # noqa: Y015
+Global___DeviceLocation: _TypeAlias = DeviceLocation  # noqa: Y015
 
 @_typing.final
-class Handover(_message.Message):
+class DescriptorHandle(_message.Message):
     """How a client of the node's host gets a descriptor of the segment's memory
     (`kvstore.network.descriptor_protocol`).
     """
@@ -222,7 +222,7 @@ class Handover(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Handover: _TypeAlias = Handover  # noqa: Y015
+Global___DescriptorHandle: _TypeAlias = DescriptorHandle  # noqa: Y015
 
 @_typing.final
 class SegmentInfo(_message.Message):
@@ -286,11 +286,11 @@ class SegmentInfo(_message.Message):
         """Absent: its node has no transfer engine."""
 
     @_builtins.property
-    def device(self) -> Global___DevicePlace:
+    def device(self) -> Global___DeviceLocation:
         """Absent: the segment is in memory of the host."""
 
     @_builtins.property
-    def handover(self) -> Global___Handover:
+    def handover(self) -> Global___DescriptorHandle:
         """Where a holder asks for the memory; absent: its node hands none over."""
 
     def __init__(
@@ -308,9 +308,9 @@ class SegmentInfo(_message.Message):
         generation: _builtins.int = ...,
         engine: Global___EngineAddress | None = ...,
         data_protocol: _builtins.int = ...,
-        device: Global___DevicePlace | None = ...,
+        device: Global___DeviceLocation | None = ...,
         holder: _builtins.int = ...,
-        handover: Global___Handover | None = ...,
+        handover: Global___DescriptorHandle | None = ...,
         certified: _builtins.str = ...,
         takes_capabilities: _builtins.bool = ...,
         encrypts: _builtins.bool = ...,
@@ -366,7 +366,7 @@ class JoinRequest(_message.Message):
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
-class Joined(_message.Message):
+class JoinReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -419,7 +419,7 @@ class Joined(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Joined: _TypeAlias = Joined  # noqa: Y015
+Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
 
 @_typing.final
 class MatchPrefixRequest(_message.Message):
@@ -494,7 +494,7 @@ class PrefixMatch(_message.Message):
 Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
 
 @_typing.final
-class Matched(_message.Message):
+class MatchPrefixReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -525,7 +525,7 @@ class Matched(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Matched: _TypeAlias = Matched  # noqa: Y015
+Global___MatchPrefixReply: _TypeAlias = MatchPrefixReply  # noqa: Y015
 
 @_typing.final
 class LookupRequest(_message.Message):
@@ -559,7 +559,7 @@ class LookupRequest(_message.Message):
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
-class Found(_message.Message):
+class LookupReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -582,7 +582,7 @@ class Found(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Found: _TypeAlias = Found  # noqa: Y015
+Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
 class ExistsRequest(_message.Message):
@@ -620,7 +620,7 @@ class ExistsRequest(_message.Message):
 Global___ExistsRequest: _TypeAlias = ExistsRequest  # noqa: Y015
 
 @_typing.final
-class Existing(_message.Message):
+class ExistsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PRESENCE_FIELD_NUMBER: _builtins.int
@@ -637,7 +637,7 @@ class Existing(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Existing: _TypeAlias = Existing  # noqa: Y015
+Global___ExistsReply: _TypeAlias = ExistsReply  # noqa: Y015
 
 @_typing.final
 class PutStartRequest(_message.Message):
@@ -738,7 +738,7 @@ class PutEndRequest(_message.Message):
 Global___PutEndRequest: _TypeAlias = PutEndRequest  # noqa: Y015
 
 @_typing.final
-class PutEnded(_message.Message):
+class PutEndReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
@@ -755,7 +755,7 @@ class PutEnded(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PutEnded: _TypeAlias = PutEnded  # noqa: Y015
+Global___PutEndReply: _TypeAlias = PutEndReply  # noqa: Y015
 
 @_typing.final
 class PutRevokeRequest(_message.Message):
@@ -793,7 +793,7 @@ class PutRevokeRequest(_message.Message):
 Global___PutRevokeRequest: _TypeAlias = PutRevokeRequest  # noqa: Y015
 
 @_typing.final
-class Revoked(_message.Message):
+class PutRevokeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REVOKED_FIELD_NUMBER: _builtins.int
@@ -809,7 +809,7 @@ class Revoked(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Revoked: _TypeAlias = Revoked  # noqa: Y015
+Global___PutRevokeReply: _TypeAlias = PutRevokeReply  # noqa: Y015
 
 @_typing.final
 class AllocateRequest(_message.Message):
@@ -895,7 +895,7 @@ class CommitRequest(_message.Message):
 Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
 
 @_typing.final
-class Committed(_message.Message):
+class CommitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -918,7 +918,7 @@ class Committed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Committed: _TypeAlias = Committed  # noqa: Y015
+Global___CommitReply: _TypeAlias = CommitReply  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
@@ -970,7 +970,7 @@ class RenewRequest(_message.Message):
 Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
 
 @_typing.final
-class Renewed(_message.Message):
+class RenewReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
@@ -1002,7 +1002,7 @@ class Renewed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Renewed: _TypeAlias = Renewed  # noqa: Y015
+Global___RenewReply: _TypeAlias = RenewReply  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
@@ -1067,7 +1067,7 @@ class PinRequest(_message.Message):
 Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
 
 @_typing.final
-class Pinned(_message.Message):
+class PinReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PINNED_FIELD_NUMBER: _builtins.int
@@ -1084,7 +1084,7 @@ class Pinned(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Pinned: _TypeAlias = Pinned  # noqa: Y015
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):
@@ -1110,7 +1110,7 @@ class UnpinRequest(_message.Message):
 Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
 
 @_typing.final
-class Unpinned(_message.Message):
+class UnpinReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UNPINNED_FIELD_NUMBER: _builtins.int
@@ -1127,7 +1127,7 @@ class Unpinned(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Unpinned: _TypeAlias = Unpinned  # noqa: Y015
+Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
 
 @_typing.final
 class RemoveRequest(_message.Message):
@@ -1153,7 +1153,7 @@ class RemoveRequest(_message.Message):
 Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
 
 @_typing.final
-class Removed(_message.Message):
+class RemoveReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMOVED_FIELD_NUMBER: _builtins.int
@@ -1170,7 +1170,7 @@ class Removed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Removed: _TypeAlias = Removed  # noqa: Y015
+Global___RemoveReply: _TypeAlias = RemoveReply  # noqa: Y015
 
 @_typing.final
 class ClearRequest(_message.Message):
@@ -1195,7 +1195,7 @@ class ClearRequest(_message.Message):
 Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
 
 @_typing.final
-class Cleared(_message.Message):
+class ClearReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMOVED_FIELD_NUMBER: _builtins.int
@@ -1214,7 +1214,7 @@ class Cleared(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Cleared: _TypeAlias = Cleared  # noqa: Y015
+Global___ClearReply: _TypeAlias = ClearReply  # noqa: Y015
 
 @_typing.final
 class DescribeSegmentsRequest(_message.Message):
@@ -1237,7 +1237,7 @@ class DescribeSegmentsRequest(_message.Message):
 Global___DescribeSegmentsRequest: _TypeAlias = DescribeSegmentsRequest  # noqa: Y015
 
 @_typing.final
-class Segments(_message.Message):
+class DescribeSegmentsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1260,7 +1260,7 @@ class Segments(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Segments: _TypeAlias = Segments  # noqa: Y015
+Global___DescribeSegmentsReply: _TypeAlias = DescribeSegmentsReply  # noqa: Y015
 
 @_typing.final
 class ReportFailureRequest(_message.Message):
@@ -1298,7 +1298,7 @@ class ReportFailureRequest(_message.Message):
 Global___ReportFailureRequest: _TypeAlias = ReportFailureRequest  # noqa: Y015
 
 @_typing.final
-class Reported(_message.Message):
+class ReportFailureReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUSPECTS_FIELD_NUMBER: _builtins.int
@@ -1315,7 +1315,7 @@ class Reported(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Reported: _TypeAlias = Reported  # noqa: Y015
+Global___ReportFailureReply: _TypeAlias = ReportFailureReply  # noqa: Y015
 
 @_typing.final
 class ReportCorruptRequest(_message.Message):
@@ -1357,7 +1357,7 @@ class ReportCorruptRequest(_message.Message):
 Global___ReportCorruptRequest: _TypeAlias = ReportCorruptRequest  # noqa: Y015
 
 @_typing.final
-class Dropped(_message.Message):
+class ReportCorruptReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DROPPED_FIELD_NUMBER: _builtins.int
@@ -1374,4 +1374,4 @@ class Dropped(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Dropped: _TypeAlias = Dropped  # noqa: Y015
+Global___ReportCorruptReply: _TypeAlias = ReportCorruptReply  # noqa: Y015

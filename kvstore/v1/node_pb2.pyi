@@ -25,16 +25,16 @@ class NodeMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOIN_FIELD_NUMBER: _builtins.int
-    BEAT_FIELD_NUMBER: _builtins.int
-    WIPED_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    WIPEDONE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___NodeJoin: ...
     @_builtins.property
-    def beat(self) -> Global___NodeBeat: ...
+    def heartbeat(self) -> Global___NodeHeartbeat: ...
     @_builtins.property
-    def wiped(self) -> Global___NodeWiped: ...
+    def wipedone(self) -> Global___NodeWipeDone: ...
     @_builtins.property
     def leave(self) -> Global___NodeLeave: ...
     @_builtins.property
@@ -43,16 +43,16 @@ class NodeMessage(_message.Message):
         self,
         *,
         join: Global___NodeJoin | None = ...,
-        beat: Global___NodeBeat | None = ...,
-        wiped: Global___NodeWiped | None = ...,
+        heartbeat: Global___NodeHeartbeat | None = ...,
+        wipedone: Global___NodeWipeDone | None = ...,
         leave: Global___NodeLeave | None = ...,
         claims: _common_pb2.NodeClaims | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "claims", b"claims", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipedone", b"wipedone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "claims", b"claims", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipedone", b"wipedone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "beat", "wiped", "leave", "claims"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "heartbeat", "wipedone", "leave", "claims"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -63,30 +63,30 @@ class MasterMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
-    BEAT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     WIPE_FIELD_NUMBER: _builtins.int
-    CLAIMED_FIELD_NUMBER: _builtins.int
+    CLAIMSACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___MasterAccepted: ...
     @_builtins.property
-    def beat(self) -> Global___MasterBeat: ...
+    def heartbeat(self) -> Global___MasterHeartbeat: ...
     @_builtins.property
     def wipe(self) -> Global___MasterWipe: ...
     @_builtins.property
-    def claimed(self) -> Global___MasterClaimed: ...
+    def claimsack(self) -> Global___MasterClaimsAck: ...
     def __init__(
         self,
         *,
         accepted: Global___MasterAccepted | None = ...,
-        beat: Global___MasterBeat | None = ...,
+        heartbeat: Global___MasterHeartbeat | None = ...,
         wipe: Global___MasterWipe | None = ...,
-        claimed: Global___MasterClaimed | None = ...,
+        claimsack: Global___MasterClaimsAck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "claimed", b"claimed", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claimsack", b"claimsack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "claimed", b"claimed", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claimsack", b"claimsack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "beat", "wipe", "claimed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "heartbeat", "wipe", "claimsack"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -144,7 +144,7 @@ class SegmentOffer(_message.Message):
     @_builtins.property
     def engine(self) -> _client_pb2.EngineAddress: ...
     @_builtins.property
-    def device(self) -> _client_pb2.DevicePlace:
+    def device(self) -> _client_pb2.DeviceLocation:
         """Absent: the segment is in memory of the host."""
 
     def __init__(
@@ -161,7 +161,7 @@ class SegmentOffer(_message.Message):
         mark: _client_pb2.Version | None = ...,
         engine: _client_pb2.EngineAddress | None = ...,
         data_protocol: _builtins.int = ...,
-        device: _client_pb2.DevicePlace | None = ...,
+        device: _client_pb2.DeviceLocation | None = ...,
         handover: _builtins.str = ...,
         stamp_key: _builtins.bytes = ...,
         takes_capabilities: _builtins.bool = ...,
@@ -231,7 +231,7 @@ class NodeJoin(_message.Message):
 Global___NodeJoin: _TypeAlias = NodeJoin  # noqa: Y015
 
 @_typing.final
-class NodeBeat(_message.Message):
+class NodeHeartbeat(_message.Message):
     """I am alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -265,10 +265,10 @@ class NodeBeat(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___NodeBeat: _TypeAlias = NodeBeat  # noqa: Y015
+Global___NodeHeartbeat: _TypeAlias = NodeHeartbeat  # noqa: Y015
 
 @_typing.final
-class NodeWiped(_message.Message):
+class NodeWipeDone(_message.Message):
     """The headers of this order are wiped."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -286,7 +286,7 @@ class NodeWiped(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___NodeWiped: _TypeAlias = NodeWiped  # noqa: Y015
+Global___NodeWipeDone: _TypeAlias = NodeWipeDone  # noqa: Y015
 
 @_typing.final
 class NodeLeave(_message.Message):
@@ -316,7 +316,7 @@ class MasterAccepted(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     beat_ms: _builtins.int
-    """How often to send `NodeBeat`."""
+    """How often to send `NodeHeartbeat`."""
     dead_ms: _builtins.int
     """Silence after which the node counts as dead, and must join anew."""
     cluster: _builtins.str
@@ -341,8 +341,8 @@ class MasterAccepted(_message.Message):
 Global___MasterAccepted: _TypeAlias = MasterAccepted  # noqa: Y015
 
 @_typing.final
-class MasterBeat(_message.Message):
-    """Echo of a `NodeBeat`."""
+class MasterHeartbeat(_message.Message):
+    """Echo of a `NodeHeartbeat`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -371,7 +371,7 @@ class MasterBeat(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MasterBeat: _TypeAlias = MasterBeat  # noqa: Y015
+Global___MasterHeartbeat: _TypeAlias = MasterHeartbeat  # noqa: Y015
 
 @_typing.final
 class MasterWipe(_message.Message):
@@ -441,7 +441,7 @@ class MasterWipe(_message.Message):
 Global___MasterWipe: _TypeAlias = MasterWipe  # noqa: Y015
 
 @_typing.final
-class MasterClaimed(_message.Message):
+class MasterClaimsAck(_message.Message):
     """One `NodeClaims` is processed. A `MasterWipe` names the refused objects."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -460,4 +460,4 @@ class MasterClaimed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MasterClaimed: _TypeAlias = MasterClaimed  # noqa: Y015
+Global___MasterClaimsAck: _TypeAlias = MasterClaimsAck  # noqa: Y015

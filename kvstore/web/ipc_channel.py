@@ -103,7 +103,7 @@ Event = tuple[str, bytes, bytes, int, int]
 GONE_SIZE: Final = -1
 
 
-class SurveySource(Protocol):
+class SnapshotSource(Protocol):
     @property
     def done(self) -> bool: ...
 
@@ -121,10 +121,10 @@ class Source(Protocol):
 
     def take_events(self, count: int) -> list[Event]: ...
 
-    def survey(self, namespace: str) -> SurveySource: ...
+    def survey(self, namespace: str) -> SnapshotSource: ...
 
 
-class MasterEnd:
+class MasterChannel:
     """The master's end. Its methods belong to the loop's thread; none of them waits."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class MasterEnd:
         self._answers: Answers = {}
         self._missed = False
         """Whether events were dropped and the child has not been told yet."""
-        self._surveys: dict[int, SurveySource] = {}
+        self._surveys: dict[int, SnapshotSource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
     def counters(self) -> dict[str, int]:
@@ -329,21 +329,21 @@ class Frame:
     payload: bytes
 
 
-class SurveyPage(NamedTuple):
+class SnapshotPage(NamedTuple):
     before: int
     """The rows are what is visible after so many events."""
     rows: list[Event]
     is_last: bool
 
 
-class Surveying(NamedTuple):
+class ActiveSnapshot(NamedTuple):
     """One survey of the child."""
 
     number: int
     epoch: int
 
 
-class ChildEnd:
+class ChildChannel:
     """The child's end. Use it in one event loop."""
 
     def __init__(self, sock: socket.socket, took: Callable[[Frame], None]) -> None:
@@ -400,16 +400,16 @@ class ChildEnd:
                 await self.ask(question, timeout_s)
 
     @contextlib.contextmanager
-    def survey(self) -> Iterator[Surveying]:
+    def survey(self) -> Iterator[ActiveSnapshot]:
         """A new survey, which ends with the block."""
-        survey = Surveying(next(self._numbers), self._epoch)
+        survey = ActiveSnapshot(next(self._numbers), self._epoch)
         try:
             yield survey
         finally:
             if self._writer is not None and 0 < survey.epoch == self._epoch:
                 self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
 
-    async def page(self, survey: Surveying, namespace: str) -> SurveyPage:
+    async def page(self, survey: ActiveSnapshot, namespace: str) -> SnapshotPage:
         """The next page of a survey, which may have one caller at a time.
 
         Raises:
@@ -425,7 +425,7 @@ class ChildEnd:
         except TimeoutError:
             raise UnavailableError("the master does not answer") from None
         rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
-        return SurveyPage(frame.before, rows, frame.kind == LAST_PAGE)
+        return SnapshotPage(frame.before, rows, frame.kind == LAST_PAGE)
 
     async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
         """Sends a request and waits for the reply. The caller has acquired one of ``turns``."""

@@ -21,24 +21,24 @@ from kvstore.process import logs, memory_protection, tasks
 from kvstore.process.child_process import ParentLink
 from kvstore.process.tasks import start_task
 from kvstore.process.watched_files import watching
-from kvstore.web.api.chains import Prefixes
-from kvstore.web.api.diagnostics import Reasons
+from kvstore.web.api.chains import ChainsAPI
+from kvstore.web.api.diagnostics import DiagnosticsAPI
 from kvstore.web.api.drains import NodesAPI
-from kvstore.web.api.lookups import Api
+from kvstore.web.api.lookups import LookupsAPI
 from kvstore.web.dashboard.master import ParentMaster
 from kvstore.web.dashboard.routes import Dashboard
 from kvstore.web.events.journal import Journal
-from kvstore.web.events.paths import EventsAPI, not_asked_for
-from kvstore.web.ipc_channel import SERVED, ChildEnd
-from kvstore.web.server.access_control import Access, Hosts, Secured
-from kvstore.web.server.operations import Document, endpoints_of
-from kvstore.web.server.serving import Answers, Route, request_limiter, serving
+from kvstore.web.events.paths import EventsAPI, disabled_endpoints
+from kvstore.web.ipc_channel import SERVED, ChildChannel
+from kvstore.web.server.access_control import AccessControl, AllowedHosts, HttpSecurity
+from kvstore.web.server.operations import OpenApiDocument, endpoints_of
+from kvstore.web.server.serving import ProcessStatus, Route, request_limiter, serving
 
 if TYPE_CHECKING:
-    from kvstore.web.events.zmq_publisher import Publisher
+    from kvstore.web.events.zmq_publisher import ZmqPublisher
 
 
-class Served(NamedTuple):
+class HttpChildOptions(NamedTuple):
     """What the master gives its child."""
 
     listener: socket.socket
@@ -55,14 +55,14 @@ class Served(NamedTuple):
     """Where to publish the events by ZeroMQ, too; see ``MasterConfig.events``. Empty: nowhere."""
     names: Sequence[str]
     """Names by which browsers may reach this port, beside addresses and ``localhost``."""
-    secured: Secured
+    secured: HttpSecurity
     auth: str
     """The file that proves the master's identity; empty: no authentication."""
     demands_encryption: bool
     """Whether drains use only nodes that encrypt what they move over TCP."""
 
 
-async def serve(served: Served) -> None:
+async def serve(served: HttpChildOptions) -> None:
     """Serves until the master is gone, or stops this process."""
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
@@ -70,11 +70,11 @@ async def serve(served: Served) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    tasks.hear_signals()
+    tasks.install_signal_handlers()
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
     journal = Journal()
-    channel = ChildEnd(served.channel, journal.took)
+    channel = ChildChannel(served.channel, journal.took)
     reading = start_task("channel", channel.run())
     secured = served.secured
     requests = request_limiter()
@@ -83,16 +83,16 @@ async def serve(served: Served) -> None:
         scheme=secured.scheme, auth=served.auth, requests=requests,
         demands_encryption=served.demands_encryption,
     )  # fmt: skip
-    answers = Answers(master.readiness, master.metrics)
+    answers = ProcessStatus(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
     port = served.listener.getsockname()[1]
     dashboard = Dashboard(master, port=port, scheme=secured.scheme)
     nodes = NodesAPI(master.client, master.nodes, master.connect)
-    publisher: Publisher | None = None
+    publisher: ZmqPublisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        access = secured.access(Hosts([*served.names, MASTER_NAME]))
+        access = secured.access(AllowedHosts([*served.names, MASTER_NAME]))
         routes = _routes(access, master, dashboard, events, nodes)
         async with serving(
             served.listener, answers, routes, access=access, secured=secured, requests=requests
@@ -111,7 +111,7 @@ async def serve(served: Served) -> None:
 
 
 def _routes(
-    access: Access,
+    access: AccessControl,
     master: ParentMaster,
     dashboard: Dashboard,
     events: EventsAPI | None,
@@ -119,11 +119,11 @@ def _routes(
 ) -> list[Route]:
     """All routes but those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
-    endpoints = endpoints_of(events) if events else not_asked_for()
-    owners = Api(client, nodes_of), Prefixes(client, nodes_of), Reasons(client)
+    endpoints = endpoints_of(events) if events else disabled_endpoints()
+    owners = LookupsAPI(client, nodes_of), ChainsAPI(client, nodes_of), DiagnosticsAPI(client)
     for owner in (dashboard, *owners, nodes):
         endpoints += endpoints_of(owner)
-    endpoints += endpoints_of(Document(endpoints))
+    endpoints += endpoints_of(OpenApiDocument(endpoints))
     routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
     for each in endpoints:
         guard = access.trusted if each.is_trusted else access.reading
@@ -133,13 +133,13 @@ def _routes(
     return routes
 
 
-def _publisher(served: Served, events: EventsAPI, master: ParentMaster) -> Publisher:
+def _publisher(served: HttpChildOptions, events: EventsAPI, master: ParentMaster) -> ZmqPublisher:
     from kvstore.web.events.zmq_publisher import (
-        Publisher,  # needs pyzmq and msgpack, which not every installation has
+        ZmqPublisher,  # needs pyzmq and msgpack, which not every installation has
     )
 
     pool = served.cluster or "kvstore"
-    return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
+    return ZmqPublisher(served.events_at, pool, events.journal, events.streams, master.fleet)
 
 
 @click.command()
@@ -156,10 +156,10 @@ def command(parent_fd: int, listener: int, channel: int, log_level: str, log_for
     given = json.loads(os.environ.pop(SERVED))
     if given["auth"]:
         memory_protection.hide_memory()
-    given["secured"] = Secured(*given["secured"])
+    given["secured"] = HttpSecurity(*given["secured"])
     sockets = socket.socket(fileno=listener), socket.socket(fileno=channel)
     with ParentLink(parent_fd) as parent, watching():
-        asyncio.run(serve(Served(*sockets, parent, os.getppid(), **given)))
+        asyncio.run(serve(HttpChildOptions(*sockets, parent, os.getppid(), **given)))
         sys.exit(0)
     sys.exit(1)  # the parent was told why
 

@@ -1,4 +1,4 @@
-"""``SpinGauge`` decides whether to poll before sleeping.
+"""``BusyPollGauge`` decides whether to poll before sleeping.
 
 Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where more
 threads than cores want to run, it is expensive: the kernel gives the core of a thread that yields
@@ -51,7 +51,7 @@ def polling_outcome(before: float, now: float, until: float) -> int:
     return HIT if now < until else MISS
 
 
-class SpinGauge:
+class BusyPollGauge:
     """Records the outcomes of polling at one place. Not synchronized: a lost record does no
     harm."""
 

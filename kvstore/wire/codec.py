@@ -97,10 +97,10 @@ def codec(kind: Kind, message: Descriptor, *, keys_apart: bool = False) -> Codec
     """
     if kind in BY_HAND:
         return BY_HAND[kind]
-    return _Writer(kind, message, keys_apart=keys_apart).codec()
+    return _CodecGenerator(kind, message, keys_apart=keys_apart).codec()
 
 
-class _Writer:
+class _CodecGenerator:
     """Writes the two functions of one class."""
 
     def __init__(self, kind: Kind, message: Descriptor, *, keys_apart: bool) -> None:
@@ -117,7 +117,7 @@ class _Writer:
         if missing := set(kind._fields) - set(self._message.fields_by_name):
             raise TypeError(f"{kind.__name__}: {self._message.full_name} has no {sorted(missing)}")
         for name in kind._fields:
-            base, rules = _taken_apart(hints[name])
+            base, rules = _split_annotated(hints[name])
             self._field(name, base, rules, self._message.fields_by_name[name])
         if names:
             self._fill.insert(0, f"{names}, = value")
@@ -133,8 +133,10 @@ class _Writer:
     def _field(self, name: str, base: Any, rules: tuple[Any, ...], field: FieldDescriptor) -> None:
         """Adds the lines for one field."""
         item = typing.get_args(base)[0] if typing.get_origin(base) is Sequence else None
-        rows = next((rule for rule in rules if isinstance(rule, field_constraints.Rows)), None)
-        rule = next((rule for rule in rules if not isinstance(rule, field_constraints.Rows)), None)
+        rows = next((rule for rule in rules if isinstance(rule, field_constraints.RowCount)), None)
+        rule = next(
+            (rule for rule in rules if not isinstance(rule, field_constraints.RowCount)), None
+        )
         if field.message_type is common_pb2.Keys.DESCRIPTOR:
             fill, made = self._keys(name, rows)
         elif field.message_type is common_pb2.Column.DESCRIPTOR:
@@ -151,8 +153,8 @@ class _Writer:
         self._fill.append(fill)
         self._make.append(f"{name} = {made}")
 
-    def _keys(self, name: str, rows: field_constraints.Rows | None) -> tuple[str, str]:
-        rows = rows or field_constraints.Rows()
+    def _keys(self, name: str, rows: field_constraints.RowCount | None) -> tuple[str, str]:
+        rows = rows or field_constraints.RowCount()
         made = f"unpack_keys(m.{name}, distinct={rows.distinct}, keys_max={rows.most})"
         return "pass" if self._keys_apart else f"pack_keys(m.{name}, {name})", made
 
@@ -161,7 +163,7 @@ class _Writer:
         name: str,
         base: Any,
         item: Any,
-        rows: field_constraints.Rows | None,
+        rows: field_constraints.RowCount | None,
         message: Descriptor,
     ) -> tuple[str, str]:
         optional = type(None) in typing.get_args(base)
@@ -181,10 +183,10 @@ class _Writer:
         return f"{fill}(m.{name}, {name})", f"{make}(m.{name})"
 
     def _repeated(
-        self, name: str, item: Any, rows: field_constraints.Rows | None, rule: Any
+        self, name: str, item: Any, rows: field_constraints.RowCount | None, rule: Any
     ) -> tuple[str, str]:
         within = _within(name, rows)
-        if isinstance(rule, field_constraints.Sixteen):
+        if isinstance(rule, field_constraints.SixteenBytes):
             made = f"tuple([unpack_sixteen(_item, {name!r}) for _item in {within}])"
         elif item is Namespace:
             made = f"[check_namespace(_item) for _item in {within}]"
@@ -204,13 +206,13 @@ class _Writer:
             self._used[base.__name__] = base
             return f"m.{name} = int({name})", f"member({base.__name__}, {taken})"
         match rule:
-            case field_constraints.Between(least, most):
+            case field_constraints.IntRange(least, most):
                 return fill, f"unpack_number({taken}, {name!r}, {least}, {most})"
             case field_constraints.Text(empty):
                 return fill, f"unpack_text({taken}, {name!r}, empty={empty})"
             case field_constraints.FileName():
                 return fill, f"unpack_shm_name({taken})"
-            case field_constraints.Sixteen(empty):
+            case field_constraints.SixteenBytes(empty):
                 made = f"unpack_sixteen({taken}, {name!r})"
                 return fill, f"{taken} and {made}" if empty else made
             case field_constraints.KeyPrefix():
@@ -222,7 +224,7 @@ class _Writer:
         raise TypeError(f"{self._kind.__name__}.{name}: no way to send {base} with {rule}")
 
 
-def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """The type, and what it is annotated with."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *rules = typing.get_args(hint)
@@ -230,7 +232,7 @@ def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
-def _within(name: str, rows: field_constraints.Rows | None) -> str:
+def _within(name: str, rows: field_constraints.RowCount | None) -> str:
     """The rows of a repeated field, once their number is known to be right."""
     if rows is None:
         return f"m.{name}"
@@ -239,7 +241,7 @@ def _within(name: str, rows: field_constraints.Rows | None) -> str:
     return f"bounded(m.{name}, {name!r}, {rows.most})"
 
 
-def _bounds(rows: field_constraints.Rows | None) -> str:
+def _bounds(rows: field_constraints.RowCount | None) -> str:
     """The bounds as arguments of ``packed.unpack_column``, which has defaults for them."""
     if rows is None:
         return ""
@@ -307,14 +309,14 @@ def _check_match(match: calls.PrefixMatch) -> calls.PrefixMatch:
     return match
 
 
-def _check_renewed(renewed: calls.Renewed) -> calls.Renewed:
+def _check_renewed(renewed: calls.RenewReply) -> calls.RenewReply:
     wanted = calls.CAPABILITY_BYTES * len(renewed.tokens_held)
     if len(renewed.capabilities) not in (0, wanted):
         raise ProtocolError("columns of different length")
     return renewed
 
 
-def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
+def _check_moves(moves: calls.StartMovesReply) -> calls.StartMovesReply:
     lists = (moves.keys, moves.namespaces, moves.sources.sizes, moves.grants.tokens)
     if len(set(map(len, lists))) > 1:
         raise ProtocolError("columns of different length")
@@ -329,8 +331,8 @@ def _check_wipe(order: calls.MasterWipe) -> calls.MasterWipe:
 
 CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
-    calls.MovesStarted: _check_moves,
-    calls.Renewed: _check_renewed,
+    calls.StartMovesReply: _check_moves,
+    calls.RenewReply: _check_renewed,
     calls.MasterWipe: _check_wipe,
 }
 """Checks across the fields of a value, by class; each returns its argument."""

@@ -4,7 +4,7 @@ A frame is, little-endian:
 
     u32  length of all that follows
     u64  call id: chosen by the client, repeated in the reply
-    u8   kind (``Kind``)
+    u8   kind (``FrameKind``)
     u8   length of the name
     ...  name of the call, ASCII: ``MatchPrefix``; empty but for ``CALL``
     ...  payload: the protobuf message of the call, or what the kind says
@@ -45,7 +45,7 @@ BUFFER_BYTES = 64 << 10
 is released after its frame."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     CALL = 2
     REPLY = 3
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     """Payload: an ``ErrorDetail``."""
 
 
-HELLO, CALL, REPLY, ERROR = (int(kind) for kind in Kind)
+HELLO, CALL, REPLY, ERROR = (int(kind) for kind in FrameKind)
 """Plain integers for the hot path."""
 
 Frame = tuple[int, int, bytes, bytes]

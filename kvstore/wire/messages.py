@@ -30,7 +30,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True)
-class Call(Generic[RequestT, ReplyT]):
+class RpcMethod(Generic[RequestT, ReplyT]):
     """One row of the table. Use ``encode_request`` and its siblings below, which map errors."""
 
     request: type[RequestT]
@@ -91,7 +91,7 @@ def encode_request(request: Request) -> bytes:
         raise InvalidArgumentError(f"{type(request).__name__}: {error}") from error
 
 
-def decode_request(call: Call[Any, Any], data: bytes) -> Request:
+def decode_request(call: RpcMethod[Any, Any], data: bytes) -> Request:
     """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
     try:
         return cast(Request, call.decode(data))
@@ -99,7 +99,7 @@ def decode_request(call: Call[Any, Any], data: bytes) -> Request:
         raise ProtocolError(f"{call.name}: not a {call.name}Request message") from error
 
 
-def decode_reply(call: Call[Any, Any], data: bytes) -> Reply:
+def decode_reply(call: RpcMethod[Any, Any], data: bytes) -> Reply:
     """Raises ProtocolError: not a reply to this call, or one that contradicts itself."""
     try:
         return cast(Reply, call.decode_reply(data))
@@ -109,39 +109,39 @@ def decode_reply(call: Call[Any, Any], data: bytes) -> Reply:
         raise ProtocolError(f"{call.name}: the reply is malformed: {error.message}") from error
 
 
-_TABLE: tuple[Call[Any, Any], ...] = (
-    Call(calls.Join, calls.Joined, idempotent=True, lane=False),  # it announces the lane
-    Call(calls.MatchPrefix, calls.Matched, idempotent=True),
-    Call(calls.Lookup, calls.Found, idempotent=True),
-    Call(calls.Exists, calls.Existing, idempotent=True),
-    Call(calls.PutStart, calls.Grants, idempotent=False),
-    Call(calls.PutEnd, calls.PutEnded, idempotent=False),
-    Call(calls.PutRevoke, calls.Revoked, idempotent=False),
-    Call(calls.Allocate, calls.Grants, idempotent=False),
-    Call(calls.Commit, calls.Committed, idempotent=False),
-    Call(calls.Renew, calls.Renewed, idempotent=True),
-    Call(calls.Release, calls.ReleaseReply, idempotent=True),
-    Call(calls.Pin, calls.Pinned, idempotent=True),
-    Call(calls.Unpin, calls.Unpinned, idempotent=True),
-    Call(calls.Remove, calls.Removed, idempotent=True),
-    Call(calls.Clear, calls.Cleared, idempotent=True),
-    Call(calls.DescribeSegments, calls.Segments, idempotent=True),
-    Call(calls.ReportFailure, calls.Reported, idempotent=True),
-    Call(calls.ReportCorrupt, calls.Dropped, idempotent=True),
+_TABLE: tuple[RpcMethod[Any, Any], ...] = (
+    RpcMethod(calls.Join, calls.JoinReply, idempotent=True, lane=False),  # it announces the lane
+    RpcMethod(calls.MatchPrefix, calls.MatchPrefixReply, idempotent=True),
+    RpcMethod(calls.Lookup, calls.LookupReply, idempotent=True),
+    RpcMethod(calls.Exists, calls.ExistsReply, idempotent=True),
+    RpcMethod(calls.PutStart, calls.Grants, idempotent=False),
+    RpcMethod(calls.PutEnd, calls.PutEndReply, idempotent=False),
+    RpcMethod(calls.PutRevoke, calls.PutRevokeReply, idempotent=False),
+    RpcMethod(calls.Allocate, calls.Grants, idempotent=False),
+    RpcMethod(calls.Commit, calls.CommitReply, idempotent=False),
+    RpcMethod(calls.Renew, calls.RenewReply, idempotent=True),
+    RpcMethod(calls.Release, calls.ReleaseReply, idempotent=True),
+    RpcMethod(calls.Pin, calls.PinReply, idempotent=True),
+    RpcMethod(calls.Unpin, calls.UnpinReply, idempotent=True),
+    RpcMethod(calls.Remove, calls.RemoveReply, idempotent=True),
+    RpcMethod(calls.Clear, calls.ClearReply, idempotent=True),
+    RpcMethod(calls.DescribeSegments, calls.DescribeSegmentsReply, idempotent=True),
+    RpcMethod(calls.ReportFailure, calls.ReportFailureReply, idempotent=True),
+    RpcMethod(calls.ReportCorrupt, calls.ReportCorruptReply, idempotent=True),
     # The asker is to be known as the client that reads and writes there: it gets capabilities.
-    Call(calls.StatObject, calls.ObjectDetail, idempotent=True),
-    Call(calls.StartMoves, calls.MovesStarted, idempotent=False),
+    RpcMethod(calls.StatObject, calls.ObjectDetail, idempotent=True),
+    RpcMethod(calls.StartMoves, calls.StartMovesReply, idempotent=False),
     # Operators ask rarely and need no lane, so they need not join either.
-    Call(calls.Status, calls.ClusterStatus, idempotent=True, lane=False),
-    Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False),
-    Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False),
-    Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False),
-    Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False),
-    Call(calls.Drain, calls.Drained, idempotent=True, lane=False),
+    RpcMethod(calls.Status, calls.ClusterStatus, idempotent=True, lane=False),
+    RpcMethod(calls.ListObjects, calls.ListObjectsReply, idempotent=True, lane=False),
+    RpcMethod(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False),
+    RpcMethod(calls.Chains, calls.ChainsReply, idempotent=True, lane=False),
+    RpcMethod(calls.Blocks, calls.BlocksReply, idempotent=True, lane=False),
+    RpcMethod(calls.Drain, calls.DrainReply, idempotent=True, lane=False),
 )
 
-CALLS: dict[type, Call[Any, Any]] = {call.request: call for call in _TABLE}
+CALLS: dict[type, RpcMethod[Any, Any]] = {call.request: call for call in _TABLE}
 """Every call by the type of its request."""
 
-BY_WIRE_NAME: dict[bytes, Call[Any, Any]] = {call.wire_name: call for call in _TABLE}
+BY_WIRE_NAME: dict[bytes, RpcMethod[Any, Any]] = {call.wire_name: call for call in _TABLE}
 """Every call by its name in a lane frame."""

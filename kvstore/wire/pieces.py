@@ -74,20 +74,20 @@ def _match_pieces(request: calls.MatchPrefix) -> list[Request]:
     return pieces
 
 
-def _matched(replies: list[calls.Matched]) -> calls.Matched:
+def _matched(replies: list[calls.MatchPrefixReply]) -> calls.MatchPrefixReply:
     matches = [match for reply in replies for match in reply.matches]
     lease_ms = min(reply.lease_ms for reply in replies)
-    return calls.Matched(replies[0].epoch, lease_ms, matches, replies[-1].state)
+    return calls.MatchPrefixReply(replies[0].epoch, lease_ms, matches, replies[-1].state)
 
 
-def _found(replies: list[calls.Found]) -> calls.Found:
+def _found(replies: list[calls.LookupReply]) -> calls.LookupReply:
     *columns, capabilities = zip(*(reply.placements for reply in replies), strict=True)
     sizes, epochs, counters, replicas, segments, offsets = (
         list(chain.from_iterable(parts)) for parts in columns
     )
     made = b"".join(capabilities)
     placements = calls.Placements(sizes, epochs, counters, replicas, segments, offsets, made)
-    return calls.Found(replies[0].epoch, min(reply.lease_ms for reply in replies), placements)
+    return calls.LookupReply(replies[0].epoch, min(reply.lease_ms for reply in replies), placements)
 
 
 def _renew_pieces(request: calls.Renew) -> list[Request]:
@@ -98,7 +98,7 @@ def _renew_pieces(request: calls.Renew) -> list[Request]:
     return rows + tokens
 
 
-def _renewed(replies: list[calls.Renewed]) -> calls.Renewed:
+def _renewed(replies: list[calls.RenewReply]) -> calls.RenewReply:
     return replies[0]._replace(
         keys_held=_flat(replies, "keys_held"),
         tokens_held=_flat(replies, "tokens_held"),
@@ -126,7 +126,7 @@ CUTS: Final[dict[type, Cut]] = {
     calls.Exists: Cut(
         lambda r: len(r.keys) > _exists_rows(r),
         lambda r: _by("keys", rows_max=_exists_rows(r))(r),
-        lambda replies: calls.Existing(_flat(replies, "presence")),
+        lambda replies: calls.ExistsReply(_flat(replies, "presence")),
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(
@@ -136,19 +136,21 @@ CUTS: Final[dict[type, Cut]] = {
         _matched,
     ),
     calls.PutEnd: _rows(
-        lambda replies: calls.PutEnded(_flat(replies, "outcomes")), "tokens", rows_max=PUT_KEYS_MAX
+        lambda replies: calls.PutEndReply(_flat(replies, "outcomes")),
+        "tokens",
+        rows_max=PUT_KEYS_MAX,
     ),
     calls.PutRevoke: _rows(
-        lambda replies: calls.Revoked(sum(reply.revoked for reply in replies)),
+        lambda replies: calls.PutRevokeReply(sum(reply.revoked for reply in replies)),
         "tokens",
         rows_max=PUT_KEYS_MAX,
     ),
     calls.Renew: Cut(
         lambda r: len(r.keys) + len(r.tokens) > KEYS_PER_PIECE, _renew_pieces, _renewed
     ),
-    calls.Remove: _rows(lambda replies: calls.Removed(_flat(replies, "removed")), "keys"),
+    calls.Remove: _rows(lambda replies: calls.RemoveReply(_flat(replies, "removed")), "keys"),
     calls.ReportCorrupt: _rows(
-        lambda replies: calls.Dropped(sum(reply.dropped for reply in replies)),
+        lambda replies: calls.ReportCorruptReply(sum(reply.dropped for reply in replies)),
         "keys",
         "epochs",
         "counters",

@@ -146,7 +146,7 @@ _TLS_FAILURES: Final = (
 """What gRPC says of failed handshakes, and what that means."""
 
 
-def brief(details: str | None) -> str:
+def short_reason(details: str | None) -> str:
     """The end of gRPC's long explanations, which says what happened: ``connection refused``."""
     said = (details or "no details").partition("\n")[0]  # it may go on with a binary address
     for sign, meaning in _TLS_FAILURES:

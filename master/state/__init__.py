@@ -2,4 +2,4 @@
 
 from kvstore.native import compiled
 
-compiled.choose(__path__[0])
+compiled.select_compiled_or_source(__path__[0])

@@ -22,7 +22,7 @@ MOVE: Final = 1 << 10  # namespaces may belong to other tenants since the rules 
 RELEASE: Final = 1 << 11  # leases have ended whose objects still count them
 
 
-class Jobs:
+class BackgroundJobs:
     """See the module."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.master.state.background_jobs import EVICT, MOVE, SWEEP
-from kvstore.master.state.grants import GrantedObject
-from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.grants import ObjectGrant
+from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
+from kvstore.master.state.state_context import StateContext
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -18,10 +18,10 @@ EVICTIONS_AHEAD = 64
 """Objects that one slice evicts ahead of need: 1 to 2 ms."""
 
 
-class Sweeping:
+class BackgroundSweeper:
     """See the module."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
         self._pool = common.pool
         self._jobs = common.jobs
@@ -50,7 +50,7 @@ class Sweeping:
 
     def evict_ahead(self, now_ms: int) -> None:
         segment = next(iter(self._pressed))
-        evicted: list[Residue] = []
+        evicted: list[StaleExtents] = []
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
@@ -89,7 +89,7 @@ class Sweeping:
         else:
             self._swept_breaks = self._pool.forest.breaks
             self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
-            puts = [put for put in self._common.pending if isinstance(put, GrantedObject)]
+            puts = [put for put in self._common.pending if isinstance(put, ObjectGrant)]
             above = [put.record.parent for put in puts]
             self._above_puts = [parent for parent in above if parent is not None]
         self._jobs.note(SWEEP, self._sweeps_more())

@@ -9,20 +9,20 @@ from kvstore.errors import KVStoreError
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """Returned instead of a reply: an ``Answer`` with this ticket will follow."""
+class DeferredReply:
+    """Returned instead of a reply: an ``SendReply`` with this ticket will follow."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SendReply:
     ticket: int
     result: Reply | KVStoreError
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToNode:
     """Send a message to the node on this session."""
 
     session: int
@@ -30,7 +30,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Hangup:
+class CloseSession:
     """End this session's stream: its node opened another one, was declared dead or dismissed."""
 
     session: int
@@ -38,7 +38,7 @@ class Hangup:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class LogClusterEvent:
     """An event for the log."""
 
     event: str
@@ -46,7 +46,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Outrun:
+class SupersedeEpoch:
     """A node knows a master of this epoch, which is above this master's: end this term, and begin
     another one above that epoch. Until then the node is refused, and its claims are neither
     accepted nor wiped."""
@@ -54,4 +54,4 @@ class Outrun:
     epoch: int
 
 
-Effect = Answer | Send | Hangup | Notice | Outrun
+Effect = SendReply | SendToNode | CloseSession | LogClusterEvent | SupersedeEpoch

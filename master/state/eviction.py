@@ -26,7 +26,7 @@ RUN_MAX = 1_024
 """Records in one list: an insertion or removal in its middle moves 8 KiB at most."""
 
 
-class LRU:
+class LruPolicy:
     """Evicts detached records first, then the least recently used; a *ticket* is a record's place.
 
     A ticket is the integer ``time << 50 | sequence``; its lowest bit says *detached*, and then the
@@ -39,8 +39,8 @@ class LRU:
     """
 
     def __init__(self, number: int = 0) -> None:
-        self._order = TicketOrder()
-        self._parked = TicketOrder()
+        self._order = SortedRecordQueue()
+        self._parked = SortedRecordQueue()
         self._sequence = number << 1
         self.unfinished = False
         self.moved = 0
@@ -123,7 +123,7 @@ class LRU:
             self.add(record, detached=detached)
 
 
-def order_of(ticket: int) -> int:
+def queue_number_of(ticket: int) -> int:
     """The number of the order that gave this ticket."""
     return (ticket >> 1) & (ORDERS_MAX - 1)
 
@@ -132,7 +132,7 @@ def _parked_until_ms(record: ObjectRecord) -> int:
     return (record.ticket - _PARKED) >> _SEQUENCE_BITS
 
 
-class TicketOrder:
+class SortedRecordQueue:
     """Consecutive sorted lists of records. No two tickets are equal, and a ticket does not change
     while its record is in the order.
 

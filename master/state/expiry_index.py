@@ -19,7 +19,7 @@ NO_END_MS: Final = 1 << 62
 """Later than any time."""
 
 
-class Ends:
+class ExpiryIndex:
     """Records by their ends. Each operation is O(1), except that finding the next bucket is
     O(log buckets)."""
 

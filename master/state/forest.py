@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.missing_objects import Missing
-from kvstore.master.state.object_events import Event, Survey, removed, stored
+from kvstore.master.state.missing_objects import MissingObjects
+from kvstore.master.state.object_events import Event, SnapshotScan, removed, stored
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
-from kvstore.master.state.tenants import Tenants
+from kvstore.master.state.tenants import TenantAccounting
 
 RING_STEPS = 150_000
 """Records without a root that one step looks at to find out whether links would close a ring: 4 ms.
@@ -57,8 +57,8 @@ class Forest:
         self._ring_steps = RING_STEPS
         self.objects = 0
         """Records with bytes, of all namespaces."""
-        self.missing = Missing(Counter() if counters is None else counters)
-        self.tenants: Tenants | None = None
+        self.missing = MissingObjects(Counter() if counters is None else counters)
+        self.tenants: TenantAccounting | None = None
         """None: the master has no tenants."""
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None: nobody wants events."""
@@ -177,12 +177,12 @@ class Forest:
         for table in self.namespaces.values():
             yield from table
 
-    def survey(self, namespace: str) -> Survey:
+    def survey(self, namespace: str) -> SnapshotScan:
         """Lists a namespace, or all for ``""``."""
         if not namespace:
-            return Survey(self.namespaces.values())
+            return SnapshotScan(self.namespaces.values())
         table = self.namespaces.tables.get(namespace)
-        return Survey([] if table is None else [table])
+        return SnapshotScan([] if table is None else [table])
 
     # --- changing -----------------------------------------------------------------------------
 

@@ -11,20 +11,20 @@ from itertools import islice
 from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.master.state import liveness
-from kvstore.master.state.background_sweep import Sweeping
-from kvstore.master.state.effects import Notice
+from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.effects import LogClusterEvent
 from kvstore.master.state.grants import (
-    Granted,
-    GrantedAllocation,
-    GrantedCopy,
-    GrantedObject,
+    AllocationGrant,
+    CopyGrant,
+    Grant,
+    ObjectGrant,
 )
-from kvstore.master.state.memory_pool import Shortage, Victims
+from kvstore.master.state.memory_pool import AllocationFailure, EvictionConstraint
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
-from kvstore.master.state.repair_queue import Repairs
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.repair_queue import RepairQueue
+from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUTS, Tenant
-from kvstore.master.state.tenants import Tenants
+from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 from kvstore.tenants import tenant_text
 
@@ -32,15 +32,17 @@ PUTS_PER_TICK = 512
 """Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
 
 
-class Granting:
+class GrantManager:
     """See the module."""
 
-    def __init__(self, common: Common, sweeping: Sweeping, repairs: Repairs) -> None:
+    def __init__(
+        self, common: StateContext, sweeping: BackgroundSweeper, repairs: RepairQueue
+    ) -> None:
         self._common = common
         self._pending = common.pending
         self._sweeping = sweeping
         self._repairs = repairs
-        self.copies: dict[Name, list[GrantedCopy]] = {}
+        self.copies: dict[Name, list[CopyGrant]] = {}
         """Copies under way, by the object that is copied. Other parts only read this."""
 
     # --- granting -----------------------------------------------------------------------------
@@ -53,11 +55,11 @@ class Granting:
         *,
         near: MountedSegment | None = None,
         host: str = "",
-        victims: Victims | None = None,
+        victims: EvictionConstraint | None = None,
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
         owner: Tenant | None = None,
-    ) -> list[list[Extent]] | Shortage:
+    ) -> list[list[Extent]] | AllocationFailure:
         """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
 
         Args:
@@ -100,14 +102,14 @@ class Granting:
                 for segment, _ in residue.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
-        if owner is not None and not isinstance(taken, Shortage):
-            Tenants.took(owner, taken, [extent_bytes(size) for size in sizes])
+        if owner is not None and not isinstance(taken, AllocationFailure):
+            TenantAccounting.took(owner, taken, [extent_bytes(size) for size in sizes])
         if victims is None:  # else the drain would evict more than it needs, even moved objects
             for segment in usable:
                 self._sweeping.taken_from(segment)
-        if host and not isinstance(taken, Shortage):
+        if host and not isinstance(taken, AllocationFailure):
             for segment, _ in taken[0]:  # most often all are on one segment
-                liveness.used(segment.node, host, now_ms)
+                liveness.record_writer(segment.node, host, now_ms)
         return taken
 
     def _check_puts(self, owner: Tenant, count: int) -> None:
@@ -124,7 +126,7 @@ class Granting:
                 quota=PUTS,
             )
 
-    def keep_bound(self, now_ms: int, owner: Tenant, wanted: int) -> Shortage | None:
+    def keep_bound(self, now_ms: int, owner: Tenant, wanted: int) -> AllocationFailure | None:
         """Evicts objects of this tenant until it may take ``wanted`` bytes more."""
         common = self._common
         alive = common.membership.alive_segments(now_ms)
@@ -136,10 +138,10 @@ class Granting:
 
     def allocation(
         self, now_ms: int, request: calls.Allocate, extents: list[Extent], owner: Tenant | None
-    ) -> GrantedAllocation:
+    ) -> AllocationGrant:
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
-        put = GrantedAllocation(
+        put = AllocationGrant(
             token, extents, request.size, deadline_ms, request.client_number, request.namespace,
             owner,
         )  # fmt: skip
@@ -156,16 +158,16 @@ class Granting:
         *,
         repairs: bool = False,
         missing: int = 0,
-    ) -> GrantedCopy:
-        """Grants a copy of this object, which is complete; see ``GrantedCopy``."""
+    ) -> CopyGrant:
+        """Grants a copy of this object, which is complete; see ``CopyGrant``."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
-        put = GrantedCopy(token, record, extents, deadline_ms, client_number, repairs, missing)
+        put = CopyGrant(token, record, extents, deadline_ms, client_number, repairs, missing)
         self._pending.add(put)
         self.copies.setdefault((record.namespace, record.key), []).append(put)
         return put
 
-    def reply(self, outcomes: bytes, puts: Sequence[Granted]) -> calls.Grants:
+    def reply(self, outcomes: bytes, puts: Sequence[Grant]) -> calls.Grants:
         return calls.Grants(
             epoch=self._common.epoch,
             deadline_ms=self._common.rules.put_deadline_ms,
@@ -176,30 +178,30 @@ class Granting:
             offsets=[offset for put in puts for _, offset in put.extents],
         )
 
-    def granted(self, now_ms: int, epoch: int, token: int) -> Granted | None:
+    def granted(self, now_ms: int, epoch: int, token: int) -> Grant | None:
         """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
-    def renew(self, now_ms: int, put: Granted) -> None:
+    def renew(self, now_ms: int, put: Grant) -> None:
         self._pending.renew(put, now_ms + self._common.rules.put_deadline_ms)
         self._note_allocation(put)
 
-    def _note_allocation(self, put: Granted) -> None:
-        if isinstance(put, GrantedAllocation):
+    def _note_allocation(self, put: Grant) -> None:
+        if isinstance(put, AllocationGrant):
             for segment, _ in put.extents:
                 until_ms = put.deadline_ms + self._common.rules.quarantine_ms
                 segment.allocated_until_ms = until_ms
 
     # --- ending -------------------------------------------------------------------------------
 
-    def end(self, put: Granted) -> None:
+    def end(self, put: Grant) -> None:
         """Invalidates the token; the caller takes care of the extents. May be called twice."""
         self._pending.pop(put.token)
-        if isinstance(put, GrantedCopy):
+        if isinstance(put, CopyGrant):
             self._copy_ended(put)
 
-    def abandon(self, put: Granted, now_ms: int) -> None:
+    def abandon(self, put: Grant, now_ms: int) -> None:
         """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
         residue = put.residue(self._common.epoch)
@@ -207,22 +209,22 @@ class Granting:
         self._common.wipe([residue._replace(writers=put.writers(), kept=True)])
         self.unclaim(put)
 
-    def quarantine(self, put: Granted, writes_until_ms: int) -> None:
+    def quarantine(self, put: Grant, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put, put.residue(self._common.epoch), until_ms)
 
-    def give_back(self, puts: Sequence[GrantedCopy]) -> None:
+    def give_back(self, puts: Sequence[CopyGrant]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
         self._common.wipe([put.residue(self._common.epoch) for put in puts])
 
-    def unclaim(self, put: Granted) -> None:
+    def unclaim(self, put: Grant) -> None:
         """Notes that the put does not write its object any more. Drops the record of the object if
         nothing needs it."""
-        if isinstance(put, GrantedObject) and put.record.writer == put.token:
+        if isinstance(put, ObjectGrant) and put.record.writer == put.token:
             put.record.writer = 0
             if put.record.segment is None:
                 self._common.pool.settle(put.record)
@@ -244,7 +246,7 @@ class Granting:
         if expired:
             common.counters["expired_puts"] += len(expired)
             size = sum(put.size for put in expired)
-            common.effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
+            common.effect(LogClusterEvent("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
         for residue in over:
             common.pool.free(residue.extents, extent_bytes(residue.size))
@@ -262,7 +264,7 @@ class Granting:
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
-    def still_there(self, put: GrantedCopy) -> bool:
+    def still_there(self, put: CopyGrant) -> bool:
         """Whether the copied object is still stored, in the version that is copied."""
         record = put.record
         return (
@@ -271,7 +273,7 @@ class Granting:
             and (record.epoch, record.counter) == put.copied
         )
 
-    def _copy_ended(self, put: GrantedCopy) -> None:
+    def _copy_ended(self, put: CopyGrant) -> None:
         name = put.record.namespace, put.record.key
         puts = self.copies.get(name, [])
         if put not in puts:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import final
 
 from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, ObjectRecord, Residue, Writer
+from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents, Writer
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import extent_bytes
 
 
-class Granted:
+class Grant:
     """Memory that a client may write until a deadline, under a token: the counter of the version
     that it writes."""
 
@@ -43,9 +43,9 @@ class Granted:
         self.deadline_ms = deadline_ms
         self.client_number = client_number
 
-    def residue(self, epoch: int) -> Residue:
+    def residue(self, epoch: int) -> StaleExtents:
         """The granted extents, in which the writer may have left bytes."""
-        return Residue(None, self.size, epoch, self.token, self.extents, forbid=True)
+        return StaleExtents(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
         """Connections whose bytes may still land; by default all of the client."""
@@ -53,7 +53,7 @@ class Granted:
 
 
 @final
-class GrantedAllocation(Granted):
+class AllocationGrant(Grant):
     """Memory of an allocation: ``commit`` makes it an object; until then it has no key."""
 
     __slots__ = ("namespace", "tenant")
@@ -68,7 +68,7 @@ class GrantedAllocation(Granted):
         """That of the namespace since the last renewal; None: the master has no tenants."""
 
 
-class GrantedObject(Granted):
+class ObjectGrant(Grant):
     """Memory of a put, or of a copy."""
 
     __slots__ = ("missing", "overwrite", "record")
@@ -84,12 +84,12 @@ class GrantedObject(Granted):
         self.missing = missing
         """Replicas that were asked for and found no node."""
 
-    def residue(self, epoch: int) -> Residue:
+    def residue(self, epoch: int) -> StaleExtents:
         return super().residue(epoch)._replace(name=(self.record.namespace, self.record.key))
 
 
 @final
-class GrantedPut(GrantedObject):
+class PutGrant(ObjectGrant):
     """A put by a client. Its token is the ``writer`` of its record."""
 
     __slots__ = ("ttl_ms",)
@@ -113,7 +113,7 @@ class GrantedPut(GrantedObject):
 
 
 @final
-class GrantedCopy(GrantedObject):
+class CopyGrant(ObjectGrant):
     """A copy of a stored object, which changes neither its lifetime nor who writes it."""
 
     __slots__ = ("copied", "repairs")
@@ -129,7 +129,7 @@ class GrantedCopy(GrantedObject):
         self.repairs = repairs
         """Whether the copy keeps the copied version, and becomes one more replica of it."""
 
-    def residue(self, epoch: int) -> Residue:
+    def residue(self, epoch: int) -> StaleExtents:
         if not self.repairs:
             return super().residue(epoch)
         (copied_epoch, counter), residue = self.copied, super().residue(epoch)
@@ -147,20 +147,20 @@ class WaitingPut:
     """None: the master has no tenants."""
 
 
-class PutCounts:
+class GrantListener:
     """Is told of each grant, of its renewal and of its end, and of extents in quarantine:
-    ``Tenants``."""
+    ``TenantAccounting``."""
 
-    def granted(self, put: Granted) -> None:
+    def granted(self, put: Grant) -> None:
         raise NotImplementedError
 
-    def renewed(self, put: Granted) -> None:
+    def renewed(self, put: Grant) -> None:
         raise NotImplementedError
 
-    def ended(self, put: Granted) -> None:
+    def ended(self, put: Grant) -> None:
         raise NotImplementedError
 
-    def owner(self, put: Granted) -> Tenant | None:
+    def owner(self, put: Grant) -> Tenant | None:
         """The tenant that holds the extents of a put; None: of a copy."""
         raise NotImplementedError
 
@@ -169,25 +169,25 @@ class PutCounts:
         raise NotImplementedError
 
 
-class Pending:
+class PendingGrants:
     """Grants by token, in the order of their deadlines; and extents in quarantine."""
 
     def __init__(self) -> None:
-        self.tenants: PutCounts | None = None
+        self.tenants: GrantListener | None = None
         """None: the master has no tenants."""
         self.last_token = 0
         """The highest token that was ever given out."""
-        self._by_token: OrderedDict[int, Granted] = OrderedDict()
-        self._quarantine: OrderedDict[int, tuple[int, Residue, Tenant | None]] = OrderedDict()
+        self._by_token: OrderedDict[int, Grant] = OrderedDict()
+        self._quarantine: OrderedDict[int, tuple[int, StaleExtents, Tenant | None]] = OrderedDict()
         """By token: the time when the extents are free, the extents, and who holds them."""
 
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def __iter__(self) -> Iterator[Granted]:
+    def __iter__(self) -> Iterator[Grant]:
         return iter(self._by_token.values())
 
-    def get(self, token: int) -> Granted | None:
+    def get(self, token: int) -> Grant | None:
         return self._by_token.get(token)
 
     def take_tokens(self, count: int) -> int:
@@ -196,7 +196,7 @@ class Pending:
         self.last_token += count
         return before
 
-    def add(self, put: Granted) -> None:
+    def add(self, put: Grant) -> None:
         """Adds a grant. No other may have a later deadline; the same holds for ``renew``."""
         self._by_token[put.token] = put
         for segment, _ in put.extents:
@@ -204,19 +204,19 @@ class Pending:
         if self.tenants is not None:
             self.tenants.granted(put)
 
-    def renew(self, put: Granted, deadline_ms: int) -> None:
+    def renew(self, put: Grant, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
         if self.tenants is not None:
             self.tenants.renewed(put)
 
-    def pop(self, token: int) -> Granted | None:
+    def pop(self, token: int) -> Grant | None:
         put = self._by_token.pop(token, None)
         if put is not None:
             self._ended(put)
         return put
 
-    def pop_expired(self, now_ms: int) -> Iterator[Granted]:
+    def pop_expired(self, now_ms: int) -> Iterator[Grant]:
         """Removes and yields the puts whose deadline has passed."""
         while self._by_token:
             put = next(iter(self._by_token.values()))
@@ -226,7 +226,7 @@ class Pending:
             self._ended(put)
             yield put
 
-    def _ended(self, put: Granted) -> None:
+    def _ended(self, put: Grant) -> None:
         for segment, _ in put.extents:
             segment.pending_bytes -= put.length
         if self.tenants is not None:
@@ -236,7 +236,7 @@ class Pending:
         """The lowest token: every put that was granted before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def quarantine(self, put: Granted, residue: Residue, until_ms: int) -> None:
+    def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
         """Keeps the extents of a put that has ended; its tenant holds them until then."""
         owner = None
         if self.tenants is not None:
@@ -247,11 +247,11 @@ class Pending:
         for segment, _ in residue.extents:
             segment.quarantined_bytes += put.length
 
-    def quarantined(self, token: int) -> Residue | None:
+    def quarantined(self, token: int) -> StaleExtents | None:
         held = self._quarantine.get(token)
         return None if held is None else held[1]
 
-    def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
+    def pop_quarantined(self, now_ms: int) -> Iterator[StaleExtents]:
         """Removes and yields the extents whose quarantine is over.
 
         They come in the order of their arrival: an entry with a later end than those behind it

@@ -46,7 +46,7 @@ class Claim(NamedTuple):
     offset: int
 
 
-class Inventory:
+class InventoryLoad:
     """The inventory of one segment, from its mounting until its last claim has been processed."""
 
     def __init__(self, segment: MountedSegment, joined_ms: int, absent_since: int) -> None:
@@ -63,7 +63,7 @@ class Inventory:
         self._waiting: deque[NodeClaims] = deque()
         self._at = 0
         """Processed rows of the first message."""
-        self._taken = Ranges()
+        self._taken = IntervalSet()
         """Ranges of the claimed objects."""
         self._freed_until = segment.allocator.start
         self._last_seen = False
@@ -152,7 +152,7 @@ class Inventory:
             yield at, self.segment.allocator.end - at
 
 
-class Ranges:
+class IntervalSet:
     """Disjoint ranges of integers; adjacent ones are joined.
 
     Memory and time depend on the number of ranges: a segment of 4 TiB with few objects costs

@@ -7,29 +7,31 @@ from kvstore.calls import Version
 from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.master.state import repair_queue
 from kvstore.master.state.background_jobs import ANSWER, CLAIM
-from kvstore.master.state.effects import Notice, Send
-from kvstore.master.state.inventory import Claim, Inventory
+from kvstore.master.state.effects import LogClusterEvent, SendToNode
+from kvstore.master.state.inventory import Claim, InventoryLoad
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import GONE_MAX
-from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
-from kvstore.master.state.removal_watermarks import Marks
-from kvstore.master.state.replication import Copying
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
+from kvstore.master.state.removal_watermarks import RemovalWatermarks
+from kvstore.master.state.replication import ReplicationPlanner
+from kvstore.master.state.state_context import StateContext
 
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
 
 
-class Returning:
+class InventoryLoader:
     """See the module."""
 
-    def __init__(self, common: Common, marks: Marks, copying: Copying) -> None:
+    def __init__(
+        self, common: StateContext, marks: RemovalWatermarks, copying: ReplicationPlanner
+    ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._marks = marks
         self._copying = copying
-        self._inventories: dict[MountedSegment, Inventory] = {}
+        self._inventories: dict[MountedSegment, InventoryLoad] = {}
         """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
@@ -47,7 +49,7 @@ class Returning:
         if segment.whole:
             self._marks.bring_up_to_date(segment)
             return
-        inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+        inventory = InventoryLoad(segment, segment.node.heard_ms, absent_since)
         inventory.outdated = self._marks.is_outdated(segment)
         self._inventories[segment] = inventory
         self._common.reclaim.hold(segment)
@@ -66,7 +68,7 @@ class Returning:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late (``Inventory.late``)."""
+        """Segments whose inventory is late (``InventoryLoad.late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
@@ -83,7 +85,7 @@ class Returning:
             self._inventories[segments[index]].add(now_ms, claims)
             self._common.jobs.due |= CLAIM
         elif node.session is not None:  # it is complete: the node has not heard so and began again
-            self._common.effect(Send(node.session, calls.MasterClaimed(index)))
+            self._common.effect(SendToNode(node.session, calls.MasterClaimsAck(index)))
 
     def take_claims(self, now_ms: int) -> None:
         """Processes one slice of an inventory."""
@@ -99,7 +101,7 @@ class Returning:
     def _has_claims(self) -> bool:
         return any(inventory.has_work for inventory in self._inventories.values())
 
-    def _finish(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
+    def _finish(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
         segment.whole = True
         self._common.room_made()
@@ -109,19 +111,19 @@ class Returning:
         self._copying.nodes_changed(now_ms, segment.usable_at_ms)
         common.effects += common.reclaim.let_go(segment)
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
-        common.effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
+        common.effect(LogClusterEvent("inventory_done", {"node": segment.node.name, **fields}))
 
-    def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
+    def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        refused: list[Residue] = []
+        refused: list[StaleExtents] = []
         stored: list[ObjectRecord] = []
         for claim in claims:
             record = self._claim(now_ms, inventory, claim)
             if record is None:
                 of = [(segment, claim.offset)]
                 # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
-                refused.append(Residue(claim.name, claim.size, *claim.version, of, kept=True))
+                refused.append(StaleExtents(claim.name, claim.size, *claim.version, of, kept=True))
             else:
                 stored.append(record)
         for record in stored:  # now that most children have found their parents
@@ -136,9 +138,9 @@ class Returning:
             common.effects += common.reclaim.clean(refused)
         if is_answered and segment.node.session is not None:
             index = common.membership.segments[segment.node.name].index(segment)
-            common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
+            common.effect(SendToNode(segment.node.session, calls.MasterClaimsAck(index)))
 
-    def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
+    def _claim(self, now_ms: int, inventory: InventoryLoad, claim: Claim) -> ObjectRecord | None:
         """The record of the claimed object, complete now; None: the claim is refused."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
@@ -165,17 +167,17 @@ class Returning:
             if not self._copying.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
-            replaced = [Residue.of(record, forbid=True)]
+            replaced = [StaleExtents.of(record, forbid=True)]
             self._pool.strip(record, replaced=True)
             self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)
-            common.when_wiped(now_ms, replaced, calls.Removed(b""))
+            common.when_wiped(now_ms, replaced, calls.RemoveReply(b""))
         else:
             record = self._forest.ensure(namespace, key)
             lacks = 0
             if record.lost and version == (record.epoch, record.counter):
                 used_ms = record.last_used_ms
-                lacks = repair_queue.wanted(record) - 1
+                lacks = repair_queue.desired_replicas(record) - 1
             above = None if parent is None else self._forest.ensure(namespace, parent)
             try:
                 common.adopt(now_ms, record, above)

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvstore.master.state.background_jobs import RELEASE
 from kvstore.master.state.records import ObjectRecord
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.state_context import StateContext
 
 LEASED_MAX: Final = 1 << 18
 """Objects under numbers, of all clients; the memory for more is not spent: further leases end by
@@ -41,7 +41,7 @@ class LeaseGroup:
 class ReaderLeases:
     """See the module."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
         self._groups: OrderedDict[int, LeaseGroup] = OrderedDict()
         """By number, in the order of their ends."""

@@ -39,7 +39,7 @@ NOTED_MS = 10_000
 
 
 @dataclass(slots=True)
-class HostReports:
+class FailureReports:
     """The reports of one host about one node."""
 
     at_ms: int
@@ -60,7 +60,7 @@ class JoinedNode:
     heard_ms: int
     reported_ms: int | None = None
     """When a report last counted: hosts agreed, or the stream was broken. Time alone clears it."""
-    reports: dict[str, HostReports] = field(default_factory=dict)
+    reports: dict[str, FailureReports] = field(default_factory=dict)
     """By host; the latest report is the last entry."""
     users: dict[str, int] = field(default_factory=dict)
     """Hosts whose clients last got grants on the node, and when."""
@@ -102,7 +102,7 @@ class LivenessRules:
     """Silence after which a node is dead."""
 
 
-def used(node: JoinedNode, host: str, now_ms: int) -> None:
+def record_writer(node: JoinedNode, host: str, now_ms: int) -> None:
     """Called when a client on ``host`` got a grant on the node."""
     users = node.users
     if host not in users and len(users) >= HOSTS_MAX:
@@ -110,15 +110,15 @@ def used(node: JoinedNode, host: str, now_ms: int) -> None:
     users[host] = now_ms
 
 
-def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> bool:
+def record_failure_report(node: JoinedNode, host: str, now_ms: int, source: str = "") -> bool:
     """Called when a client on ``host`` cannot read or write on the node. ``source``: as in
-    ``HostReports``. Returns whether to log this report."""
+    ``FailureReports``. Returns whether to log this report."""
     reports = node.reports
     report = reports.pop(host, None)
     if report is None:
         if len(reports) >= HOSTS_MAX:
             del reports[next(iter(reports))]
-        report = HostReports(now_ms, now_ms - NOTED_MS, source)
+        report = FailureReports(now_ms, now_ms - NOTED_MS, source)
     reports[host] = report
     report.at_ms = now_ms
     report.source = source

@@ -16,15 +16,15 @@
     common      what the parts share: pool and forest, membership, pending puts, wipe orders
 
 Each call takes the time (``now_ms``, any monotonic clock) and a request of ``kvstore.calls``, and
-returns its reply, or ``Later`` with a ticket when the answer must wait for something. Actions for
-the shell are collected in ``effects``, which the shell takes after each call: answers to tickets,
-messages to nodes, notices for the log. Nothing here reads a clock, waits, logs or knows of sockets,
-so the same code runs under gRPC, under a property test and in a simulated cluster.
+returns its reply, or ``DeferredReply`` with a ticket when the answer must wait for something.
+Actions for the shell are collected in ``effects``, which the shell takes after each call: answers
+to tickets, messages to nodes, notices for the log. Nothing here reads a clock, waits, logs or knows
+of sockets, so the same code runs under gRPC, under a property test and in a simulated cluster.
 
 What the state promises, and which part keeps the promise:
 
 * Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
-  (``Reclaim``), its writer (``Pending``) and its node (wiping) are done with it.
+  (``SpaceReclaimer``), its writer (``PendingGrants``) and its node (wiping) are done with it.
 * A match is leased by its tip; only unleased leaves are evicted (``EvictionPolicy``).
 * A token is valid once, until its deadline, in its epoch.
 * Everything has a bound: ``MasterRules`` and ``kvstore.limits``.
@@ -37,27 +37,27 @@ from typing import Any
 
 from kvstore import calls
 from kvstore.master.state import background_jobs
-from kvstore.master.state.background_sweep import Sweeping
-from kvstore.master.state.effects import Effect, Notice
-from kvstore.master.state.eviction import LRU
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.inventory_loading import Returning
+from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.effects import Effect, LogClusterEvent
+from kvstore.master.state.eviction import LruPolicy
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.nodes import Nodes
-from kvstore.master.state.object_events import Event, Survey
+from kvstore.master.state.nodes import NodeMessageHandler
+from kvstore.master.state.object_events import Event, SnapshotScan
 from kvstore.master.state.put_queue import WaitingPuts
-from kvstore.master.state.puts import Putting
-from kvstore.master.state.queries import Asking
+from kvstore.master.state.puts import PutHandler
+from kvstore.master.state.queries import QueryHandler
 from kvstore.master.state.records import EvictionPolicy
-from kvstore.master.state.removal_watermarks import Marks
-from kvstore.master.state.removals import Removing
-from kvstore.master.state.repair_queue import Repairs
-from kvstore.master.state.replication import Copying
-from kvstore.master.state.retention import Keeping
+from kvstore.master.state.removal_watermarks import RemovalWatermarks
+from kvstore.master.state.removals import RemovalHandler
+from kvstore.master.state.repair_queue import RepairQueue
+from kvstore.master.state.replication import ReplicationPlanner
+from kvstore.master.state.retention import RetentionManager
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.state_context import Common
-from kvstore.master.state.views.chains import ChainView
-from kvstore.master.state.views.operator_queries import Report
+from kvstore.master.state.state_context import StateContext
+from kvstore.master.state.views.chains import ChainQueries
+from kvstore.master.state.views.operator_queries import OperatorQueries
 from kvstore.tenants import TenantMatcher, TenantRule
 
 
@@ -72,7 +72,7 @@ class MasterState:
         version: str = "",
         cluster: str = "",
         rules: MasterRules | None = None,
-        policy: Callable[[], EvictionPolicy] = LRU,
+        policy: Callable[[], EvictionPolicy] = LruPolicy,
         started_ms: int = 0,
         events: bool = False,
         tenants: Sequence[TenantRule] | None = None,
@@ -88,7 +88,7 @@ class MasterState:
         self.version = version
         self.cluster = cluster
         self.rules = rules = rules or MasterRules()
-        self.common = common = Common(
+        self.common = common = StateContext(
             epoch=epoch,
             epoch_max=epoch_max,
             version=version,
@@ -107,16 +107,16 @@ class MasterState:
         self.membership = common.membership
         self.pending = common.pending
         self.reclaim = common.reclaim
-        self.repairs = Repairs(rules.repair, rules.lease_ms, started_ms)
-        self.marks = Marks(common)
-        self.sweeping = Sweeping(common)
+        self.repairs = RepairQueue(rules.repair, rules.lease_ms, started_ms)
+        self.marks = RemovalWatermarks(common)
+        self.sweeping = BackgroundSweeper(common)
         self.waiting = WaitingPuts(common)
         self.leases = ReaderLeases(common)
-        self.granting = Granting(common, self.sweeping, self.repairs)
-        self.removing = Removing(common, self.marks, self.granting)
-        self.copying = Copying(common, self.granting, self.repairs)
-        self.keeping = Keeping(common, self.granting)
-        self.putting = Putting(
+        self.granting = GrantManager(common, self.sweeping, self.repairs)
+        self.removing = RemovalHandler(common, self.marks, self.granting)
+        self.copying = ReplicationPlanner(common, self.granting, self.repairs)
+        self.keeping = RetentionManager(common, self.granting)
+        self.putting = PutHandler(
             common,
             self.leases,
             self.granting,
@@ -125,11 +125,13 @@ class MasterState:
             self.copying,
             self.keeping,
         )
-        self.returning = Returning(common, self.marks, self.copying)
-        self.asking = Asking(common, self.leases, self.granting, self.returning)
-        self.nodes = Nodes(common, self.marks, self.returning, self.copying, self.sweeping)
-        self.report = Report(common)
-        self.chains = ChainView(common)
+        self.returning = InventoryLoader(common, self.marks, self.copying)
+        self.asking = QueryHandler(common, self.leases, self.granting, self.returning)
+        self.nodes = NodeMessageHandler(
+            common, self.marks, self.returning, self.copying, self.sweeping
+        )
+        self.report = OperatorQueries(common)
+        self.chains = ChainQueries(common)
         self.steps: dict[type, Callable[[int, Any], Any]] = {
             calls.MatchPrefix: self.asking.find,
             calls.Lookup: self.asking.find,
@@ -158,7 +160,7 @@ class MasterState:
             calls.Blocks: self.chains.blocks,
         }
         """The step for each kind of request: takes (now_ms, request), returns the reply or
-        ``Later``, and raises ``KVStoreError``."""
+        ``DeferredReply``, and raises ``KVStoreError``."""
         self._jobs: dict[int, Callable[[int], None]] = {
             background_jobs.SERVE: self.putting.serve_waiting,
             background_jobs.FREE: self.removing.free,
@@ -200,7 +202,7 @@ class MasterState:
         del events[:count]
         return taken
 
-    def survey(self, namespace: str) -> Survey:
+    def survey(self, namespace: str) -> SnapshotScan:
         """A listing for readers of events; ``""``: of all namespaces."""
         return self.forest.survey(namespace)
 
@@ -228,7 +230,7 @@ class MasterState:
         self.common.jobs.note(background_jobs.MOVE, tenants.moving)
         self.common.room_made()
         fields: dict[str, str | int] = {"tenants": len(rules), "guaranteed": tenants.guaranteed}
-        self.common.effect(Notice("tenants_changed", fields))
+        self.common.effect(LogClusterEvent("tenants_changed", fields))
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class MasterState:
         if tenants is not None and tenants.is_short(now_ms):
             capacity = sum([segment.capacity for segment in self.pool.segments.values()])
             fields: dict[str, str | int] = {"guaranteed": tenants.guaranteed, "pool": capacity}
-            self.common.effect(Notice("guarantees_exceed_pool", fields))
+            self.common.effect(LogClusterEvent("guarantees_exceed_pool", fields))
 
     @property
     def has_work(self) -> bool:

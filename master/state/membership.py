@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from kvstore.calls import (
-    Handover,
+    DescriptorHandle,
     MasterAccepted,
     NodeJoin,
     ReportFailure,
@@ -29,7 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.state import liveness
-from kvstore.master.state.effects import Effect, Hangup, Notice
+from kvstore.master.state.effects import CloseSession, Effect, LogClusterEvent
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import EvictionPolicy, MountedSegment
 from kvstore.master.state.rules import MasterRules
@@ -258,7 +258,7 @@ class Membership:
     ) -> None:
         """Called when a client cannot read or write on the node. ``source``: as in
         ``liveness.reported``."""
-        is_news = liveness.reported(node, report.host, now_ms, source)
+        is_news = liveness.record_failure_report(node, report.host, now_ms, source)
         self._alive = None
         if is_news:
             state, client = self.state_of(node, now_ms), report.client
@@ -273,7 +273,7 @@ class Membership:
             self._notice("node_stream_broken", node)
 
     def reached(self, node: JoinedNode, why_not: str) -> None:
-        """See ``Nodes.reached``."""
+        """See ``NodeMessageHandler.reached``."""
         if why_not != node.unreachable:
             if why_not:
                 self._notice("node_unreachable", node, reason=why_not)
@@ -302,7 +302,7 @@ class Membership:
         """Tells the node to leave, and counts it as gone."""
         if node.session is not None:
             self._by_session.pop(node.session)
-            self.effects.append(Hangup(node.session, _drained(node.name)))
+            self.effects.append(CloseSession(node.session, _drained(node.name)))
             node.session = None
         for segment in self.segments[node.name]:
             self._dismissed[segment.offer.uuid] = None
@@ -320,7 +320,7 @@ class Membership:
         if node.session is not None:
             self._by_session.pop(node.session)
             error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
-            self.effects.append(Hangup(node.session, error))
+            self.effects.append(CloseSession(node.session, error))
             node.session = None
         if why == "left":
             self.left_nodes += 1
@@ -341,7 +341,7 @@ class Membership:
         if node.session is not None:
             self._by_session.pop(node.session)
             error = SegmentGoneError("the node has opened another stream", node=node.name)
-            self.effects.append(Hangup(node.session, error))
+            self.effects.append(CloseSession(node.session, error))
         node.session = session
         self._by_session[session] = node
 
@@ -358,7 +358,9 @@ class Membership:
     def _notice(self, event: str, node: JoinedNode, **fields: str | int) -> None:
         size = sum(segment.offer.size for segment in self.segments[node.name])
         self.effects.append(
-            Notice(event, {"node": node.name, "address": node.place, "bytes": size, **fields})
+            LogClusterEvent(
+                event, {"node": node.name, "address": node.place, "bytes": size, **fields}
+            )
         )
 
 
@@ -382,7 +384,7 @@ def describe(segment: MountedSegment) -> SegmentInfo:
         engine=offer.engine,
         data_protocol=offer.data_protocol,
         device=offer.device,
-        handover=Handover(offer.handover, 0, bytes(16)) if offer.handover else None,
+        handover=DescriptorHandle(offer.handover, 0, bytes(16)) if offer.handover else None,
         certified=segment.node.certified,
         takes_capabilities=offer.takes_capabilities,
         encrypts=offer.encrypts,

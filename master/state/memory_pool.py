@@ -1,9 +1,8 @@
 """Memory and forest together: gives objects their bytes, and takes the bytes away.
 
-``Pool`` keeps these in step: an object's extents, its place in the eviction order, the counts of
-its namespace, and the forest. Puts, the length of leases, the streams of nodes and calls are the
-business of other parts.
-"""
+``MemoryPool`` keeps these in step: an object's extents, its place in the eviction order, the counts
+of its namespace, and the forest. Puts, the length of leases, the streams of nodes and calls are the
+business of other parts."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ from kvstore.calls import Version
 from kvstore.histograms import Histogram
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repair_queue
-from kvstore.master.state.background_jobs import SETTLE, SWEEP, Jobs
-from kvstore.master.state.expiry_index import Ends
+from kvstore.master.state.background_jobs import SETTLE, SWEEP, BackgroundJobs
+from kvstore.master.state.expiry_index import ExpiryIndex
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.pins import Pins, bytes_held
+from kvstore.master.state.pins import PinTable, bytes_held
 from kvstore.master.state.records import (
     MOVES_PER_STEP,
     EvictionPolicy,
     Extent,
     MountedSegment,
     ObjectRecord,
-    Residue,
+    StaleExtents,
 )
 from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
-from kvstore.master.state.tenant_lru import TenantOrders
-from kvstore.master.state.tenants import Tenants
-from kvstore.master.state.traffic import TrafficCounts
+from kvstore.master.state.tenant_lru import PerTenantLru
+from kvstore.master.state.tenants import TenantAccounting
+from kvstore.master.state.traffic import TrafficRecorder
 from kvstore.memory.header import extent_bytes
 from kvstore.tenants import TenantRule
 
@@ -59,7 +58,7 @@ _SIZES_MAX = 4_096
 """Sizes whose integer objects are shared among records: most objects have one of few sizes."""
 
 
-class Victims(NamedTuple):
+class EvictionConstraint(NamedTuple):
     """What an allocation may evict."""
 
     used_before_ms: int
@@ -69,7 +68,7 @@ class Victims(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class AllocationFailure:
     """An allocation that found no room. Nothing of it was taken."""
 
     missing_bytes: int
@@ -81,10 +80,10 @@ class Shortage:
     """Whether it is more than its tenant may ever hold."""
 
 
-class Pool:
+class MemoryPool:
     """All mounted segments and the objects on them."""
 
-    def __init__(self, jobs: Jobs, tenants: Sequence[TenantRule] | None = None) -> None:
+    def __init__(self, jobs: BackgroundJobs, tenants: Sequence[TenantRule] | None = None) -> None:
         """``tenants``: their rules; None: nothing is counted by tenant, and no quota holds."""
         self._jobs = jobs
         self.segments: dict[int, MountedSegment] = {}
@@ -95,18 +94,18 @@ class Pool:
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
-        self.traffic = TrafficCounts()
-        self.pins = Pins(jobs)
-        self.tenants: Tenants | None = None
+        self.traffic = TrafficRecorder()
+        self.pins = PinTable(jobs)
+        self.tenants: TenantAccounting | None = None
         if tenants is not None:
-            self.tenants = Tenants(tenants, self.forest.namespaces, self.segments)
+            self.tenants = TenantAccounting(tenants, self.forest.namespaces, self.segments)
             self.forest.tenants = self.pins.tenants = self.tenants
-        self.lifetimes = Ends()
+        self.lifetimes = ExpiryIndex()
         """When the objects that were put with a time to live are gone."""
         self.unsettled: deque[ObjectRecord] = deque()
         """Records at which ``settle`` must continue, because the path upward was long."""
         self._sizes: dict[int, int] = {}
-        nowhere = repair_queue.nowhere()
+        nowhere = repair_queue.placeholder_segment()
         missing: Extent = nowhere, 0
         self._copied: Extent = nowhere, repair_queue.COPIED
         self._missing = tuple((missing,) * count for count in range(REPLICAS_MAX))
@@ -329,10 +328,10 @@ class Pool:
 
     def evict_ahead(
         self, segment: MountedSegment, count: int, now_ms: int
-    ) -> tuple[list[Residue], bool]:
+    ) -> tuple[list[StaleExtents], bool]:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
         wiped. Returns their residues, which are still allocated, and whether more must go."""
-        evicted: list[Residue] = []
+        evicted: list[StaleExtents] = []
         eviction = self._eviction([segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
         while len(evicted) < count:
@@ -342,8 +341,8 @@ class Pool:
                 segment.takers.clear()
                 return evicted, False
             eviction.forget(segment)
-            eviction.cause = Tenants.taker(segment, extent_bytes(head.size))
-            evicted.append(Residue.of(head))
+            eviction.cause = TenantAccounting.taker(segment, extent_bytes(head.size))
+            evicted.append(StaleExtents.of(head))
             eviction.evict(head)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
@@ -472,10 +471,10 @@ class Pool:
         near: MountedSegment | None,
         host: str,
         now_ms: int,
-        victims: Victims | None = None,
+        victims: EvictionConstraint | None = None,
         owner: Tenant | None = None,
         everywhere: Sequence[MountedSegment] = (),
-    ) -> tuple[list[list[Extent]] | Shortage, list[Residue]]:
+    ) -> tuple[list[list[Extent]] | AllocationFailure, list[StaleExtents]]:
         """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts unleased objects
         if it must, and also returns the residues of these: their bytes are free in the allocator,
         but no client may write there before the caller has had their headers wiped.
@@ -496,11 +495,11 @@ class Pool:
         longest, total = max(lengths), sum(lengths)
         roomy = [segment for segment in usable if segment.capacity >= longest]
         if not roomy:
-            return Shortage(total * replicas), []
+            return AllocationFailure(total * replicas), []
         near = near if near in roomy else None
         if replicas > 1:
             replicas = min(replicas, len({segment.node for segment in roomy}))
-        own: list[Residue] = []
+        own: list[StaleExtents] = []
         if owner is not None:
             short, own = self.keep_bound(owner, total * replicas, everywhere, now_ms)
             if short is not None:
@@ -513,7 +512,7 @@ class Pool:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
         if room < total * replicas:  # it can never fit, so nothing is evicted for it
-            return Shortage(total * replicas - room), own
+            return AllocationFailure(total * replicas - room), own
         order = list(_preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
         eviction = self._eviction(usable, now_ms, victims, owner)
@@ -530,19 +529,19 @@ class Pool:
 
     def keep_bound(
         self, owner: Tenant, wanted: int, segments: Sequence[MountedSegment], now_ms: int
-    ) -> tuple[Shortage | None, list[Residue]]:
+    ) -> tuple[AllocationFailure | None, list[StaleExtents]]:
         """Evicts the tenant's own objects, the least recently used first, until it may take
         ``wanted`` bytes more. Returns also what was evicted, as ``allocate`` does."""
         missing = owner.lacks(wanted)
         if missing <= 0:
             return None, []
         if wanted > owner.at_most:
-            return Shortage(missing, quota=AT_MOST, never=True), []
+            return AllocationFailure(missing, quota=AT_MOST, never=True), []
         eviction = _QuotaEviction(self, list(segments), now_ms, None, owner, own_only=True)
         order = list(segments)
         while missing > 0:
             if eviction.next(order) is None:
-                return Shortage(missing, eviction.goes_on, AT_MOST), eviction.evicted
+                return AllocationFailure(missing, eviction.goes_on, AT_MOST), eviction.evicted
             missing = owner.lacks(wanted)
         return None, eviction.evicted
 
@@ -550,7 +549,7 @@ class Pool:
         self,
         segments: list[MountedSegment],
         now_ms: int,
-        victims: Victims | None = None,
+        victims: EvictionConstraint | None = None,
         owner: Tenant | None = None,
     ) -> _Eviction:
         if self.tenants is None:
@@ -585,7 +584,7 @@ class Pool:
 
     def _allocate_apart(
         self, lengths: list[int], replicas: int, order: list[MountedSegment], eviction: _Eviction
-    ) -> list[list[Extent]] | Shortage:
+    ) -> list[list[Extent]] | AllocationFailure:
         """Allocates payload by payload. Evicts further where the free pieces are too small."""
         taken: list[list[Extent]] = []
         for length in lengths:
@@ -622,10 +621,10 @@ class _Eviction:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: MemoryPool,
         segments: list[MountedSegment],
         now_ms: int,
-        victims: Victims | None = None,
+        victims: EvictionConstraint | None = None,
     ) -> None:
         self._pool = pool
         self._now_ms = now_ms
@@ -639,19 +638,19 @@ class _Eviction:
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next victim of each segment; None: there is none, or it must be looked up again."""
         self._budget = EVICTIONS_PER_STEP
-        self.evicted: list[Residue] = []
+        self.evicted: list[StaleExtents] = []
 
     @property
     def goes_on(self) -> bool:
         """Whether another step may find a victim, after ``next`` found none."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
-    def shortage(self, missing: int) -> Shortage:
+    def shortage(self, missing: int) -> AllocationFailure:
         """What an allocation lacks, after ``next`` found none."""
-        return Shortage(missing, self.goes_on)
+        return AllocationFailure(missing, self.goes_on)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
-        """As ``Pool.evict``."""
+        """As ``MemoryPool.evict``."""
         return self._pool.evict(victim, self._now_ms)
 
     def _may_go(self, victim: ObjectRecord) -> bool:
@@ -696,7 +695,7 @@ class _Eviction:
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
-        self.evicted.append(Residue.of(victim))
+        self.evicted.append(StaleExtents.of(victim))
         parent = self.evict(victim)
         self._pool.free(self.evicted[-1].extents, length)
         if parent is not None:
@@ -753,16 +752,16 @@ class _QuotaEviction(_Eviction):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: MemoryPool,
         segments: list[MountedSegment],
         now_ms: int,
-        victims: Victims | None,
+        victims: EvictionConstraint | None,
         owner: Tenant | None,
         *,
         own_only: bool = False,
     ) -> None:
         assert pool.tenants is not None
-        self._tenants: Tenants = pool.tenants
+        self._tenants: TenantAccounting = pool.tenants
         self._owner = owner
         self._own_only = own_only
         self._held_back = False
@@ -770,9 +769,9 @@ class _QuotaEviction(_Eviction):
         super().__init__(pool, segments, now_ms, victims)
         self.cause = owner
 
-    def shortage(self, missing: int) -> Shortage:
+    def shortage(self, missing: int) -> AllocationFailure:
         quota = GUARANTEED if self._held_back and self._owner is not None else ""
-        return Shortage(missing, self.goes_on, quota)
+        return AllocationFailure(missing, self.goes_on, quota)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
         tenant = self._tenants.of_record(victim)
@@ -796,7 +795,7 @@ class _QuotaEviction(_Eviction):
     def _head(self, segment: MountedSegment) -> ObjectRecord | None:
         """The oldest head of the orders that may lose one: O(tenants)."""
         candidates, owner = segment.candidates, self._owner
-        if not isinstance(candidates, TenantOrders):
+        if not isinstance(candidates, PerTenantLru):
             raise TypeError("segments of a master with tenants have orders of tenants")
         oldest: ObjectRecord | None = None
         unfinished = False
@@ -818,7 +817,7 @@ class _QuotaEviction(_Eviction):
         candidates.unfinished = unfinished
         return oldest
 
-    def _head_of(self, candidates: TenantOrders, order: EvictionPolicy) -> ObjectRecord | None:
+    def _head_of(self, candidates: PerTenantLru, order: EvictionPolicy) -> ObjectRecord | None:
         """The first of one order, after those were put into another order whose namespace has
         moved to another tenant."""
         for _ in range(_REMARKS_PER_LOOK):

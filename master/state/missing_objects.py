@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Container
 from typing import NamedTuple
 
-from kvstore.calls import GoneNode
+from kvstore.calls import DepartedNode
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord
 
@@ -35,7 +35,7 @@ is known: those are missing until their memory is back, whatever happens to thei
 all names, when those of a node count as lost, takes 10 ms."""
 
 
-class _Gone:
+class _DepartedNode:
     """A node that has gone, with all its memory."""
 
     def __init__(self, place: str, why: str, gone_ms: int) -> None:
@@ -63,23 +63,23 @@ class _Gone:
         )
 
 
-class _Entry(NamedTuple):
+class _MissingEntry(NamedTuple):
     """A missing object."""
 
-    gone: _Gone
+    gone: _DepartedNode
     end_ms: int
     """The end of its lifetime; 0: it has none."""
 
 
-class Missing:
+class MissingObjects:
     """See the module. ``counters``: ``lost_objects`` is counted there."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._gone: dict[str, _Gone] = {}
+        self._gone: dict[str, _DepartedNode] = {}
         """Gone nodes by name, in the order in which they went."""
-        self._by_memory: dict[bytes, _Gone] = {}
-        self._named: dict[Namespace, dict[Key, _Entry]] = {}
+        self._by_memory: dict[bytes, _DepartedNode] = {}
+        self._named: dict[Namespace, dict[Key, _MissingEntry]] = {}
         """Missing objects by namespace and key; no empty namespaces."""
         self._names = 0
         """Entries of all namespaces."""
@@ -96,7 +96,7 @@ class Missing:
         gone = self._gone.get(node.name)
         if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
             self._forget(now_ms, node.name)  # an earlier node of that name had other memory
-            gone = self._gone[node.name] = _Gone(node.place, node.gone, now_ms)
+            gone = self._gone[node.name] = _DepartedNode(node.place, node.gone, now_ms)
         gone.is_settled = False
         gone.why, gone.gone_ms = node.gone, now_ms
         gone.memory.add(uuid)
@@ -125,7 +125,7 @@ class Missing:
         if self._names >= NAMES_MAX:
             gone.unnamed += 1
             return
-        self._named.setdefault(record.namespace, {})[record.key] = _Entry(gone, end_ms)
+        self._named.setdefault(record.namespace, {})[record.key] = _MissingEntry(gone, end_ms)
         self._names += 1
 
     def object_claimed(self, segment: MountedSegment, name: Name) -> None:
@@ -169,9 +169,9 @@ class Missing:
             if (is_well and not gone.reports()) or (gone.is_settled and age_ms >= TOLD_MS):
                 self._forget(now_ms, name)
 
-    def told(self, now_ms: int) -> list[GoneNode]:
+    def told(self, now_ms: int) -> list[DepartedNode]:
         return [
-            GoneNode(
+            DepartedNode(
                 name=name,
                 host=gone.place,
                 why=gone.why,
@@ -183,7 +183,7 @@ class Missing:
             for name, gone in self._gone.items()
         ]
 
-    def _lose(self, now_ms: int, gone: _Gone) -> None:
+    def _lose(self, now_ms: int, gone: _DepartedNode) -> None:
         """Counts the missing objects of a node as lost, but for those whose lifetime is over."""
         gone.is_settled = True
         if not gone.missing:

@@ -9,31 +9,33 @@ from kvstore.calls import Allocate, PutStart
 from kvstore.errors import NoSpaceError
 from kvstore.master.state import liveness
 from kvstore.master.state.membership import Membership
-from kvstore.master.state.memory_pool import Shortage
+from kvstore.master.state.memory_pool import AllocationFailure
 from kvstore.master.state.records import MountedSegment
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
 from kvstore.memory.header import extent_bytes
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
 
 
-def refused(
-    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
+def refusal_error(
+    common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
     """The error for a put that is refused now; counted by tenant if a quota refuses it."""
     owner = common.pool.tenant_of(request.namespace)
     if owner is None or not found.quota:
-        return explained(common, now_ms, request, found)
+        return no_space_error(common, now_ms, request, found)
     if found.quota == GUARANTEED:
         owner.refused += 1
-        return no_space_messages.others_guaranteed(
+        return no_space_messages.guarantee_error(
             owner.name, asked_bytes(request), found.missing_bytes
         )
-    return over_bound(common, owner, asked_bytes(request), found)
+    return quota_error(common, owner, asked_bytes(request), found)
 
 
-def over_bound(common: Common, owner: Tenant, wanted: int, found: Shortage) -> NoSpaceError:
+def quota_error(
+    common: StateContext, owner: Tenant, wanted: int, found: AllocationFailure
+) -> NoSpaceError:
     """The error for what would bring a tenant above its bound."""
     assert found.quota == AT_MOST
     owner.refused += 1
@@ -42,8 +44,8 @@ def over_bound(common: Common, owner: Tenant, wanted: int, found: Shortage) -> N
     )
 
 
-def explained(
-    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
+def no_space_error(
+    common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
     """The error for a put that found no room; ``found`` says how much it lacks."""
     of_cause: dict[str, list[MountedSegment]] = {}
@@ -81,14 +83,14 @@ def _cause(
 
 def _group(
     cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
-) -> no_space_messages.Group:
+) -> no_space_messages.SegmentGroup:
     better = [_better_ms(segment, cause, now_ms) - now_ms for segment in segments]
     local = [
         s.offer.address
         for s in segments
         if s.node.host != host and s.offer.address.startswith(_LOOPBACK)
     ]
-    return no_space_messages.Group(
+    return no_space_messages.SegmentGroup(
         cause,
         nodes={segment.node.name: segment.offer.address for segment in segments},
         capacity=sum(segment.capacity for segment in segments),

@@ -10,30 +10,30 @@ from kvstore import calls
 from kvstore.calls import DrainStep
 from kvstore.errors import ProtocolError, UnavailableError
 from kvstore.master.state import liveness
-from kvstore.master.state.background_sweep import Sweeping
-from kvstore.master.state.effects import Notice, Outrun, Send
-from kvstore.master.state.inventory_loading import Returning
+from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.effects import LogClusterEvent, SendToNode, SupersedeEpoch
+from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.membership import describe
 from kvstore.master.state.queries import JOINING_MS
 from kvstore.master.state.records import MountedSegment
-from kvstore.master.state.removal_watermarks import Marks
-from kvstore.master.state.replication import Copying, not_draining
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.removal_watermarks import RemovalWatermarks
+from kvstore.master.state.replication import ReplicationPlanner, not_draining
+from kvstore.master.state.state_context import StateContext
 
 WATCH_MS = 1_000
 """How often the master checks that nodes carry out its orders and send their claims."""
 
 
-class Nodes:
+class NodeMessageHandler:
     """See the module."""
 
     def __init__(
         self,
-        common: Common,
-        marks: Marks,
-        returning: Returning,
-        copying: Copying,
-        sweeping: Sweeping,
+        common: StateContext,
+        marks: RemovalWatermarks,
+        returning: InventoryLoader,
+        copying: ReplicationPlanner,
+        sweeping: BackgroundSweeper,
     ) -> None:
         self._common = common
         self._membership = common.membership
@@ -60,7 +60,7 @@ class Nodes:
         if join.highest_epoch > common.epoch:
             self._check_later(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
-            common.effect(Notice("epoch_not_believed", fields))
+            common.effect(LogClusterEvent("epoch_not_believed", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
             mark = max(offer.mark for offer in join.segments)
@@ -82,14 +82,14 @@ class Nodes:
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeBeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
+            case calls.NodeHeartbeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
                 node.ahead_ms = clock_ms - now_ms
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
                 self._follow(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)
-                common.effect(Send(session, calls.MasterBeat(number, repair)))
-            case calls.NodeWiped(order):
+                common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))
+            case calls.NodeWipeDone(order):
                 segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
                     common.effects += common.reclaim.wiped(order)
@@ -127,7 +127,7 @@ class Nodes:
         """Raises UnavailableError: the node has joined a later master, of this epoch."""
         common = self._common
         if common.is_later(epoch):
-            common.effect(Outrun(epoch))
+            common.effect(SupersedeEpoch(epoch))
             raise _joined_later(f"node {node}", epoch, common.epoch)
 
     # --- calls --------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Nodes:
         if is_new and join.highest_epoch > common.epoch:
             raise _joined_later(f"client {join.client}", join.highest_epoch, common.epoch)
 
-    def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
+    def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.ReportFailureReply:
         common = self._common
         common.changing = True
         is_ours = request.epoch == common.epoch
@@ -159,13 +159,13 @@ class Nodes:
         self._follow(now_ms)
         nodes = self._membership.nodes.values()
         states = [self._membership.state_of(node, now_ms) for node in nodes]
-        return calls.Reported(states.count(liveness.SUSPECT))
+        return calls.ReportFailureReply(states.count(liveness.SUSPECT))
 
-    def drain(self, now_ms: int, request: calls.Drain) -> calls.Drained:
+    def drain(self, now_ms: int, request: calls.Drain) -> calls.DrainReply:
         """Raises InvalidArgumentError: no such node, or it is to leave and is not being drained."""
         common, members = self._common, self._membership
         if request.step is DrainStep.LEAVE and request.node not in members.nodes:
-            return calls.Drained(common.epoch, 0, 0)  # it has left
+            return calls.DrainReply(common.epoch, 0, 0)  # it has left
         node = members.known(request.node)
         common.changing = True
         if request.step is DrainStep.LEAVE:
@@ -181,7 +181,7 @@ class Nodes:
         self._follow(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
-        return calls.Drained(common.epoch, used, pending, node.drained_from)
+        return calls.DrainReply(common.epoch, used, pending, node.drained_from)
 
     # --- time ---------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def removed(record: ObjectRecord) -> Event:
     return record.namespace, record.key, b"", GONE_SIZE, 0
 
 
-class Survey:
+class SnapshotScan:
     """Lists the visible objects in steps, while they change.
 
     An object without an event since the survey began is listed if it is visible, and only then. Of

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.limits import Namespace
-from kvstore.master.state.background_jobs import EXPIRE, Jobs
-from kvstore.master.state.expiry_index import Ends
+from kvstore.master.state.background_jobs import EXPIRE, BackgroundJobs
+from kvstore.master.state.expiry_index import ExpiryIndex
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
-from kvstore.master.state.tenants import Tenants
+from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
 
-class _PinCount:
+class _PinnedRecord:
     """The counts of one record that pins hold."""
 
     __slots__ = ("above", "below", "dropped", "objects", "record", "size")
@@ -32,7 +32,7 @@ class _PinCount:
         """1: the object is there and counts; 0: it is missing."""
         self.size = 0
         """Bytes of memory: header, payload and padding of each replica."""
-        self.above: _PinCount | None = None
+        self.above: _PinnedRecord | None = None
         """The pin of the parent that the record had when it was pinned."""
         self.below = 0
         """Pins whose ``above`` this is."""
@@ -40,19 +40,19 @@ class _PinCount:
         """Whether this has left the table, because no pin holds its record any more."""
 
 
-class Pins:
+class PinTable:
     """All pins of a master."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: BackgroundJobs) -> None:
         self._jobs = jobs
-        self.ends = Ends()
+        self.ends = ExpiryIndex()
         """The ends of the pins that clients asked for."""
-        self._shards: list[dict[ObjectRecord, _PinCount]] = [{} for _ in range(TABLE_SHARDS)]
-        self.tenants: Tenants | None = None
+        self._shards: list[dict[ObjectRecord, _PinnedRecord]] = [{} for _ in range(TABLE_SHARDS)]
+        self.tenants: TenantAccounting | None = None
         """None: the master has no tenants."""
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
-        self._ending: deque[_PinCount] = deque()
+        self._ending: deque[_PinnedRecord] = deque()
         """Pins that have ended, or whose last pin below has; they may still be counted."""
         self.objects = 0
         """Counted objects, of all namespaces."""
@@ -62,7 +62,7 @@ class Pins:
         """Records in the table, including those of missing objects."""
         self._shards_to_measure: list[int] = []
         """Shards whose records may have lost memory with a node."""
-        self._to_measure: list[_PinCount] = []
+        self._to_measure: list[_PinnedRecord] = []
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """Objects of this namespace that pins hold, and their bytes of memory."""
@@ -94,17 +94,17 @@ class Pins:
                 break
             pin, above = pin.above, above.parent
 
-    def _new(self, record: ObjectRecord) -> _PinCount:
-        pin = self._shards[hash(record) % TABLE_SHARDS][record] = _PinCount(record)
+    def _new(self, record: ObjectRecord) -> _PinnedRecord:
+        pin = self._shards[hash(record) % TABLE_SHARDS][record] = _PinnedRecord(record)
         self._count_all += 1
         self._measure(pin)
         return pin
 
-    def _measure(self, pin: _PinCount) -> None:
+    def _measure(self, pin: _PinnedRecord) -> None:
         there = pin.record.complete
         self._set(pin, int(there), bytes_held(pin.record) if there else 0)
 
-    def _set(self, pin: _PinCount, objects: int, size: int) -> None:
+    def _set(self, pin: _PinnedRecord, objects: int, size: int) -> None:
         self._add(pin.record.namespace, objects - pin.objects, size - pin.size)
         pin.objects, pin.size = objects, size
 
@@ -129,7 +129,7 @@ class Pins:
         self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
         return True
 
-    def _let_go(self, pin: _PinCount) -> None:
+    def _let_go(self, pin: _PinnedRecord) -> None:
         self._ending.append(pin)
         self._jobs.due |= EXPIRE
 
@@ -165,7 +165,7 @@ class Pins:
             self._shards_to_measure = list(range(TABLE_SHARDS))
             self._jobs.due |= EXPIRE
 
-    def _measure_again(self, pin: _PinCount) -> None:
+    def _measure_again(self, pin: _PinnedRecord) -> None:
         if pin.dropped:
             return
         if pin.record.complete:

@@ -12,10 +12,10 @@ from kvstore import calls
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.master.state import no_space_report
 from kvstore.master.state.background_jobs import SERVE
-from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.effects import DeferredReply, SendReply
 from kvstore.master.state.grants import WaitingPut
-from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, Shortage
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, AllocationFailure
+from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUTS, Tenant
 from kvstore.tenants import tenant_text
 
@@ -26,22 +26,22 @@ PUT_COUNTS_FOR = 16
 """Keys that a put counts for, in addition to its own."""
 
 Wanting = calls.PutStart | calls.Allocate
-Grant = Callable[[int, Wanting], calls.Grants | Shortage]
+TryGrant = Callable[[int, Wanting], calls.Grants | AllocationFailure]
 
 
 class WaitingPuts:
     """See the module."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
         self._jobs = common.jobs
         self._queue = common.waiting
-        self._stuck: dict[Tenant | None, Shortage] = {}
+        self._stuck: dict[Tenant | None, AllocationFailure] = {}
         """Tenants whose first put found no room since room was last made, and what it lacked."""
         self._rooms = 0
-        """``Common.rooms`` when that was."""
+        """``StateContext.rooms`` when that was."""
 
-    def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
+    def add(self, now_ms: int, request: Wanting, wait_ms: int) -> DeferredReply:
         """Lets a put wait. Raises BusyError: too many puts wait already."""
         common = self._common
         if len(self._queue) >= common.rules.waiting_puts_max:
@@ -67,7 +67,7 @@ class WaitingPuts:
         ticket = common.ticket()
         self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
         common.counters["waited_puts"] += 1
-        return Later(ticket)
+        return DeferredReply(ticket)
 
     def cancel(self, ticket: int) -> None:
         for waiting in self._queue:
@@ -83,7 +83,7 @@ class WaitingPuts:
             put.tenant.waiting -= 1
         self._stuck.pop(put.tenant, None)  # its next put may want less
 
-    def serve(self, now_ms: int, grant: Grant) -> None:
+    def serve(self, now_ms: int, grant: TryGrant) -> None:
         """Grants puts in their order; passes over those of a tenant whose first one must go on
         waiting: over all others, where there are no tenants. Refuses those whose time is up. Leaves
         the rest to the next step when this one has done enough."""
@@ -93,19 +93,19 @@ class WaitingPuts:
         self._rooms = common.rooms
         jobs.note(SERVE, False)
         served = 0
-        lacked: dict[Tenant | None, Shortage] = {}
+        lacked: dict[Tenant | None, AllocationFailure] = {}
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
         for put in list(self._queue):
             if put.tenant in self._stuck:
                 continue
             if jobs.due & SERVE:
                 break
-            result: calls.Grants | Shortage | KVStoreError
+            result: calls.Grants | AllocationFailure | KVStoreError
             try:
                 result = grant(now_ms, put.request)
             except KVStoreError as error:
                 result = error
-            if isinstance(result, Shortage):
+            if isinstance(result, AllocationFailure):
                 lacked[put.tenant] = result
                 if result.goes_on:  # this put is the next one again
                     jobs.due |= SERVE
@@ -127,26 +127,26 @@ class WaitingPuts:
             effects, _ = common.reclaim.wipe([], now_ms, put.ticket, result, earlier)
             common.effects += effects
         else:
-            common.effect(Answer(put.ticket, result))
+            common.effect(SendReply(put.ticket, result))
 
-    def _refuse_late(self, now_ms: int, lacked: dict[Tenant | None, Shortage]) -> None:
+    def _refuse_late(self, now_ms: int, lacked: dict[Tenant | None, AllocationFailure]) -> None:
         """Refuses late puts. ``lacked``: by tenant, what its first put lacks, if it was tried."""
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
             missing = self._lacking(put, lacked.get(put.tenant))
             self._drop(put)
             self._jobs.due |= SERVE  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1
-            error = no_space_report.refused(self._common, now_ms, put.request, missing)
+            error = no_space_report.refusal_error(self._common, now_ms, put.request, missing)
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
-            self._common.effect(Answer(put.ticket, error))
+            self._common.effect(SendReply(put.ticket, error))
 
-    def _lacking(self, put: WaitingPut, found: Shortage | None) -> Shortage:
+    def _lacking(self, put: WaitingPut, found: AllocationFailure | None) -> AllocationFailure:
         """What a put lacks that is refused. ``found``: what the first put of its tenant lacked."""
         asked = no_space_report.asked_bytes(put.request)
         if found is None:
-            return Shortage(asked)
+            return AllocationFailure(asked)
         is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
-        return found if is_first else Shortage(asked, quota=found.quota)
+        return found if is_first else AllocationFailure(asked, quota=found.quota)
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until ``until_ms`` that the rest of the pool is too small for

@@ -13,36 +13,36 @@ from kvstore.calls import PutOutcome, Version
 from kvstore.errors import InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state import no_space_report
-from kvstore.master.state.effects import Later
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.grants import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
+from kvstore.master.state.effects import DeferredReply
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.grants import AllocationGrant, CopyGrant, ObjectGrant, PutGrant
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.memory_pool import Shortage
+from kvstore.master.state.memory_pool import AllocationFailure
 from kvstore.master.state.put_queue import WaitingPuts, Wanting
-from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import Extent, ObjectRecord, Residue
-from kvstore.master.state.removals import Removing
-from kvstore.master.state.replication import Copying
-from kvstore.master.state.retention import Keeping
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.reclaim import WipeRequest
+from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents
+from kvstore.master.state.removals import RemovalHandler
+from kvstore.master.state.replication import ReplicationPlanner
+from kvstore.master.state.retention import RetentionManager
+from kvstore.master.state.state_context import StateContext
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 MAKING_ROOM_MS = 1_000
 """A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
 
 
-class Putting:
+class PutHandler:
     """See the module."""
 
     def __init__(
         self,
-        common: Common,
+        common: StateContext,
         leases: ReaderLeases,
-        granting: Granting,
+        granting: GrantManager,
         waiting: WaitingPuts,
-        removing: Removing,
-        copying: Copying,
-        keeping: Keeping,
+        removing: RemovalHandler,
+        copying: ReplicationPlanner,
+        keeping: RetentionManager,
     ) -> None:
         self._common = common
         self._forest = common.forest
@@ -59,7 +59,7 @@ class Putting:
 
     # --- the first phase ----------------------------------------------------------------------
 
-    def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
+    def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | DeferredReply:
         self._forest.begin_step()
         if request.released:
             self._leases.release(now_ms, request.released)
@@ -84,7 +84,7 @@ class Putting:
         putter.found += found
         return result
 
-    def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
+    def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | DeferredReply:
         self._forest.begin_step()
         self._check_sizes([request.size])
         return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
@@ -101,8 +101,8 @@ class Putting:
             )
 
     def _answer_or_wait(
-        self, now_ms: int, request: Wanting, result: calls.Grants | Shortage
-    ) -> calls.Grants | Later:
+        self, now_ms: int, request: Wanting, result: calls.Grants | AllocationFailure
+    ) -> calls.Grants | DeferredReply:
         if isinstance(result, calls.Grants):
             earlier = self._common.unread(request, result)
             return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
@@ -115,7 +115,7 @@ class Putting:
             or not self._could_take(request)
             or self._waiting.only_pins_end(now_ms + wait_ms, request)
         ):
-            raise no_space_report.refused(self._common, now_ms, request, result)
+            raise no_space_report.refusal_error(self._common, now_ms, request, result)
         later = self._waiting.add(now_ms, request, wait_ms)
         if result.goes_on:
             self._common.room_made()
@@ -135,12 +135,14 @@ class Putting:
     def serve_waiting(self, now_ms: int) -> None:
         self._waiting.serve(now_ms, self._try_grant)
 
-    def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | Shortage:
+    def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | AllocationFailure:
         if isinstance(request, calls.Allocate):
             return self._try_allocation(now_ms, request)
         return self._try_put(now_ms, request)[0]
 
-    def _try_put(self, now_ms: int, request: calls.PutStart) -> tuple[calls.Grants | Shortage, int]:
+    def _try_put(
+        self, now_ms: int, request: calls.PutStart
+    ) -> tuple[calls.Grants | AllocationFailure, int]:
         """Tries to grant a put. Also returns how many of its keys are stored already."""
         keys = list(request.keys)
         self._keeping.make_room(now_ms, request.namespace, keys)
@@ -177,7 +179,7 @@ class Putting:
             now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
             here_only=request.here_only, owner=self._pool.tenant_of(request.namespace),
         )  # fmt: skip
-        if isinstance(taken, Shortage):
+        if isinstance(taken, AllocationFailure):
             if parent is not None and request.wait_ms:
                 parent.keep_until(now_ms + self._common.rules.lease_ms)
             return taken, there
@@ -194,14 +196,14 @@ class Putting:
         granted: list[int],
         sizes: list[int],
         taken: list[list[Extent]],
-    ) -> list[GrantedPut]:
+    ) -> list[PutGrant]:
         """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
         in the forest. If the forest refuses one of them, all is as before.
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
         """
-        puts: list[GrantedPut] = []
+        puts: list[PutGrant] = []
         record: ObjectRecord | None = None
         table = self._forest.ensure_table(request.namespace)
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
@@ -219,7 +221,7 @@ class Putting:
             found = table.get(keys[index])  # making room may have dropped the record
             record = table.add(keys[index]) if found is None else found
             token += 1
-            put = GrantedPut(
+            put = PutGrant(
                 token, record, extents, size, deadline_ms, client, overwrite,
                 replicas - len(extents), ttl_ms,
             )  # fmt: skip
@@ -239,7 +241,9 @@ class Putting:
                 raise
         return puts
 
-    def _try_allocation(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Shortage:
+    def _try_allocation(
+        self, now_ms: int, request: calls.Allocate
+    ) -> calls.Grants | AllocationFailure:
         self._common.changing = True
         self._keeping.make_room(now_ms, "", [])
         segments = self._pool.segments.values()
@@ -250,14 +254,14 @@ class Putting:
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only,
             owner=owner,
         )  # fmt: skip
-        if isinstance(taken, Shortage):
+        if isinstance(taken, AllocationFailure):
             return taken
         put = self._granting.allocation(now_ms, request, taken[0], owner)
         return self._granting.reply(bytes([PutOutcome.WRITE]), [put])
 
     # --- the second phase ---------------------------------------------------------------------
 
-    def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
+    def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEndReply | DeferredReply:
         """Stores the objects of puts, and of copies, unless the copied object has changed since.
         Answers when no client reads an earlier version that was removed or replaced: after the
         answer, a get anywhere finds the stored version, or nothing."""
@@ -265,10 +269,10 @@ class Putting:
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         was_stored = int(PutOutcome.STORED)
-        replaced: list[Residue] = []
-        outdated: list[GrantedCopy] = []
-        ended: list[tuple[GrantedObject, list[Extent]]] = []
-        still_read: list[Wiping] = []
+        replaced: list[StaleExtents] = []
+        outdated: list[CopyGrant] = []
+        ended: list[tuple[ObjectGrant, list[Extent]]] = []
+        still_read: list[WipeRequest] = []
         pending = self._pending
         common.changing = True
         for index, token in enumerate(request.tokens if request.epoch == common.epoch else ()):
@@ -276,7 +280,7 @@ class Putting:
             if put is None:
                 self._granting.wipe_again(token)
                 continue
-            if now_ms > put.deadline_ms or not isinstance(put, GrantedObject):
+            if now_ms > put.deadline_ms or not isinstance(put, ObjectGrant):
                 continue
             self._granting.end(put)
             alive = put.extents
@@ -285,7 +289,7 @@ class Putting:
             if not alive:
                 self._granting.abandon(put, now_ms)
                 continue
-            if isinstance(put, GrantedCopy):
+            if isinstance(put, CopyGrant):
                 if not self._granting.still_there(put) or any(
                     put.record is other.record for other, _ in ended
                 ):
@@ -307,12 +311,12 @@ class Putting:
         for put, alive in ended:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
-            if isinstance(put, GrantedCopy):
+            if isinstance(put, CopyGrant):
                 self._pool.note_brought(put.record)  # the object may have lost a replica meanwhile
                 put.record.last_used_ms = used_ms  # a move does not count as a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
-        stored = [put for put, _ in ended if isinstance(put, GrantedPut)]
+        stored = [put for put, _ in ended if isinstance(put, PutGrant)]
         if stored:  # clients end the puts of one namespace at a time
             size = sum([put.size for put in stored])
             self._count_stored(len(stored), size)
@@ -326,15 +330,15 @@ class Putting:
                 self._copying.note_stored(put.record)
         if ended:
             self._common.room_made()  # they can be evicted
-        reply = calls.PutEnded(bytes(outcomes))
+        reply = calls.PutEndReply(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
-    def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
+    def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.PutRevokeReply:
         common = self._common
-        given_up: list[Residue] = []
+        given_up: list[StaleExtents] = []
         common.changing = True
         for token in request.tokens:
             put = self._granting.granted(now_ms, request.epoch, token)
@@ -353,15 +357,15 @@ class Putting:
             self._granting.unclaim(put)
         common.wipe(given_up)
         common.counters["revoked_puts"] += len(given_up)
-        return calls.Revoked(len(given_up))
+        return calls.PutRevokeReply(len(given_up))
 
-    def commit(self, now_ms: int, request: calls.Commit) -> calls.Committed | Later:
+    def commit(self, now_ms: int, request: calls.Commit) -> calls.CommitReply | DeferredReply:
         """Makes an allocation an object; memory that the object does not need is free at once."""
         common = self._common
         self._forest.begin_step()
         given = self._granting.granted(now_ms, request.epoch, request.token)
-        if not isinstance(given, GrantedAllocation) or request.size > given.size:
-            return calls.Committed(PutOutcome.REFUSED)
+        if not isinstance(given, AllocationGrant) or request.size > given.size:
+            return calls.CommitReply(PutOutcome.REFUSED)
         namespace, key, parent = request.namespace, request.key, request.parent
         if parent == key:
             raise InvalidArgumentError("a key cannot be its own parent")
@@ -374,7 +378,7 @@ class Putting:
             # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(given, given.deadline_ms)
             common.wipe([given.residue(common.epoch)._replace(kept=True)])
-            return calls.Committed(outcome if alive else PutOutcome.REFUSED)
+            return calls.CommitReply(outcome if alive else PutOutcome.REFUSED)
         self._keep_bound(now_ms, request, given, len(alive))
         above = None if parent is None else self._forest.ensure(namespace, parent)
         record = self._forest.ensure(namespace, key)
@@ -384,7 +388,7 @@ class Putting:
         else:
             still_read = self._reclaim.being_read((namespace, key))
         self._granting.end(given)
-        put = GrantedPut(
+        put = PutGrant(
             given.token, record, given.extents, request.size, given.deadline_ms,
             given.client_number, request.overwrite, 0, request.ttl_ms,
         )  # fmt: skip
@@ -392,10 +396,10 @@ class Putting:
             tails = [(segment, offset + put.length) for segment, offset in alive]
             self._pool.free(tails, given.length - put.length)
             # The owner's right to write the whole extent ends; no header has this version.
-            right = Residue(None, given.size, 0, 0, alive, kept=True)
+            right = StaleExtents(None, given.size, 0, 0, alive, kept=True)
             zeroed = [extent for extent in tails if extent[0].zeroes]
             size = given.length - put.length - HEADER_BYTES
-            common.wipe([right, Residue(None, size, 0, 0, zeroed)])
+            common.wipe([right, StaleExtents(None, size, 0, 0, zeroed)])
         replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
         putter = self._traffic.puts(now_ms, namespace)
@@ -409,14 +413,14 @@ class Putting:
         if not record.children:
             self._pool.settle(record)
             self._common.room_made()  # it can be evicted
-        reply = calls.Committed(PutOutcome.STORED)
+        reply = calls.CommitReply(PutOutcome.STORED)
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
     def _keep_bound(
-        self, now_ms: int, request: calls.Commit, given: GrantedAllocation, replicas: int
+        self, now_ms: int, request: calls.Commit, given: AllocationGrant, replicas: int
     ) -> None:
         """Makes room for the bytes of an allocation of another tenant within the bound of the
         tenant whose object it becomes.
@@ -434,15 +438,15 @@ class Putting:
         wanted = extent_bytes(request.size) * replicas
         missing = self._granting.keep_bound(now_ms, owner, wanted)
         if missing is not None:
-            raise no_space_report.over_bound(self._common, owner, wanted, missing)
+            raise no_space_report.quota_error(self._common, owner, wanted, missing)
 
-    def _store(self, put: GrantedObject, extents: list[Extent], now_ms: int) -> list[Residue]:
+    def _store(self, put: ObjectGrant, extents: list[Extent], now_ms: int) -> list[StaleExtents]:
         """Gives the put's record these extents. Returns the residue of the replaced version, whose
         extents are still allocated. The caller calls ``Pool.settle`` afterwards."""
         record = put.record
-        replaced: list[Residue] = []
+        replaced: list[StaleExtents] = []
         if record.segment is not None:
-            replaced.append(Residue.of(record))
+            replaced.append(StaleExtents.of(record))
             self._pool.strip(record, replaced=True)
         else:
             self._pool.pins.drop(record)  # the pin of an object that was lost
@@ -455,7 +459,7 @@ class Putting:
             segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # something was removed during the put
             self._common.allow(record, version)
-        if isinstance(put, GrantedPut):
+        if isinstance(put, PutGrant):
             self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)

@@ -14,12 +14,12 @@ from kvstore.calls import NO_PLACEMENTS, Presence
 from kvstore.histograms import Histogram
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.background_jobs import ANSWER
-from kvstore.master.state.effects import Answer, Later
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.inventory_loading import Returning
+from kvstore.master.state.effects import DeferredReply, SendReply
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.traffic import Caller
 
 ANSWERED_PER_STEP = 16_384
@@ -39,14 +39,18 @@ _COMPLETE: Final = 1
 """The values of ``Presence``, without an attribute look-up in every call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
-Found = calls.Matched | calls.Found | calls.Existing
+Found = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
 
 
-class Asking:
+class QueryHandler:
     """See the module."""
 
     def __init__(
-        self, common: Common, leases: ReaderLeases, granting: Granting, returning: Returning
+        self,
+        common: StateContext,
+        leases: ReaderLeases,
+        granting: GrantManager,
+        returning: InventoryLoader,
     ) -> None:
         self._common = common
         self._leases = leases
@@ -67,7 +71,7 @@ class Asking:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def find(self, now_ms: int, request: Question) -> Found | Later:
+    def find(self, now_ms: int, request: Question) -> Found | DeferredReply:
         self._forest.begin_step()
         if request.released:
             self._leases.release(now_ms, request.released)
@@ -80,7 +84,7 @@ class Asking:
         ):
             ticket = self._common.ticket()
             self._asking.append((ticket, self._traffic.caller, request))
-            return Later(ticket)
+            return DeferredReply(ticket)
         return reply
 
     def cancel(self, ticket: int) -> None:
@@ -98,7 +102,7 @@ class Asking:
             case calls.Exists():
                 return self.exists(now_ms, request)
 
-    def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
+    def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.MatchPrefixReply:
         common = self._common
         count = len(request.keys)
         matches = []
@@ -136,7 +140,7 @@ class Asking:
         if request.states:
             reach = min([match.matched for match in matches], default=count)
             state = self._last_state(now_ms, request, request.keys[:reach])
-        return calls.Matched(common.epoch, common.rules.lease_ms, matches, state)
+        return calls.MatchPrefixReply(common.epoch, common.rules.lease_ms, matches, state)
 
     def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
         """How many of ``keys`` there are up to the last one that all of ``request.states`` have,
@@ -179,7 +183,7 @@ class Asking:
                 return keys[:index]
         return keys
 
-    def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
+    def lookup(self, now_ms: int, request: calls.Lookup) -> calls.LookupReply:
         common = self._common
         table = self._forest.table(request.namespace)
         keys = request.keys
@@ -204,9 +208,9 @@ class Asking:
             first = records.index(None) if count > 1 else 0
         self._note(now_ms, request.namespace, keys, found, first)
         placements = common.placements(records, now_ms)
-        return calls.Found(common.epoch, common.rules.lease_ms, placements)
+        return calls.LookupReply(common.epoch, common.rules.lease_ms, placements)
 
-    def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
+    def exists(self, now_ms: int, request: calls.Exists) -> calls.ExistsReply:
         keys = request.keys
         table = self._forest.table(request.namespace)
         presence = bytes(len(keys)) if table is None else table.presence(keys)
@@ -226,7 +230,7 @@ class Asking:
             first = presence.index(_ABSENT) if count > 1 else 0
             found -= presence.count(_ABSENT) if count > 1 else 1
         self._note(now_ms, request.namespace, keys, found, first)
-        return calls.Existing(presence)
+        return calls.ExistsReply(presence)
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
         """Leases these complete objects, and notes for how long they had not been used."""
@@ -256,7 +260,7 @@ class Asking:
         if not (self._gathering and self._gathers(now_ms)):
             self._traffic.asked(now_ms, namespace, keys, found, first, tip)
 
-    def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
+    def renew(self, now_ms: int, request: calls.Renew) -> calls.RenewReply:
         """Extends deadlines of grants, and leases of objects: of those whose version has not
         changed, in memory that still holds that version."""
         common, rules = self._common, self._common.rules
@@ -282,7 +286,7 @@ class Asking:
             if put is not None and all(segment.alive for segment, _ in put.extents):
                 self._granting.renew(now_ms, put)
                 tokens_held[index] = 1
-        return calls.Renewed(
+        return calls.RenewReply(
             rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
         )
 
@@ -314,7 +318,7 @@ class Asking:
         while self._asking and keys < ANSWERED_PER_STEP:
             ticket, self._traffic.caller, request = self._asking.popleft()
             keys += len(request.keys)
-            self._common.effect(Answer(ticket, self._find(now_ms, request)))
+            self._common.effect(SendReply(ticket, self._find(now_ms, request)))
         self._jobs.note(ANSWER, bool(self._asking))
 
 
@@ -328,11 +332,11 @@ def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
 
 def _misses(request: Question, reply: Found) -> bool:
     match reply:
-        case calls.Matched(matches=matches, state=state):
+        case calls.MatchPrefixReply(matches=matches, state=state):
             count = len(request.keys)
             lacks = isinstance(request, calls.MatchPrefix) and request.states and state < count
             return bool(lacks) or any(match.matched < count for match in matches)
-        case calls.Found(placements=placements):
+        case calls.LookupReply(placements=placements):
             return 0 in placements.replicas
-        case calls.Existing(presence=presence):
+        case calls.ExistsReply(presence=presence):
             return 0 in presence

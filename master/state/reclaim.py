@@ -27,9 +27,9 @@ from itertools import takewhile
 from kvstore import calls
 from kvstore.calls import NO_VERSION, MasterWipe, Version
 from kvstore.errors import KVStoreError
-from kvstore.master.state.effects import Answer, Effect, Send
+from kvstore.master.state.effects import Effect, SendReply, SendToNode
 from kvstore.master.state.inventory import Tombstones
-from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, Writer
+from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, StaleExtents, Writer
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -40,13 +40,13 @@ ZERO_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Wiping:
+class WipeRequest:
     """The extents of one wipe order, all on one segment: pending free."""
 
     order: int
     segment: MountedSegment
     free_at_ms: int
-    removals: list[Removal] = field(default_factory=list)
+    removals: list[PendingRemoval] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
     """The namespaces of ``names``."""
@@ -74,7 +74,7 @@ class Wiping:
         """Called if the extents have yet to be handed back: adds them to ``reclaim_bytes``."""
         self.segment.reclaim_bytes += sum(self.lengths)
 
-    def add(self, removals: Iterable[Removal]) -> None:
+    def add(self, removals: Iterable[PendingRemoval]) -> None:
         """Makes these removals wait for this order, unless they do already."""
         known = set(self.removals)
         new = [removal for removal in removals if removal not in known]
@@ -104,7 +104,7 @@ class Wiping:
 
 
 @dataclass(slots=True, eq=False)
-class Removal:
+class PendingRemoval:
     """An answer that waits until the last of its orders is done."""
 
     ticket: int
@@ -112,19 +112,19 @@ class Removal:
     orders: int = 0
 
 
-class Reclaim:
+class SpaceReclaimer:
     """Keeps the extents of all removed objects until they are free, and the orders to wipe them."""
 
     def __init__(self, tombstones: Tombstones) -> None:
         self._tombstones = tombstones
-        self._by_end: deque[Wiping] = deque()
-        self._unwiped: dict[int, Wiping] = {}
-        self._unwiped_of: dict[Name, list[Wiping]] = {}
-        self._unclean: dict[MountedSegment, dict[int, Wiping]] = {}
+        self._by_end: deque[WipeRequest] = deque()
+        self._unwiped: dict[int, WipeRequest] = {}
+        self._unwiped_of: dict[Name, list[WipeRequest]] = {}
+        self._unclean: dict[MountedSegment, dict[int, WipeRequest]] = {}
         """Released orders not done yet, by segment and number."""
-        self._still_read: deque[tuple[Version, Wiping]] = deque()
+        self._still_read: deque[tuple[Version, WipeRequest]] = deque()
         """Segments that died within the last lease, as ``wait_for_readers`` was told."""
-        self._held: dict[MountedSegment, Wiping] = {}
+        self._held: dict[MountedSegment, WipeRequest] = {}
         """Segments whose inventory is not complete, each with a placeholder order."""
         self._unzeroed: dict[MountedSegment, deque[tuple[int, int]]] = {}
         """Offset and length of memory that is free once it is zeroed."""
@@ -140,14 +140,14 @@ class Reclaim:
         """Whether there are unfinished orders that concern objects."""
         return bool(self._unwiped_of)
 
-    def of_objects(self, names: Iterable[Name]) -> list[Wiping]:
+    def of_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
         """Unfinished orders that concern these objects."""
         wipings = {
             wiping.order: wiping for name in names for wiping in self._unwiped_of.get(name, ())
         }
         return list(wipings.values())
 
-    def of_namespace(self, namespace: str) -> list[Wiping]:
+    def of_namespace(self, namespace: str) -> list[WipeRequest]:
         """Unfinished orders that concern this namespace; empty: any namespace."""
         return [
             wiping
@@ -157,11 +157,11 @@ class Reclaim:
 
     def wipe(
         self,
-        gone: Iterable[Residue],
+        gone: Iterable[StaleExtents],
         free_at_ms: int,
         ticket: int,
         reply: calls.Reply,
-        earlier: Sequence[Wiping],
+        earlier: Sequence[WipeRequest],
     ) -> tuple[list[Effect], bool]:
         """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that and the ``earlier``
         orders are done.
@@ -170,7 +170,7 @@ class Reclaim:
         a committed allocation) delays the orders behind it, which is simpler than a heap. Returns
         the effects and whether there is anything to wait for.
         """
-        removal = Removal(ticket, reply)
+        removal = PendingRemoval(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms, kept=True)
         self._by_end.extend(wipings)
         for wiping in wipings:
@@ -180,9 +180,9 @@ class Reclaim:
             removal.orders += 1
         return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
 
-    def clean(self, gone: Iterable[Residue]) -> list[Effect]:
+    def clean(self, gone: Iterable[StaleExtents]) -> list[Effect]:
         """Orders headers wiped in extents that are free already, or that another part frees
-        (``Residue.kept``)."""
+        (``StaleExtents.kept``)."""
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
             wiping.ended = wiping.released = True
@@ -200,7 +200,7 @@ class Reclaim:
         wiping = self._new(segment, until_ms)
         self._still_read.append((newest, wiping))
 
-    def still_read(self, record: ObjectRecord | None) -> list[Wiping]:
+    def still_read(self, record: ObjectRecord | None) -> list[WipeRequest]:
         """Placeholder orders of dead segments on which clients may still read an earlier version of
         this object, or a version that this master no longer knows."""
         if not self._still_read:
@@ -211,7 +211,7 @@ class Reclaim:
         on = {segment for segment, _ in record.extents()}
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
-    def concerns(self, readers: Iterable[Wiping], name: Name) -> None:
+    def concerns(self, readers: Iterable[WipeRequest], name: Name) -> None:
         """Notes that these readers may read a removed version of this object (``being_read``)."""
         for wiping in readers:
             wipings = self._unwiped_of.setdefault(name, [])
@@ -219,7 +219,7 @@ class Reclaim:
                 wipings.append(wiping)
                 wiping.names.append(name)
 
-    def being_read(self, name: Name) -> list[Wiping]:
+    def being_read(self, name: Name) -> list[WipeRequest]:
         """Unfinished orders for ended versions of this object on which leases may be left: their
         readers have not heard that the version has ended, and do not ask."""
         wipings = self._unwiped_of.get(name)
@@ -233,7 +233,7 @@ class Reclaim:
         self._unclean.setdefault(segment, {})[wiping.order] = wiping
         return _send(wiping)
 
-    def unmarked(self) -> list[Wiping]:
+    def unmarked(self) -> list[WipeRequest]:
         """Unfinished orders to keep a mark."""
         return [
             wiping
@@ -242,7 +242,7 @@ class Reclaim:
             if wiping.mark != NO_VERSION
         ]
 
-    def clean_ahead(self, gone: Iterable[Residue]) -> list[Effect]:
+    def clean_ahead(self, gone: Iterable[StaleExtents]) -> list[Effect]:
         """Orders headers wiped, and frees the extents when that is done; until then these count in
         ``wiping_bytes`` of their segments."""
         wipings = self._new_wipings(gone, 0)
@@ -251,7 +251,7 @@ class Reclaim:
             wiping.count()
         return [effect for wiping in wipings for effect in _send(wiping)]
 
-    def unclean(self, segments: Iterable[MountedSegment]) -> list[Wiping]:
+    def unclean(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
         """Orders that must be done before a client may write to free extents of these segments."""
         if not self._unclean:
             return []
@@ -296,7 +296,7 @@ class Reclaim:
             effects += _send(wiping)
         return effects
 
-    def _hand_back(self, wiping: Wiping) -> None:
+    def _hand_back(self, wiping: WipeRequest) -> None:
         """Frees the extents of an order that is done and has ended, or has them zeroed first."""
         segment = wiping.segment
         if not segment.zeroes or not segment.alive or any(wiping.zeroed):
@@ -305,18 +305,18 @@ class Reclaim:
             waiting = self._unzeroed.setdefault(segment, deque())
             waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
 
-    def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> Wiping:
+    def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> WipeRequest:
         """One more order, which its node has not done."""
         self.last_order += 1
-        wiping = self._unwiped[self.last_order] = Wiping(self.last_order, segment, free_at_ms)
+        wiping = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
         return wiping
 
     def _new_wipings(
-        self, gone: Iterable[Residue], free_at_ms: int, *, kept: bool = False
-    ) -> list[Wiping]:
-        """``kept``: as in ``Residue``, for all of them."""
-        wipings: list[Wiping] = []
-        open_wipings: dict[MountedSegment, Wiping] = {}
+        self, gone: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
+    ) -> list[WipeRequest]:
+        """``kept``: as in ``StaleExtents``, for all of them."""
+        wipings: list[WipeRequest] = []
+        open_wipings: dict[MountedSegment, WipeRequest] = {}
         for residue in gone:
             length = extent_bytes(residue.size)
             version = Version(residue.epoch, residue.counter)
@@ -347,9 +347,9 @@ class Reclaim:
 
     def hold(self, segment: MountedSegment) -> None:
         """Removals must wait for this segment (``held``), until ``let_go``."""
-        self._held[segment] = Wiping(0, segment, 0)
+        self._held[segment] = WipeRequest(0, segment, 0)
 
-    def held(self) -> list[Wiping]:
+    def held(self) -> list[WipeRequest]:
         """Placeholder orders: one for each segment that removals must wait for."""
         return list(self._held.values())
 
@@ -360,7 +360,7 @@ class Reclaim:
             wiping.add(held.removals)
         for removal in held.removals:
             removal.orders -= 1
-        return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
+        return [SendReply(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
         """Called when the node has done the order (or is dead)."""
@@ -387,27 +387,27 @@ class Reclaim:
                 del self._unwiped_of[name]
         for removal in wiping.removals:
             removal.orders -= 1
-        return [Answer(done.ticket, done.reply) for done in wiping.removals if not done.orders]
+        return [SendReply(done.ticket, done.reply) for done in wiping.removals if not done.orders]
 
-    def waiting_for(self, segment: MountedSegment) -> list[Removal]:
+    def waiting_for(self, segment: MountedSegment) -> list[PendingRemoval]:
         """The removals that wait for orders to this segment, or for its inventory."""
         wipings = self._on(segment)
         if segment in self._held:
             wipings.append(self._held[segment])
         return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
 
-    def wait_for_others(self, removals: Sequence[Removal], lost: MountedSegment) -> None:
+    def wait_for_others(self, removals: Sequence[PendingRemoval], lost: MountedSegment) -> None:
         """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
         for wiping in (*self.held(), *self.unmarked()):
             if wiping.segment is not lost:
                 wiping.add(removals)
 
-    def fail(self, removals: Sequence[Removal], error: KVStoreError) -> list[Effect]:
+    def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
         """Answers these removals with an error; they wait for nothing any more."""
         failed = set(removals)
         for wiping in (*self._unwiped.values(), *self._held.values()):
             wiping.removals = [each for each in wiping.removals if each not in failed]
-        return [Answer(removal.ticket, error) for removal in removals]
+        return [SendReply(removal.ticket, error) for removal in removals]
 
     def segment_of(self, order: int) -> MountedSegment | None:
         wiping = self._unwiped.get(order)
@@ -458,10 +458,10 @@ class Reclaim:
             effects += self.wiped(self._still_read.popleft()[1].order)
         return effects
 
-    def _on(self, segment: MountedSegment) -> list[Wiping]:
+    def _on(self, segment: MountedSegment) -> list[WipeRequest]:
         return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]
 
 
-def _send(wiping: Wiping) -> list[Effect]:
+def _send(wiping: WipeRequest) -> list[Effect]:
     session = wiping.segment.node.session
-    return [] if session is None else [Send(session, wiping.order_message())]
+    return [] if session is None else [SendToNode(session, wiping.order_message())]

@@ -144,15 +144,16 @@ class MountedSegment:
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.takers: dict[Tenant, int] = {}
         """Bytes of the full segment that puts of each tenant took since room was last made ahead of
-        need, less those that were evicted for them (kept by ``Tenants``)."""
+        need, less those that were evicted for them (kept by ``TenantAccounting``)."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
         self.pending_bytes = 0
-        """Bytes granted to puts under way (kept by ``Pending``)."""
+        """Bytes granted to puts under way (kept by ``PendingGrants``)."""
         self.quarantined_bytes = 0
-        """Bytes of abandoned puts whose writers may still write (kept by ``Pending``)."""
+        """Bytes of abandoned puts whose writers may still write (kept by ``PendingGrants``)."""
         self.reclaim_bytes = 0
-        """Bytes of removed and evicted objects that are not free yet (kept by ``Reclaim``)."""
+        """Bytes of removed and evicted objects that are not free yet (kept by
+        ``SpaceReclaimer``)."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -265,7 +266,7 @@ class ObjectRecord:
         return f"<ObjectRecord {self.namespace}/{self.key!r}>"
 
 
-class Residue(NamedTuple):
+class StaleExtents(NamedTuple):
     """The extents of an object that was taken out of the forest, or has never been in it."""
 
     name: Name | None
@@ -285,7 +286,7 @@ class Residue(NamedTuple):
     wiped."""
 
     @classmethod
-    def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Residue:
+    def of(cls, record: ObjectRecord, *, forbid: bool = False) -> StaleExtents:
         name = record.namespace, record.key
         version = record.epoch, record.counter
         until_ms = record.lease_until_ms
@@ -314,7 +315,7 @@ class NamespaceTable:
         self.tenant = tenant
         """None: the master has no tenants; then the next two stay as they are."""
         self.held: dict[int, int] = _NOTHING_HELD if tenant is None else {}
-        """Bytes of memory by segment id, puts under way included (kept by ``Tenants``)."""
+        """Bytes of memory by segment id, puts under way included (kept by ``TenantAccounting``)."""
         self.pending = 0
         """Puts under way."""
         self.shards: list[dict[Key, ObjectRecord]] = [{}]

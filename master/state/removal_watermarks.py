@@ -10,12 +10,12 @@ from __future__ import annotations
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import UnavailableError
-from kvstore.master.state.effects import Notice
+from kvstore.master.state.effects import LogClusterEvent
 from kvstore.master.state.records import MountedSegment
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.state_context import StateContext
 
 
-def unrecorded() -> UnavailableError:
+def unrecorded_removal_error() -> UnavailableError:
     """The error of a removal that no memory could record: it would be lost if the master died, and
     memory that is away, or has not joined yet, may hold the object."""
     return UnavailableError(
@@ -25,10 +25,10 @@ def unrecorded() -> UnavailableError:
     )
 
 
-class Marks:
+class RemovalWatermarks:
     """See the module."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
         self._newest = calls.NO_VERSION
         """The newest mark that any segment keeps."""
@@ -49,7 +49,7 @@ class Marks:
         if not waiting:
             return
         if not common.pool.segments:
-            common.effects += common.reclaim.fail(waiting, unrecorded())
+            common.effects += common.reclaim.fail(waiting, unrecorded_removal_error())
             return
         self.renew()
         common.reclaim.wait_for_others(waiting, segment)
@@ -89,7 +89,7 @@ class Marks:
         self._found = mark
         self._newest = max(self._newest, mark)
         fields = {"epoch": mark.epoch, "number": mark.counter}
-        common.effect(Notice("mark_found", {"node": name, **fields}))
+        common.effect(LogClusterEvent("mark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
             older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]

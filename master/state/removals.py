@@ -13,13 +13,19 @@ from itertools import islice
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.master.state.background_jobs import FREE
-from kvstore.master.state.effects import Later, Notice
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.grants import GrantedObject, GrantedPut
-from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, with_bytes
-from kvstore.master.state.removal_watermarks import Marks, unrecorded
-from kvstore.master.state.state_context import AnyReply, Common
+from kvstore.master.state.effects import DeferredReply, LogClusterEvent
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.grants import ObjectGrant, PutGrant
+from kvstore.master.state.reclaim import WipeRequest
+from kvstore.master.state.records import (
+    MountedSegment,
+    Name,
+    ObjectRecord,
+    StaleExtents,
+    with_bytes,
+)
+from kvstore.master.state.removal_watermarks import RemovalWatermarks, unrecorded_removal_error
+from kvstore.master.state.state_context import AnyReply, StateContext
 
 CLEARED_PER_STEP = 512
 """Objects that one ``clear`` removes; the caller repeats it until none is left."""
@@ -29,10 +35,12 @@ HIDE_STEPS = 4_096
 background work forgets the rest."""
 
 
-class Removing:
+class RemovalHandler:
     """See the module."""
 
-    def __init__(self, common: Common, marks: Marks, granting: Granting) -> None:
+    def __init__(
+        self, common: StateContext, marks: RemovalWatermarks, granting: GrantManager
+    ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
@@ -42,11 +50,11 @@ class Removing:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+    def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
         """Raises UnavailableError: no node is joined that could record the removal."""
         self._check_remembered()
         removed = bytearray(len(request.keys))
-        gone: list[Residue] = []
+        gone: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
@@ -56,15 +64,15 @@ class Removing:
             self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
                 removed[index] = self._pool.is_there(record, now_ms)
-                gone.append(Residue.of(record))
+                gone.append(StaleExtents.of(record))
                 self._pool.hide(record, steps_max)
             self._common.forbid(request.namespace, key)
         self._common.counters["removed_objects"] += len(gone)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
-        reply = calls.Removed(bytes(removed))
+        reply = calls.RemoveReply(bytes(removed))
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
-    def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
+    def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
         """Raises UnavailableError: no node is joined that could record the removal."""
         self._check_remembered()
         namespace = request.namespace
@@ -74,7 +82,7 @@ class Removing:
         else:
             tables = self._forest.namespaces.values()
         chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
-        gone: list[Residue] = []
+        gone: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         copied = self._granting.copied(namespace)
@@ -84,7 +92,7 @@ class Removing:
             if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
                 self._reclaim.concerns(readers, (record.namespace, record.key))
-                gone.append(Residue.of(record))
+                gone.append(StaleExtents.of(record))
                 self._pool.hide(record, steps_max)
         self._common.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
@@ -92,10 +100,10 @@ class Removing:
         self._common.forbid(namespace, None)
         earlier = [*self._reclaim.of_namespace(namespace), *self._elsewhere()]
         earlier += self._reclaim.still_read(None)
-        reply = calls.Cleared(len(gone), remaining)
+        reply = calls.ClearReply(len(gone), remaining)
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
-    def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
+    def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:
         """Removes the reported objects. An object with a replica that is not reported stays, and
         that replica is read first. The reporter does not wait for the wiping."""
         bad: dict[ObjectRecord, set[MountedSegment]] = {}
@@ -107,7 +115,7 @@ class Removing:
             for segment, _ in record.extents():
                 if segment.alive and segment.offer.uuid == uuid:
                     bad.setdefault(record, set()).add(segment)
-        gone: list[Residue] = []
+        gone: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         counters = self._common.counters
         self._common.changing = True
@@ -118,34 +126,35 @@ class Removing:
             counters["corrupt_replicas"] += len(segments)
             self._common.effect(_notice(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
-                gone.append(Residue.of(record, forbid=True))
+                gone.append(StaleExtents.of(record, forbid=True))
                 self._pool.hide(record, steps_max)
             else:
                 self._pool.demote(record, segments)
         counters["corrupt_objects"] += len(gone)
-        reply = calls.Dropped(len(gone))
+        reply = calls.ReportCorruptReply(len(gone))
         self._common.when_wiped(now_ms, gone, reply)
         return reply
 
     def replace(
         self,
         now_ms: int,
-        replaced: list[Residue],
-        puts: Sequence[GrantedObject],
+        replaced: list[StaleExtents],
+        puts: Sequence[ObjectGrant],
         reply: AnyReply,
-        still_read: Sequence[Wiping],
-    ) -> AnyReply | Later:
+        still_read: Sequence[WipeRequest],
+    ) -> AnyReply | DeferredReply:
         """Answers with ``reply`` once no older version of the written objects is left.
 
         Args:
             replaced: the residues of the replaced versions.
-            still_read: the result of ``Reclaim.still_read`` from before the puts were stored.
+            still_read: the result of ``SpaceReclaimer.still_read`` from before the puts were
+                stored.
         """
         names: list[Name] = []
         for put in puts:
             namespace, key = name = put.record.namespace, put.record.key
             names.append(name)
-            if isinstance(put, GrantedPut):
+            if isinstance(put, PutGrant):
                 self._granting.end_copies(now_ms, name)
             version = Version(self._common.epoch, put.token)
             self._common.forbid(namespace, key, but=version)
@@ -154,21 +163,21 @@ class Removing:
 
     # --- what removals wait for ---------------------------------------------------------------
 
-    def _earlier(self, names: Sequence[Name]) -> list[Wiping]:
+    def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
         """The orders that a removal of these objects waits for: unfinished ones for the same
         objects (the request may be a repeated one), and those of ``_elsewhere``."""
         return [*self._reclaim.of_objects(names), *self._elsewhere()]
 
-    def _elsewhere(self) -> list[Wiping]:
+    def _elsewhere(self) -> list[WipeRequest]:
         """The orders that a removal waits for because other memory may hold the object: those for
         inventories under way, and for marks, by which memory that is away is known as outdated."""
         self._marks.renew()
         return [*self._reclaim.held(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
-        """Raises UnavailableError: see ``unrecorded``."""
+        """Raises UnavailableError: see ``unrecorded_removal_error``."""
         if not self._pool.segments:
-            raise unrecorded()
+            raise unrecorded_removal_error()
 
     # --- jobs ---------------------------------------------------------------------------------
 
@@ -183,7 +192,9 @@ class Removing:
             self._common.room_made()
 
 
-def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> Notice:
+def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:
     nodes = ",".join(segment.node.name for segment in segments)
     key_hex = record.key.hex()
-    return Notice("corrupt_object", {"namespace": record.namespace, "key": key_hex, "nodes": nodes})
+    return LogClusterEvent(
+        "corrupt_object", {"namespace": record.namespace, "key": key_hex, "nodes": nodes}
+    )

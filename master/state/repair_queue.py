@@ -7,8 +7,9 @@
             and ends it (``PutEnd``) ──► the object has one replica more, under the same version
 
 An object should have as many replicas as its record has extents. An extent on a dead segment, or
-on the segment ``nowhere``, is a *sign* of a missing replica. (The extent at ``COPIED`` on
-``nowhere`` only notes that a copy was begun: memory that comes back may hold one too many.)
+on the segment ``placeholder_segment``, is a *sign* of a missing replica. (The extent at ``COPIED``
+on ``placeholder_segment`` only notes that a copy was begun: memory that comes back may hold one too
+many.)
 
 Copies are bounded in objects, in bytes and in bytes per second. A copy takes free memory only, and
 leaves a part of each segment (``SPARE_SHIFT``) to puts.
@@ -23,7 +24,7 @@ from itertools import islice
 from typing import Final
 
 from kvstore.calls import SegmentOffer
-from kvstore.master.state.eviction import LRU
+from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, shards_from
@@ -72,15 +73,15 @@ class RepairRules:
     """The longest pause between two passes while no copy is finished."""
 
 
-def nowhere() -> MountedSegment:
+def placeholder_segment() -> MountedSegment:
     """The segment of replicas that were never made. It is dead, and no other segment has its id."""
     offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
-    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, LRU(), 0)
+    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, LruPolicy(), 0)
     segment.alive = False
     return segment
 
 
-def wanted(record: ObjectRecord) -> int:
+def desired_replicas(record: ObjectRecord) -> int:
     """Replicas that the object should have, if it has ever been complete."""
     return len(record.more) + 1 - was_copied(record)
 
@@ -104,7 +105,7 @@ def missing(record: ObjectRecord) -> int:
     return dead if alive else 0
 
 
-def sign(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
+def find_repairable_placeholder(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
     """A missing replica that may be replaced: its segment died before that time. None: there is
     none, or readers may still be promised its bytes."""
     for segment, offset in record.extents():
@@ -113,7 +114,7 @@ def sign(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
     return None
 
 
-class Repairs:
+class RepairQueue:
     """The objects that wait to be copied, and the amount of copies under way."""
 
     def __init__(self, rules: RepairRules, lease_ms: int, started_ms: int) -> None:
@@ -199,14 +200,14 @@ class Repairs:
                 if lacks:
                     steps += SHORT_COUNTS_FOR
                     self.found += 1
-                    self._take(record, wanted(record) - lacks, gone_before_ms, nodes)
+                    self._take(record, desired_replicas(record) - lacks, gone_before_ms, nodes)
             position = 0
         self._looked += steps
         self._place = -1, 0
         return False
 
     def _take(self, record: ObjectRecord, has: int, gone_before_ms: int, nodes: int) -> None:
-        if sign(record, gone_before_ms) is None:
+        if find_repairable_placeholder(record, gone_before_ms) is None:
             died_ms = min(s.died_ms for s, _ in record.extents() if not s.alive and s.segment_id)
             ripe_ms = died_ms + self.after_ms
             self._ripe_ms = ripe_ms if self._ripe_ms is None else min(self._ripe_ms, ripe_ms)

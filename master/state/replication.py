@@ -14,14 +14,14 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import drain_scan, liveness, repair_queue
 from kvstore.master.state.background_jobs import SCAN
-from kvstore.master.state.effects import Later, Notice
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.grants import GrantedCopy
+from kvstore.master.state.effects import DeferredReply, LogClusterEvent
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.grants import CopyGrant
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.memory_pool import Shortage, Victims
+from kvstore.master.state.memory_pool import AllocationFailure, EvictionConstraint
 from kvstore.master.state.records import NEVER_MS, Extent, MountedSegment, ObjectRecord
-from kvstore.master.state.repair_queue import SPARE_SHIFT, Repairs
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.repair_queue import SPARE_SHIFT, RepairQueue
+from kvstore.master.state.state_context import StateContext
 
 REPAIR_STEPS = 512
 """Objects that one request for copies looks at: 1 to 2 ms."""
@@ -37,10 +37,10 @@ NODES_CHANGED_MS = 1_000
 """The time from a node's coming or going to the search for missing replicas."""
 
 
-class Copying:
+class ReplicationPlanner:
     """See the module."""
 
-    def __init__(self, common: Common, granting: Granting, repairs: Repairs) -> None:
+    def __init__(self, common: StateContext, granting: GrantManager, repairs: RepairQueue) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
@@ -53,7 +53,9 @@ class Copying:
         """Objects with missing replicas, as last logged; ``_told_repaired``: the repaired ones."""
         self._told_repaired = 0
 
-    def start_moves(self, now_ms: int, request: calls.StartMoves) -> calls.MovesStarted | Later:
+    def start_moves(
+        self, now_ms: int, request: calls.StartMoves
+    ) -> calls.StartMovesReply | DeferredReply:
         """Grants space for the objects of the named node that the caller is to copy now.
 
         Raises:
@@ -71,14 +73,14 @@ class Copying:
 
     def _start_draining(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
-    ) -> calls.MovesStarted | Later:
+    ) -> calls.StartMovesReply | DeferredReply:
         common = self._common
         segments = set(common.membership.segments[node.name])
         page = drain_scan.page(
             self._forest, segments, request.cursor, request.limit, request.bytes_max
         )
         common.changing = True
-        puts: list[GrantedCopy] = []
+        puts: list[CopyGrant] = []
         goes_to: dict[ObjectRecord, MountedSegment] = {}
         left = left_bytes = waits = 0
         alive = common.membership.alive_segments(now_ms)
@@ -88,7 +90,7 @@ class Copying:
             if not record.complete:
                 continue  # evicted on another node, to make room for an earlier object
             room = self._room_to_move(now_ms, record, goes_to, request)
-            if isinstance(room, Shortage):
+            if isinstance(room, AllocationFailure):
                 if room.goes_on or room_comes:
                     waits += was_found
                 else:
@@ -124,7 +126,7 @@ class Copying:
         record: ObjectRecord,
         goes_to: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
-    ) -> list[Extent] | Shortage:
+    ) -> list[Extent] | AllocationFailure:
         """Allocates extents to move the object to, beside its parent if possible. Evicts only
         objects that were used less recently, and only those that the request allows."""
         parent = record.parent
@@ -132,16 +134,16 @@ class Copying:
         if parent is not None and parent.complete:
             near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
         replicas = sum(segment.alive for segment, _ in record.extents())
-        victims = Victims(record.last_used_ms, request.evict_up_to)
+        victims = EvictionConstraint(record.last_used_ms, request.evict_up_to)
         taken = self._granting.reserve(
             now_ms, [record.size], replicas, near=near, victims=victims, avoid=request.avoid
         )
-        return taken if isinstance(taken, Shortage) else taken[0]
+        return taken if isinstance(taken, AllocationFailure) else taken[0]
 
     def _started(
         self,
         now_ms: int,
-        puts: list[GrantedCopy],
+        puts: list[CopyGrant],
         sources: Placements,
         *,
         next_cursor: int = 0,
@@ -150,11 +152,11 @@ class Copying:
         left_bytes: int = 0,
         evicted: int = 0,
         keeps_version: bool = False,
-    ) -> calls.MovesStarted | Later:
+    ) -> calls.StartMovesReply | DeferredReply:
         """The answer with these grants, which is sent once the granted extents are wiped."""
         records = [put.record for put in puts]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
-        reply = calls.MovesStarted(
+        reply = calls.StartMovesReply(
             next_cursor=next_cursor,
             skipped=skipped,
             left=left,
@@ -182,7 +184,9 @@ class Copying:
         """Called when ``record`` was stored, perhaps on fewer nodes than were asked for. Does
         nothing if it is on all nodes: the coming of another one begins a pass."""
         lacks = repair_queue.missing(record)
-        if lacks and repair_queue.wanted(record) - lacks < len(self._common.membership.nodes):
+        if lacks and repair_queue.desired_replicas(record) - lacks < len(
+            self._common.membership.nodes
+        ):
             self._repairs.note(record)
 
     def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
@@ -211,7 +215,7 @@ class Copying:
         if (short, repaired) != (self._told_short, self._told_repaired):
             done = repaired - self._told_repaired
             self._told_short, self._told_repaired = short, repaired
-            common.effect(Notice("replicas_missing", {"objects": short, "repaired": done}))
+            common.effect(LogClusterEvent("replicas_missing", {"objects": short, "repaired": done}))
 
     def _room_for_copies(self, now_ms: int) -> list[MountedSegment]:
         """Segments that can take copies, the emptiest first. None while puts wait for room, or
@@ -238,7 +242,7 @@ class Copying:
 
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
-    ) -> calls.MovesStarted | Later:
+    ) -> calls.StartMovesReply | DeferredReply:
         """Grants space for copies for repair; for none if the bounds are reached."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
@@ -247,7 +251,7 @@ class Copying:
         usable = [s for s in self._room_for_copies(now_ms) if s.offer.uuid not in avoid]
         roomy = dict.fromkeys(usable)
         self._common.changing = True
-        puts: list[GrantedCopy] = []
+        puts: list[CopyGrant] = []
         size = steps = 0
         while roomy and len(puts) < request.limit and steps < REPAIR_STEPS:
             record = repairs.next(node.name)
@@ -303,13 +307,14 @@ class Copying:
         record: ObjectRecord,
         roomy: dict[MountedSegment, None],
         client_number: int,
-    ) -> GrantedCopy | None:
+    ) -> CopyGrant | None:
         """Grants space for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
             or (record.namespace, record.key) in self._granting.copies
             or _extent_on(node, record) is None
-            or repair_queue.sign(record, now_ms - self._repairs.after_ms) is None
+            or repair_queue.find_repairable_placeholder(record, now_ms - self._repairs.after_ms)
+            is None
         ):
             self._repairs.left = True
             return None
@@ -328,11 +333,13 @@ class Copying:
 
     # --- repairing: what became of it ---------------------------------------------------------
 
-    def add_replica(self, now_ms: int, put: GrantedCopy) -> bool:
+    def add_replica(self, now_ms: int, put: CopyGrant) -> bool:
         """Makes a finished copy a replica of its object. Returns False if no replica is missing any
         more, or if the node of the copy has one by now."""
         record, (segment, offset) = put.record, put.extents[0]
-        instead_of = repair_queue.sign(record, now_ms - self._repairs.after_ms)
+        instead_of = repair_queue.find_repairable_placeholder(
+            record, now_ms - self._repairs.after_ms
+        )
         if (
             instead_of is None
             or _extent_on(segment.node, record) is not None
@@ -358,7 +365,9 @@ class Copying:
         gone = [each for each in record.extents() if not each[0].alive]
         instead_of = next((each for each in gone if each[0].offer.uuid == uuid), None)
         if instead_of is None:
-            instead_of = repair_queue.sign(record, now_ms - self._common.rules.lease_ms)
+            instead_of = repair_queue.find_repairable_placeholder(
+                record, now_ms - self._common.rules.lease_ms
+            )
         if instead_of is None and (
             repair_queue.was_copied(record) or len(record.more) + 1 >= REPLICAS_MAX
         ):

@@ -13,13 +13,13 @@ from kvstore import calls
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.background_jobs import EXPIRE
-from kvstore.master.state.grant_manager import Granting
+from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.pins import bytes_held
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, Residue
-from kvstore.master.state.state_context import Common
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, StaleExtents
+from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PINNED, Tenant
 from kvstore.memory.header import extent_bytes
-from kvstore.no_space_messages import shown
+from kvstore.no_space_messages import format_size_short
 from kvstore.tenants import tenant_text
 
 PIN_STEPS = 8_192
@@ -36,10 +36,10 @@ HIDE_STEPS = 4_096
 the rest."""
 
 
-class Keeping:
+class RetentionManager:
     """See the module."""
 
-    def __init__(self, common: Common, granting: Granting) -> None:
+    def __init__(self, common: StateContext, granting: GrantManager) -> None:
         self._common = common
         self._pool = common.pool
         self._pins = common.pool.pins
@@ -48,7 +48,7 @@ class Keeping:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def pin(self, now_ms: int, request: calls.Pin) -> calls.Pinned:
+    def pin(self, now_ms: int, request: calls.Pin) -> calls.PinReply:
         """Pins all stored objects among the keys, or none.
 
         Raises:
@@ -65,7 +65,7 @@ class Keeping:
             if record is not None:
                 self._pins.pin(record, now_ms + request.hold_ms)
                 pinned[index] = 1
-        return calls.Pinned(bytes(pinned))
+        return calls.PinReply(bytes(pinned))
 
     def _found(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
@@ -107,8 +107,8 @@ class Keeping:
             owner.refused += 1
             self._common.counters["refused_pins"] += 1
             raise NoSpaceError(
-                f"not pinned: {tenant_text(owner.name)} has {shown(before)} pinned, and "
-                f"{shown(wanted)} more are over its bound, {shown(bound)}",
+                f"not pinned: {tenant_text(owner.name)} has {format_size_short(before)} pinned, "
+                f"and {format_size_short(wanted)} more exceed its limit, {format_size_short(bound)}",
                 advice="Unpin others or let their pins end, or raise the tenant's pinned.",
                 cause="pins",
                 missing_bytes=missing,
@@ -125,8 +125,9 @@ class Keeping:
         if before + wanted > bound:
             self._common.counters["refused_pins"] += 1
             raise NoSpaceError(
-                f"not pinned: {who} {shown(before)} pinned, and {shown(wanted)} more are over the "
-                f"bound, {shown(bound)} of the pool's {shown(capacity)}",
+                f"not pinned: {who} {format_size_short(before)} pinned, and "
+                f"{format_size_short(wanted)} more exceed the limit, {format_size_short(bound)} "
+                f"of the pool's {format_size_short(capacity)}",
                 advice="Unpin others or let their pins end, add a node, or raise the master's "
                 "--pinned-max.",
                 cause="pins",
@@ -135,7 +136,7 @@ class Keeping:
                 pinned_bytes_max=bound,
             )
 
-    def unpin(self, now_ms: int, request: calls.Unpin) -> calls.Unpinned:
+    def unpin(self, now_ms: int, request: calls.Unpin) -> calls.UnpinReply:
         table = self._common.forest.table(request.namespace)
         unpinned = bytearray(len(request.keys))
         self._common.changing = True
@@ -147,7 +148,7 @@ class Keeping:
                     self._pool.lease_ended(record)
         if any(unpinned):
             self._settle()
-        return calls.Unpinned(bytes(unpinned))
+        return calls.UnpinReply(bytes(unpinned))
 
     def _settle(self) -> None:
         """Stops counting objects that no pin holds any more: a slice of them."""
@@ -187,8 +188,8 @@ class Keeping:
         """Hides ended objects. The memory of a leaf without a lease is free at once; the memory of
         others is free one lease later, as if they had been removed."""
         common, pool = self._common, self._pool
-        freed: list[Residue] = []
-        leased: list[Residue] = []
+        freed: list[StaleExtents] = []
+        leased: list[StaleExtents] = []
         steps_max = common.forest.steps + HIDE_STEPS
         for record in ended:
             if not record.complete:  # its node went before its end: it is not missing any more
@@ -197,7 +198,7 @@ class Keeping:
                 common.forest.missing.settle(record.namespace, record.key)
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
-            residue = Residue.of(record, forbid=True)
+            residue = StaleExtents.of(record, forbid=True)
             is_read = record.children or record.lease_until_ms > now_ms
             pool.hide(record, steps_max)
             if is_read:
@@ -211,4 +212,4 @@ class Keeping:
             common.effects += common.reclaim.clean(freed)
             self._common.room_made()
         if leased:
-            common.when_wiped(now_ms, leased, calls.Dropped(len(leased)))
+            common.when_wiped(now_ms, leased, calls.ReportCorruptReply(len(leased)))

@@ -14,16 +14,16 @@ from kvstore import calls
 from kvstore.calls import Placements, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
-from kvstore.master.state.background_jobs import SERVE, Jobs
-from kvstore.master.state.effects import Effect, Later
-from kvstore.master.state.grants import Pending, WaitingPut
+from kvstore.master.state.background_jobs import SERVE, BackgroundJobs
+from kvstore.master.state.effects import DeferredReply, Effect
+from kvstore.master.state.grants import PendingGrants, WaitingPut
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.membership import Membership
-from kvstore.master.state.memory_pool import Pool
-from kvstore.master.state.reclaim import Reclaim, Wiping
-from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Residue
+from kvstore.master.state.memory_pool import MemoryPool
+from kvstore.master.state.reclaim import SpaceReclaimer, WipeRequest
+from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, StaleExtents
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.tenant_lru import TenantOrders
+from kvstore.master.state.tenant_lru import PerTenantLru
 from kvstore.tenants import TenantRule
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
@@ -32,7 +32,7 @@ _MISS = ObjectRecord(Namespace(""), Key(b""))
 """Stands for an object that is not stored; never changed."""
 
 
-class Common:
+class StateContext:
     """See the module."""
 
     def __init__(
@@ -57,8 +57,8 @@ class Common:
         self.changing = False
         """Set by a step before its first change, and cleared by the caller before each step. While
         it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
-        self.jobs = Jobs()
-        self.pool = Pool(self.jobs, tenants)
+        self.jobs = BackgroundJobs()
+        self.pool = MemoryPool(self.jobs, tenants)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
@@ -68,19 +68,19 @@ class Common:
             new_policy=policy if self.pool.tenants is None else self._new_orders,
             cluster=cluster,
         )
-        self.pending = Pending()
+        self.pending = PendingGrants()
         self.pending.tenants = self.pool.tenants
         self.waiting: deque[WaitingPut] = deque()
         """Puts that wait for room, in their order."""
         self.rooms = 0
         """How often room was made while puts waited."""
         self.tombstones = Tombstones()
-        self.reclaim = Reclaim(self.tombstones)
+        self.reclaim = SpaceReclaimer(self.tombstones)
         self._next_ticket = 0
 
     def _new_orders(self) -> EvictionPolicy:
         assert self.pool.tenants is not None
-        return TenantOrders(self.pool.tenants)
+        return PerTenantLru(self.pool.tenants)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -111,22 +111,26 @@ class Common:
     # --- wiping -------------------------------------------------------------------------------
 
     def when_wiped(
-        self, now_ms: int, gone: list[Residue], reply: AnyReply, earlier: Sequence[Wiping] = ()
-    ) -> AnyReply | Later:
+        self,
+        now_ms: int,
+        gone: list[StaleExtents],
+        reply: AnyReply,
+        earlier: Sequence[WipeRequest] = (),
+    ) -> AnyReply | DeferredReply:
         """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
         are done. The extents of ``gone`` are free one lease later."""
         ticket = self.ticket()
         free_at_ms = now_ms + self.rules.lease_ms
         effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
         self.effects += effects
-        return Later(ticket) if waits else reply
+        return DeferredReply(ticket) if waits else reply
 
-    def wipe(self, given_up: Sequence[Residue]) -> None:
+    def wipe(self, given_up: Sequence[StaleExtents]) -> None:
         """Called for versions that will never be stored: wipes what their writers may have
         left."""
         self.effects += self.reclaim.clean(given_up)
 
-    def unwiped(self, segment_ids: Iterable[int]) -> list[Wiping]:
+    def unwiped(self, segment_ids: Iterable[int]) -> list[WipeRequest]:
         """The orders that must be done before writers may get grants on these segments."""
         segments = self.pool.segments
         unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
@@ -134,7 +138,7 @@ class Common:
 
     def unread(
         self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
-    ) -> list[Wiping]:
+    ) -> list[WipeRequest]:
         """The orders that must be done before these grants may be sent: those of ``unwiped``, and,
         for each object that is stored already, the orders for a removed version of it that clients
         may still read."""

@@ -1,4 +1,4 @@
-"""One tenant: its rules, and what it holds. ``Tenants`` keeps the counts."""
+"""One tenant: its rules, and what it holds. ``TenantAccounting`` keeps the counts."""
 
 from __future__ import annotations
 

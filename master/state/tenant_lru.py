@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 
-from kvstore.master.state.eviction import LRU, order_of
+from kvstore.master.state.eviction import LruPolicy, queue_number_of
 from kvstore.master.state.records import MOVES_PER_STEP, ObjectRecord
-from kvstore.master.state.tenants import Tenants
+from kvstore.master.state.tenants import TenantAccounting
 
 
-class TenantOrders:
+class PerTenantLru:
     """See the module."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: TenantAccounting) -> None:
         self._tenants = tenants
-        self.orders: dict[int, LRU] = {}
+        self.orders: dict[int, LruPolicy] = {}
         """By the number of the tenant; no empty ones."""
         self.unfinished = False
         self.moved = 0
@@ -29,11 +29,11 @@ class TenantOrders:
         number = self._tenants.of_record(record).number
         order = self.orders.get(number)
         if order is None:
-            order = self.orders[number] = LRU(number)
+            order = self.orders[number] = LruPolicy(number)
         order.add(record, detached=detached)
 
     def discard(self, record: ObjectRecord) -> None:
-        number = order_of(record.ticket)
+        number = queue_number_of(record.ticket)
         order = self.orders[number]
         order.discard(record)
         if not len(order):
@@ -56,10 +56,10 @@ class TenantOrders:
         return first
 
     def hold(self, record: ObjectRecord, until_ms: int) -> None:
-        self.orders[order_of(record.ticket)].hold(record, until_ms)
+        self.orders[queue_number_of(record.ticket)].hold(record, until_ms)
 
     def lease_ended(self, record: ObjectRecord) -> None:
-        self.orders[order_of(record.ticket)].lease_ended(record)
+        self.orders[queue_number_of(record.ticket)].lease_ended(record)
 
     def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
         ends: list[int] = []

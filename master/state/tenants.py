@@ -18,8 +18,8 @@ from typing import final
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
-from kvstore.master.state.eviction import ORDERS_MAX, order_of
-from kvstore.master.state.grants import Granted, GrantedAllocation, GrantedPut, PutCounts
+from kvstore.master.state.eviction import ORDERS_MAX, queue_number_of
+from kvstore.master.state.grants import AllocationGrant, Grant, GrantListener, PutGrant
 from kvstore.master.state.records import (
     Extent,
     MountedSegment,
@@ -36,7 +36,7 @@ started together join one by one."""
 
 
 @final
-class Tenants(PutCounts):
+class TenantAccounting(GrantListener):
     """All tenants of a master, and the one without a name."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Tenants(PutCounts):
 
     def is_misplaced(self, record: ObjectRecord) -> bool:
         """Whether a candidate is still in the order of the tenant that it had before."""
-        return order_of(record.ticket) != self.of_record(record).number
+        return queue_number_of(record.ticket) != self.of_record(record).number
 
     # --- what they hold -----------------------------------------------------------------------
 
@@ -112,13 +112,13 @@ class Tenants(PutCounts):
                     del held[number]
                 _add(tenant, number, length)
 
-    def granted(self, put: Granted) -> None:
+    def granted(self, put: Grant) -> None:
         """Counts a put, or an allocation, that begins."""
         self._count(put, 1)
 
-    def renewed(self, put: Granted) -> None:
+    def renewed(self, put: Grant) -> None:
         """Lets an allocation follow its namespace, which may belong to another tenant now."""
-        if isinstance(put, GrantedAllocation):
+        if isinstance(put, AllocationGrant):
             now = self.of(put.namespace)
             if now is not put.tenant:
                 self._count(put, -1)
@@ -126,25 +126,25 @@ class Tenants(PutCounts):
                 self._count(put, 1)
                 now.rise()
 
-    def ended(self, put: Granted) -> None:
+    def ended(self, put: Grant) -> None:
         self._count(put, -1)
 
-    def owner(self, put: Granted) -> Tenant | None:
-        if isinstance(put, GrantedPut):
+    def owner(self, put: Grant) -> Tenant | None:
+        if isinstance(put, PutGrant):
             return self.of_record(put.record)
-        return put.tenant if isinstance(put, GrantedAllocation) else None
+        return put.tenant if isinstance(put, AllocationGrant) else None
 
     def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
         _add_all(owner, extents, length)
 
-    def _count(self, put: Granted, by: int) -> None:
-        if isinstance(put, GrantedPut):
+    def _count(self, put: Grant, by: int) -> None:
+        if isinstance(put, PutGrant):
             table = self._tables.of(put.record)
             assert table.tenant is not None
             table.pending += by
             table.tenant.pending += by
             self.hold(put.record, put.extents, by * put.length)
-        elif isinstance(put, GrantedAllocation):
+        elif isinstance(put, AllocationGrant):
             assert put.tenant is not None
             put.tenant.pending += by
             _add_all(put.tenant, put.extents, by * put.length)

@@ -33,7 +33,7 @@ many at most. A chain is evicted from its end, so its first key goes last, and i
 next question for the chain misses."""
 
 
-class Tip:
+class MatchTip:
     """A block at which matches ended: the last block that they found."""
 
     __slots__ = ("first_ms", "matched")
@@ -77,7 +77,7 @@ class Recent(Generic[KeyT, RowT]):
         return [*self.older.values(), *self.recent.values()]
 
 
-class Tips(Recent[Key, Tip]):
+class MatchTips(Recent[Key, MatchTip]):
     """The tips of the last matches in a namespace, by key. A tip keeps its count if it is matched
     again before ``TIPS_MAX`` others. This class holds keys and no records, so only the key of an
     evicted or removed object stays."""
@@ -88,12 +88,12 @@ class Tips(Recent[Key, Tip]):
     def matched(self, now_ms: int, key: Key) -> None:
         tip = self.recent.get(key)
         if tip is None:
-            tip = self.older.get(key) or Tip(now_ms)
+            tip = self.older.get(key) or MatchTip(now_ms)
             self.use(key, tip)
         tip.matched += 1
 
 
-class Era:
+class CacheGeneration:
     """A time in which no row is forgotten: a row that was found in the present one is valid."""
 
 
@@ -106,7 +106,9 @@ class ClientRow:
         "tips",
     )  # fmt: skip
 
-    def __init__(self, name: str, space: Space, era: Era, now_ms: int) -> None:
+    def __init__(
+        self, name: str, space: NamespaceTrafficRecord, era: CacheGeneration, now_ms: int
+    ) -> None:
         self.name = name
         self.namespace = space.name
         self.tips = space.tips
@@ -170,14 +172,14 @@ class Caller:
         return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 
 
-class Space:
+class NamespaceTrafficRecord:
     """What is remembered of one namespace."""
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.putters: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.askers: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
-        self.tips = Tips()
+        self.tips = MatchTips()
         self.evicted = 0
         """Number of evicted objects."""
         self.evicted_ms = 0
@@ -186,7 +188,7 @@ class Space:
         """For how long that object had not been used."""
 
 
-class TrafficCounts:
+class TrafficRecorder:
     """See the module."""
 
     def __init__(self) -> None:
@@ -194,10 +196,10 @@ class TrafficCounts:
         """The caller of all calls that name no client."""
         self.caller = self.unknown
         """The caller of the call that is being answered."""
-        self.known: Recent[str, Space] = Recent(SPACES_MAX)
+        self.known: Recent[str, NamespaceTrafficRecord] = Recent(SPACES_MAX)
         self.heads: Recent[tuple[str, Key], int] = Recent(HEADS_MAX)
         """When the first keys of chains were evicted; see ``HEADS_MAX``."""
-        self._era = Era()
+        self._era = CacheGeneration()
 
     def asked(
         self,
@@ -268,25 +270,27 @@ class TrafficCounts:
         evicted_ms = self.heads.get((namespace, key))
         return evicted_ms is not None and evicted_ms <= at_ms
 
-    def _space(self, namespace: Namespace) -> Space:
+    def _space(self, namespace: Namespace) -> NamespaceTrafficRecord:
         space = self.known.recent.get(namespace)
         if space is None:
-            space = self.known.older.get(namespace) or Space(namespace)
+            space = self.known.older.get(namespace) or NamespaceTrafficRecord(namespace)
             if self.known.use(namespace, space):
-                self._era = Era()
+                self._era = CacheGeneration()
         return space
 
-    def _row(self, now_ms: int, space: Space, rows: Recent[str, ClientRow]) -> ClientRow:
+    def _row(
+        self, now_ms: int, space: NamespaceTrafficRecord, rows: Recent[str, ClientRow]
+    ) -> ClientRow:
         name = self.caller.name
         row = rows.recent.get(name)
         if row is None:
             row = rows.older.get(name) or ClientRow(name, space, self._era, now_ms)
             if rows.use(name, row):
-                self._era = Era()
+                self._era = CacheGeneration()
         row.era = self._era
         return row
 
-    def spaces(self, namespace: str) -> list[Space]:
+    def spaces(self, namespace: str) -> list[NamespaceTrafficRecord]:
         """That namespace, if it is known; all of them for ""."""
         if not namespace:
             return self.known.all()

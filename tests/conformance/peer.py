@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import NodeEnd
-from kvstore.auth.revocation_list import Revoked
-from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
-from kvstore.memory.segment import NodeSegment
+from kvstore.auth.data_port_tls import NodeTls
+from kvstore.auth.revocation_list import RevocationList
+from kvstore.calls import DeviceLocation, EngineAddress, SegmentInfo
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
@@ -77,7 +77,7 @@ class Peer:
             seed=reply["seed"],
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
-            device=DevicePlace(*reply["device"]) if reply["device"] else None,
+            device=DeviceLocation(*reply["device"]) if reply["device"] else None,
             encrypts=reply["encrypts"],
         )
 
@@ -130,8 +130,8 @@ def main() -> None:
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
     capabilities = bool(sys.argv[6])
-    tls = NodeEnd(Credentials(sys.argv[7]), Revoked("")) if sys.argv[7] else None
-    segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
+    tls = NodeTls(Credentials(sys.argv[7]), RevocationList("")) if sys.argv[7] else None
+    segment = DeviceSegment.on(device, name, size) if device else OwnedSegment.create(name, size)
     server = DataServer(
         [segment],
         "127.0.0.1",

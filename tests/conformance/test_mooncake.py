@@ -22,10 +22,10 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.memory.process_memory import address_of
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
-from kvstore.transport.mooncake.engine_session import Buffer
+from kvstore.transport.mooncake.engine_session import ChunkBuffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import Peer
 from tests.conformance.test_transports import acting, empty, noise, soon
@@ -104,11 +104,11 @@ def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
     closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
     assert mover.reaches(closed)
     with pytest.raises(NodeUnreachableError, match="which answers") as caught:
-        mover.read(closed, [Move(MIB, empty(16))], soon())
+        mover.read(closed, [RangeCopy(MIB, empty(16))], soon())
     assert caught.value.fields["settled"] == 1
     assert not mover.reaches(closed)
     assert mover.reaches(info), "others are"
-    mover.read(info, [Move(MIB, empty(16))], soon())
+    mover.read(info, [RangeCopy(MIB, empty(16))], soon())
     deadline = soon(10)
     while not mover.reaches(closed):
         assert uptime() < deadline
@@ -163,10 +163,10 @@ def test_a_write_that_is_on_its_way_when_the_node_fences_never_ends(peer: Peer) 
         one.close()
     end = empty(MIB)
     mover = MooncakeTransport(TCP)
-    mover.read(bumped, [Move(MIB, end)], soon())
-    mover.write(bumped, [Move(MIB, bytearray_of(end))], soon())
+    mover.read(bumped, [RangeCopy(MIB, end)], soon())
+    mover.write(bumped, [RangeCopy(MIB, bytearray_of(end))], soon())
     after = empty(MIB)
-    mover.read(bumped, [Move(MIB, after)], soon())
+    mover.read(bumped, [RangeCopy(MIB, after)], soon())
     assert after == bytearray_of(end), "nothing lands any more"
     mover.close()
 
@@ -180,7 +180,7 @@ def test_a_connection_that_stalls_is_cut_and_one_that_is_idle_is_not_missed(
 ) -> None:
     """A writer that was stopped never ends its write; who only paused notices nothing."""
     read = empty(16)
-    mover.read(peer.info, [Move(MIB, read)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, read)], soon())
     port = data_port(peer)
     with socket.create_connection(("127.0.0.1", port), 5) as stalled:
         stalled.sendall(bytes(5))  # not even a whole header
@@ -190,7 +190,7 @@ def test_a_connection_that_stalls_is_cut_and_one_that_is_idle_is_not_missed(
         took = uptime() - start
     assert server.STALL_S - 1 < took < server.STALL_S + 3
     assert transport.IDLE_S < server.STALL_S - server.SWEEP_S
-    mover.read(peer.info, [Move(MIB, read)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, read)], soon())
 
 
 def data_port(peer: Peer) -> int:
@@ -218,20 +218,20 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     mover.start()
     free = take_all_chunks(mover)
     with pytest.raises(DeadlineExceededError) as caught:
-        mover.write(peer.info, [Move(MIB, written)], uptime() + 0.2)
+        mover.write(peer.info, [RangeCopy(MIB, written)], uptime() + 0.2)
     assert caught.value.fields["settled"] == 1
     for memory in (written, read):
         mover.register(memory)
-    mover.write(peer.info, [Move(MIB, written)], soon())
-    mover.read(peer.info, [Move(MIB, read[MIB:])], soon())
+    mover.write(peer.info, [RangeCopy(MIB, written)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, read[MIB:])], soon())
     assert read[MIB:] == written[: 4 * MIB]
     for memory in (written, read):
         mover.unregister(memory)
     with pytest.raises(DeadlineExceededError):
-        mover.read(peer.info, [Move(MIB, read)], uptime() + 0.2)
+        mover.read(peer.info, [RangeCopy(MIB, read)], uptime() + 0.2)
     for chunk in free:
         station_buffer(mover).free.put(chunk)
-    mover.read(peer.info, [Move(MIB, read)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, read)], soon())
     assert read == written
 
 
@@ -241,24 +241,24 @@ def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
     """Until the engine is ended, which lets no byte land any more."""
     read = empty(32 * MIB)
     mover.register(read)
-    mover.read(peer.info, [Move(MIB, read[:MIB])], soon())
+    mover.read(peer.info, [RangeCopy(MIB, read[:MIB])], soon())
     peer.stop()
     with pytest.raises(MemoryQuarantinedError):
-        mover.read(peer.info, [Move(MIB, read)], uptime() + 0.2)
+        mover.read(peer.info, [RangeCopy(MIB, read)], uptime() + 0.2)
     inside = read[:MIB]  # of what was under way
     with pytest.raises(MemoryQuarantinedError):
-        mover.read(peer.info, [Move(MIB, inside)], soon())
+        mover.read(peer.info, [RangeCopy(MIB, inside)], soon())
     peer.resume()
     elsewhere = empty(MIB)
-    mover.read(peer.info, [Move(MIB, elsewhere)], soon())  # others go on meanwhile
+    mover.read(peer.info, [RangeCopy(MIB, elsewhere)], soon())  # others go on meanwhile
     start = uptime()
     mover.unregister(read)
     assert uptime() - start < 10
     before = noise(len(read))
     read[:] = before
-    mover.read(peer.info, [Move(MIB, elsewhere)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, elsewhere)], soon())
     assert read == before
-    mover.read(peer.info, [Move(MIB, inside)], soon())
+    mover.read(peer.info, [RangeCopy(MIB, inside)], soon())
     assert inside == elsewhere
 
 
@@ -269,13 +269,13 @@ def test_too_many_that_were_given_up_are_refused(
     monkeypatch.setattr(transport, "RETIRED_MAX", 1)
     other = Peer(f"other-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
     try:
-        moves = [Move(MIB, empty(48 * MIB), acting(peer.stop))]
+        moves = [RangeCopy(MIB, empty(48 * MIB), acting(peer.stop))]
         with pytest.raises(DeadlineExceededError):
             mover.read(peer.info, moves, uptime() + 1)
         with pytest.raises(BusyError):
-            mover.read(other.info, [Move(MIB, empty(16))], soon())
+            mover.read(other.info, [RangeCopy(MIB, empty(16))], soon())
         mover._retired[0].ended.wait(10)  # its time-out
-        mover.read(other.info, [Move(MIB, empty(16))], soon())
+        mover.read(other.info, [RangeCopy(MIB, empty(16))], soon())
     finally:
         other.close()
 
@@ -354,7 +354,7 @@ def take_all_chunks(mover: MooncakeTransport) -> list[int]:
     return [buffer.free.get_nowait() for _ in range(buffer.free.qsize())]
 
 
-def station_buffer(mover: MooncakeTransport) -> Buffer:
+def station_buffer(mover: MooncakeTransport) -> ChunkBuffer:
     assert mover._station is not None
     assert mover._station.buffer is not None
     return mover._station.buffer

@@ -13,19 +13,19 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeJoin, NodeMessage
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.node import inventory
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
-from tests.conformance.carrier_peers import ScriptedService, Server
+from tests.conformance.rpc_peers import ScriptedService, Server
 
 LEAVES = 9
 """The epoch of a master that ends the stream."""
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    with contextlib.closing(NodeSegment.create("agent-test", 1 << 20)) as segment:
+def segment() -> Iterator[OwnedSegment]:
+    with contextlib.closing(OwnedSegment.create("agent-test", 1 << 20)) as segment:
         yield segment
 
 
@@ -51,7 +51,7 @@ class Master:
             pass
 
 
-def run(server: Server, segment: NodeSegment, masters: str, epoch: int = 7) -> list[int]:
+def run(server: Server, segment: OwnedSegment, masters: str, epoch: int = 7) -> list[int]:
     """An agent, until it has joined that epoch; in the server's loop. The epochs it joined."""
     epochs: list[int] = []
 
@@ -83,7 +83,7 @@ def run(server: Server, segment: NodeSegment, masters: str, epoch: int = 7) -> l
     return epochs
 
 
-def test_a_join_that_was_not_answered_may_have_been_accepted(segment: NodeSegment) -> None:
+def test_a_join_that_was_not_answered_may_have_been_accepted(segment: OwnedSegment) -> None:
     """Its master may have granted space since: so writers are fenced off, and it is not fresh."""
     with Server(ScriptedService()) as server:
         master = Master(2)
@@ -93,7 +93,7 @@ def test_a_join_that_was_not_answered_may_have_been_accepted(segment: NodeSegmen
     assert offers == [(True, 1), (False, 2)]
 
 
-def test_a_join_that_never_left_has_changed_nothing(segment: NodeSegment) -> None:
+def test_a_join_that_never_left_has_changed_nothing(segment: OwnedSegment) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         nobody = f"127.0.0.1:{sock.getsockname()[1]}"
     with Server(ScriptedService()) as server:
@@ -104,7 +104,7 @@ def test_a_join_that_never_left_has_changed_nothing(segment: NodeSegment) -> Non
     assert offers == [(True, 1)]
 
 
-def test_nobody_with_a_lower_epoch_is_obeyed(segment: NodeSegment) -> None:
+def test_nobody_with_a_lower_epoch_is_obeyed(segment: OwnedSegment) -> None:
     """It may have granted space before the node left again: so writers are fenced off."""
     with Server(ScriptedService()) as server:
         master = Master(1, [LEAVES, LEAVES - 1, LEAVES + 1])
@@ -116,7 +116,7 @@ def test_nobody_with_a_lower_epoch_is_obeyed(segment: NodeSegment) -> None:
 
 
 def test_one_thread_at_a_time_looks_through_the_memory(
-    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
+    segment: OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A master may grant extents once it has been told of them; a thread of the session before
     would stamp, there, what it found."""
@@ -140,7 +140,7 @@ def test_one_thread_at_a_time_looks_through_the_memory(
             yield calls.MasterAccepted(LEAVES, 500, 6_000, [1])
             await asyncio.to_thread(begun.wait, 10)
 
-    monkeypatch.setattr(inventory, "take", take)
+    monkeypatch.setattr(inventory, "build_inventory", take)
     segment.attached = True
     with Server(ScriptedService()) as server:
         server.service.script = script

@@ -27,7 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.node.session import NodeStream
 from kvstore.wire.node_messages import SESSION_PATH
-from tests.conformance.carrier_peers import ScriptedService, Server
+from tests.conformance.rpc_peers import ScriptedService, Server
 
 OFFER = calls.SegmentOffer(1 << 20, b"u" * 16, "kvstore-x", "h:1", b"t" * 16, 5, 1, True)
 JOIN = calls.NodeJoin("n", "h", 1, 0, [OFFER])
@@ -83,8 +83,8 @@ def test_messages_go_both_ways(server: Server) -> None:
         await stream.send(JOIN)
         assert await stream.receive() == ACCEPTED
         for number in range(100):
-            await stream.send(calls.NodeBeat(number))
-            assert await stream.receive() == calls.MasterBeat(number)
+            await stream.send(calls.NodeHeartbeat(number))
+            assert await stream.receive() == calls.MasterHeartbeat(number)
 
     run(server, scenario)
 
@@ -166,7 +166,7 @@ def test_a_master_that_goes_away(server: Server) -> None:
             await stream.receive()
         assert caught.value.retriable
         with pytest.raises(KVStoreError):
-            await stream.send(calls.NodeBeat(1))
+            await stream.send(calls.NodeHeartbeat(1))
 
     run(server, scenario)
 

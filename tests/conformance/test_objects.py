@@ -20,9 +20,9 @@ import pytest
 from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.device_io import DeviceReads, DeviceWrites
-from kvstore.client.flows.location_cache import Placed
+from kvstore.client.flows.location_cache import LeasedLocation
 from kvstore.client.flows.object_transfers import ObjectReads, ObjectWrites
-from kvstore.client.flows.read_objects import Target
+from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.flows.steps import Transfer
 from kvstore.clock import uptime
 from kvstore.device import drivers
@@ -59,7 +59,7 @@ LARGE = [8 * MIB] * 7
 """More than sockets buffer: in the middle of it both ends are at work."""
 
 
-class Way:
+class TransportVariant:
     """A transport, and its steps; skips the test if those were not built."""
 
     def __init__(self, transport: Transport, steps: Any = native.steps) -> None:
@@ -67,7 +67,7 @@ class Way:
         self.steps = steps
 
     @classmethod
-    def compiled(cls, make: Callable[[], Transport]) -> Way:
+    def compiled(cls, make: Callable[[], Transport]) -> TransportVariant:
         if not native.is_compiled:
             pytest.skip("kvstore.native._native is not built here")
         return cls(make())
@@ -82,7 +82,7 @@ class Way:
         self.transport.close()
 
 
-class DeviceWay(Way):
+class DeviceWay(TransportVariant):
     """A transport, and a device whose memory is that of the transfers' buffers."""
 
     def __init__(self, transport: Transport, *, lock_max: int = 1 << 40) -> None:
@@ -137,7 +137,7 @@ class SameDeviceWay(DeviceWay):
         drivers.use(POOLED, None)
 
 
-class HolderWay(Way):
+class CapabilityVariant(TransportVariant):
     """A holder, which shows a capability for each extent."""
 
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
@@ -151,39 +151,39 @@ class HolderWay(Way):
         super().carry(transfer, seconds)
 
 
-class HolderDeviceWay(HolderWay, DeviceWay):
+class HolderDeviceWay(CapabilityVariant, DeviceWay):
     """Both of them."""
 
 
-WAYS: dict[str, dict[str, Callable[[], Way]]] = {
+WAYS: dict[str, dict[str, Callable[[], TransportVariant]]] = {
     "host": {
-        "shm-compiled": lambda: Way.compiled(ShmTransport),
-        "shm-slow": lambda: Way(ShmTransport(), pure_python),
+        "shm-compiled": lambda: TransportVariant.compiled(ShmTransport),
+        "shm-slow": lambda: TransportVariant(ShmTransport(), pure_python),
         "shm-device": lambda: DeviceWay(ShmTransport()),
         "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
-        "tcp-compiled": lambda: Way.compiled(TcpTransport),
-        "tcp-slow": lambda: Way(TcpTransport(), pure_python),
+        "tcp-compiled": lambda: TransportVariant.compiled(TcpTransport),
+        "tcp-slow": lambda: TransportVariant(TcpTransport(), pure_python),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
     "held": {
-        "shm-slow": lambda: Way(ShmTransport(), pure_python),
-        "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
-        "tcp-holder-slow": lambda: HolderWay(TcpTransport(), pure_python),
+        "shm-slow": lambda: TransportVariant(ShmTransport(), pure_python),
+        "tcp-holder-compiled": lambda: CapabilityVariant.compiled(TcpTransport),
+        "tcp-holder-slow": lambda: CapabilityVariant(TcpTransport(), pure_python),
     },
     "device": {
         "same-device": SameDeviceWay,
         "other-device": lambda: DeviceWay(DeviceTransport(8 * MIB)),
-        "host": lambda: Way(DeviceTransport(8 * MIB)),
-        "tcp-compiled": lambda: Way.compiled(TcpTransport),
-        "tcp-slow": lambda: Way(TcpTransport(), pure_python),
+        "host": lambda: TransportVariant(DeviceTransport(8 * MIB)),
+        "tcp-compiled": lambda: TransportVariant.compiled(TcpTransport),
+        "tcp-slow": lambda: TransportVariant(TcpTransport(), pure_python),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
     "held-device": {
-        "host": lambda: Way(DeviceTransport(8 * MIB)),
-        "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
+        "host": lambda: TransportVariant(DeviceTransport(8 * MIB)),
+        "tcp-holder-compiled": lambda: CapabilityVariant.compiled(TcpTransport),
     },
     "encrypted": {
-        "tcp-holder": lambda: HolderWay(TcpTransport(tls=shared_ends().client())),
+        "tcp-holder": lambda: CapabilityVariant(TcpTransport(tls=shared_ends().client())),
         "tcp-holder-device": lambda: HolderDeviceWay(TcpTransport(tls=shared_ends().client())),
     },
 }
@@ -226,14 +226,14 @@ def peer(memory: str) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def way(memory: str, request: pytest.FixtureRequest) -> Iterator[Way]:
+def way(memory: str, request: pytest.FixtureRequest) -> Iterator[TransportVariant]:
     way = WAYS[memory][request.param]()
     yield way
     way.close()
 
 
 @pytest.fixture
-def other(memory: str, request: pytest.FixtureRequest) -> Iterator[Way]:
+def other(memory: str, request: pytest.FixtureRequest) -> Iterator[TransportVariant]:
     way = WAYS[memory][request.param]()
     yield way
     way.close()
@@ -297,9 +297,9 @@ def reads(
     targets = [bytearray(size) for size in sizes]
     offset = start
     for index, target in enumerate(targets):
-        placed = Placed(len(target), version, index, (), 0.0)
+        placed = LeasedLocation(len(target), version, index, (), 0.0)
         views = cut(memoryview(target), parts)
-        transfer.add(placed, offset, Target(Key(b"k%d" % index), views))
+        transfer.add(placed, offset, ReadTarget(Key(b"k%d" % index), views))
         offset += extent_bytes(len(target))
     return transfer, targets
 
@@ -337,7 +337,7 @@ SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
     indirect=["way", "other"],
 )
 def test_what_one_way_writes_every_other_reads(
-    shared_peer: Peer, memory: str, way: Way, other: Way, sizes: str
+    shared_peer: Peer, memory: str, way: TransportVariant, other: TransportVariant, sizes: str
 ) -> None:
     segment, (size_of, parts) = shared_peer.info, SIZES[memory][sizes]
     some = values(size_of)
@@ -350,7 +350,7 @@ def test_what_one_way_writes_every_other_reads(
 
 
 @by(EVERY)
-def test_outcomes(shared_peer: Peer, way: Way) -> None:
+def test_outcomes(shared_peer: Peer, way: TransportVariant) -> None:
     segment, sizes = shared_peer.info, [5_000] * 4
     way.carry(writes(segment, values(sizes)))
     extent = extent_bytes(5_000)
@@ -370,7 +370,9 @@ def test_outcomes(shared_peer: Peer, way: Way) -> None:
 
 @by(HOST)
 @pytest.mark.parametrize("verify", [True, False])
-def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verify: bool) -> None:
+def test_of_another_object_nothing_is_written(
+    shared_peer: Peer, way: TransportVariant, verify: bool
+) -> None:
     """What is read in the end may be shorter than what stood there first."""
     segment, sizes = shared_peer.info, [0, 7, 5_000, 32 << 10, 40_000, 300_000, 3, 9, MIB]
     some = values(sizes)
@@ -388,7 +390,7 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
 
 
 @by(EVERY)
-def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
+def test_bad_ranges_and_strangers(shared_peer: Peer, way: TransportVariant) -> None:
     segment = shared_peer.info
     for start in (0, 4095, segment.size - HEADER_BYTES - 99):
         with pytest.raises(InvalidRangeError):
@@ -405,7 +407,7 @@ def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
 
 
 @by(EVERY)
-def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
+def test_a_fence_ends_it(peer: Peer, way: TransportVariant) -> None:
     before = peer.info
     way.carry(writes(before, values([100])))
     after = peer.ask("bump")
@@ -422,7 +424,9 @@ def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
 @by(HOST)
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) -> None:
+def test_a_node_that_dies_or_freezes(
+    peer: Peer, way: TransportVariant, verb: str, how: str
+) -> None:
     segment = peer.info
     some = values(LARGE)
     way.carry(writes(segment, some))

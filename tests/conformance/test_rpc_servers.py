@@ -33,12 +33,12 @@ from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, REQUEST_BYTES_MAX, K
 from kvstore.master import grpc_server
 from kvstore.master import lane_server as lane_server_module
 from kvstore.master.lane_server import LaneSettings
-from kvstore.process.cancellation import Stop
+from kvstore.process.cancellation import CancelToken
 from kvstore.wire.frames import CALL, ERROR, REPLY, TOKEN_BYTES_MAX, frame
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import SESSION_PATH
 from kvstore.wire.status import decode_error
-from tests.conformance.carrier_peers import (
+from tests.conformance.rpc_peers import (
     KEYS,
     SAMPLES,
     Caller,
@@ -116,7 +116,7 @@ def test_a_bug_of_the_master_is_an_internal_error(
     server.service.answers[calls.Exists] = ZeroDivisionError("a bug")
     with pytest.raises(InternalError):
         caller.call(EXISTS)
-    server.service.answers[calls.Exists] = calls.Existing([300])  # cannot be encoded
+    server.service.answers[calls.Exists] = calls.ExistsReply([300])  # cannot be encoded
     with pytest.raises(InternalError):
         caller.call(EXISTS)
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -193,7 +193,7 @@ def test_the_largest_batch(server: Server, caller: Caller) -> None:
     keys = [Key(i.to_bytes(4, "big") * 64) for i in range(BATCH_KEYS_MAX)]
     asked: list[Key] = []
 
-    def find(request: Any) -> calls.Found:
+    def find(request: Any) -> calls.LookupReply:
         epoch = 8 if asked else 7
         start, count = len(asked) % len(keys), len(request.keys)
         asked.extend(request.keys)
@@ -201,17 +201,17 @@ def test_the_largest_batch(server: Server, caller: Caller) -> None:
         places = calls.Placements(
             [4096] * count, [7] * count, list(rows), [1] * count, [3] * count, list(rows)
         )
-        return calls.Found(epoch, 9 if start else 1, places)
+        return calls.LookupReply(epoch, 9 if start else 1, places)
 
     server.service.answers[calls.Lookup] = find
-    found = cast(calls.Found, caller.call(calls.Lookup(N, keys)))
+    found = cast(calls.LookupReply, caller.call(calls.Lookup(N, keys)))
     assert (found.epoch, found.lease_ms) == (8, 1)
     assert found.placements.counters == list(range(len(keys)))
     assert asked == keys * 2
 
 
 def test_a_reply_that_is_too_large_is_an_error(server: Server, caller: Caller) -> None:
-    server.service.answers[calls.Exists] = calls.Existing(bytes(FRAME_BYTES_MAX))
+    server.service.answers[calls.Exists] = calls.ExistsReply(bytes(FRAME_BYTES_MAX))
     with pytest.raises(BatchTooLargeError):
         caller.call(EXISTS)
     server.service.answers[calls.Exists] = EXISTING
@@ -219,7 +219,9 @@ def test_a_reply_that_is_too_large_is_an_error(server: Server, caller: Caller) -
 
 
 def test_many_callers_at_once(server: Server, caller: Caller) -> None:
-    server.service.answers[calls.Exists] = lambda request: calls.Existing(bytes(len(request.keys)))
+    server.service.answers[calls.Exists] = lambda request: calls.ExistsReply(
+        bytes(len(request.keys))
+    )
     requests = [calls.Exists(N, [KEYS[0]] * i) for i in range(60)]
     assert [len(result.presence) for result in caller.all(requests)] == list(range(60))
 
@@ -312,7 +314,7 @@ def test_a_stopped_call_ends_and_is_cancelled_at_the_master(server: Server) -> N
     service = server.service
     service.answers[calls.PutStart] = service.wait
     with contextlib.closing(Caller(server.address)) as caller:
-        stop = Stop()
+        stop = CancelToken()
         stopping = server.when_waiting(stop.set)
         with stop.here(), pytest.raises(ClosedError):
             caller.call(PUT_START)
@@ -350,7 +352,7 @@ def test_a_blocked_lane_costs_one_warning(
 
 STOPPABLE = """
 import sys
-from tests.conformance.carrier_peers import ScriptedService, Server
+from tests.conformance.rpc_peers import ScriptedService, Server
 with Server(ScriptedService(lane=sys.argv[1] == "lane")) as server:
     print(server.address, flush=True)
     sys.stdin.read()
@@ -518,7 +520,7 @@ def test_calls_of_a_client_that_is_gone_are_cancelled(lane_server: Server) -> No
 
 def test_a_client_that_does_not_read_is_cut() -> None:
     service = ScriptedService()
-    service.answers[calls.Exists] = calls.Existing(bytes(1 << 20))
+    service.answers[calls.Exists] = calls.ExistsReply(bytes(1 << 20))
     with Server(service, settings=LaneSettings(stall_timeout_s=0.1)) as server:
         with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
             assert raw.next() is not None
@@ -537,7 +539,7 @@ def test_a_client_that_does_not_read_is_cut() -> None:
 def test_of_the_clients_that_do_not_read_the_first_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_server_module, "UNREAD_BYTES_MAX", 20 << 20)
     service = ScriptedService()
-    service.answers[calls.Exists] = calls.Existing(bytes(15 << 20))
+    service.answers[calls.Exists] = calls.ExistsReply(bytes(15 << 20))
     with Server(service) as server, contextlib.ExitStack() as stack:
         for count in range(3):
             raw = stack.enter_context(RawLane(server.endpoints, token=server.endpoints.lane_token))
@@ -554,7 +556,7 @@ def still_serves_with(server: Server, service: ScriptedService) -> None:
 
 def test_a_client_that_reads_late_gets_everything() -> None:
     service = ScriptedService()
-    service.answers[calls.Exists] = calls.Existing(bytes(1 << 20))
+    service.answers[calls.Exists] = calls.ExistsReply(bytes(1 << 20))
     with Server(service) as server:
         token = server.endpoints.lane_token
         with RawLane(server.endpoints, token=token) as raw:

@@ -36,7 +36,7 @@ from kvstore.native.interface import STALE, ReadRow
 from kvstore.network.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from kvstore.transport import tcp_client
 from kvstore.transport.base import PIECE_BYTES, Transport
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
@@ -175,8 +175,8 @@ def test_what_is_written_is_read(shared_peer: Peer, transport: Transport, size: 
     written, read = noise(size, seed=size), empty(size)
     hashers = xxhash.xxh3_64(), xxhash.xxh3_64()
     offset = SUPERBLOCK_BYTES + 1024 + 7
-    transport.write(info, [Move(offset, written, hashers[0])], soon())
-    transport.read(info, [Move(offset, read, hashers[1])], soon())
+    transport.write(info, [RangeCopy(offset, written, hashers[0])], soon())
+    transport.read(info, [RangeCopy(offset, read, hashers[1])], soon())
     assert read == written
     expected = xxhash.xxh3_64_intdigest(written)
     assert [hasher.intdigest() for hasher in hashers] == [expected, expected]
@@ -187,8 +187,8 @@ def test_transports_see_the_same_memory(shared_peer: Peer) -> None:
     written, read = noise(3 * MIB), empty(3 * MIB)
     for writer, reader in ((shm, tcp), (tcp, shm)):
         read[:] = bytes(len(read))
-        writer.write(shared_peer.info, [Move(MIB, written)], soon())
-        reader.read(shared_peer.info, [Move(MIB, read)], soon())
+        writer.write(shared_peer.info, [RangeCopy(MIB, written)], soon())
+        reader.read(shared_peer.info, [RangeCopy(MIB, read)], soon())
         assert read == written
         written[:] = bytes(reversed(written))
     shm.close()
@@ -202,7 +202,7 @@ def test_scattered_moves_land_each_at_its_place(shared_peer: Peer, transport: Tr
     random.Random(1).shuffle(sizes)
     places = [SUPERBLOCK_BYTES + 3 * MIB * (index % 10) + 41_000 * index for index in range(71)]
     buffers = [noise(size, seed=index) for index, size in enumerate(sizes)]
-    transport.write(info, [Move(*pair) for pair in zip(places, buffers)], soon())
+    transport.write(info, [RangeCopy(*pair) for pair in zip(places, buffers)], soon())
     hashers = [xxhash.xxh3_64() for _ in sizes]
     read = [empty(size) for size in sizes]
     # Written in order, places that overlap hold the later bytes; so read what the last ones wrote.
@@ -216,7 +216,7 @@ def test_scattered_moves_land_each_at_its_place(shared_peer: Peer, transport: Tr
         )
     ]
     assert len(last) > 60
-    moves = [Move(places[index], read[index], hashers[index]) for index in reversed(last)]
+    moves = [RangeCopy(places[index], read[index], hashers[index]) for index in reversed(last)]
     transport.read(info, moves, soon())
     for index in last:
         assert read[index] == buffers[index]
@@ -229,7 +229,7 @@ def test_a_call_may_have_more_moves_than_a_request(shared_peer: Peer, transport:
     for action, memory in ((transport.write, written), (transport.read, read)):
         action(
             shared_peer.info,
-            [Move(MIB + 64 * i, memory[16 * i : 16 * i + 16]) for i in range(count)],
+            [RangeCopy(MIB + 64 * i, memory[16 * i : 16 * i + 16]) for i in range(count)],
             soon(),
         )
     assert read == written
@@ -237,9 +237,9 @@ def test_a_call_may_have_more_moves_than_a_request(shared_peer: Peer, transport:
 
 def test_moves_happen_in_their_order(shared_peer: Peer, transport: Transport) -> None:
     read = empty(4096)
-    moves = [Move(MIB, noise(4096, seed=seed)) for seed in range(20)]
+    moves = [RangeCopy(MIB, noise(4096, seed=seed)) for seed in range(20)]
     transport.write(shared_peer.info, moves, soon())
-    transport.read(shared_peer.info, [Move(MIB, read)], soon())
+    transport.read(shared_peer.info, [RangeCopy(MIB, read)], soon())
     assert read == moves[-1].buffer
 
 
@@ -248,7 +248,8 @@ def test_moves_may_share_a_hasher(shared_peer: Peer, transport: Transport) -> No
     for action, memory in ((transport.write, written), (transport.read, read)):
         hasher = xxhash.xxh3_64()
         parts = [
-            Move(2 * MIB + i, memory[i : i + MIB // 2], hasher) for i in range(0, 3 * MIB, MIB // 2)
+            RangeCopy(2 * MIB + i, memory[i : i + MIB // 2], hasher)
+            for i in range(0, 3 * MIB, MIB // 2)
         ]
         action(shared_peer.info, parts, soon())
         assert hasher.intdigest() == xxhash.xxh3_64_intdigest(written)
@@ -272,22 +273,22 @@ def test_a_range_outside_is_refused_before_any_byte_moves(
 ) -> None:
     info = shared_peer.info
     before, after = empty(16), empty(16)
-    transport.read(info, [Move(MIB, before)], soon())
+    transport.read(info, [RangeCopy(MIB, before)], soon())
     other = memoryview(bytes(byte ^ 0xFF for byte in before))
-    bad = Move(offset, empty(length))
+    bad = RangeCopy(offset, empty(length))
     with pytest.raises(InvalidRangeError):
-        transport.write(info, [Move(MIB, other), bad], soon())
+        transport.write(info, [RangeCopy(MIB, other), bad], soon())
     with pytest.raises(InvalidRangeError):
-        transport.read(info, [Move(MIB, after), bad], soon())
+        transport.read(info, [RangeCopy(MIB, after), bad], soon())
     assert bytes(after) == bytes(16)
-    transport.read(info, [Move(MIB, after)], soon())
+    transport.read(info, [RangeCopy(MIB, after)], soon())
     assert after == before
 
 
 def test_a_deadline_that_has_passed(shared_peer: Peer, transport: Transport) -> None:
     for action in (transport.read, transport.write):
         with pytest.raises(DeadlineExceededError) as caught:
-            action(shared_peer.info, [Move(MIB, empty(16))], uptime() - 1)
+            action(shared_peer.info, [RangeCopy(MIB, empty(16))], uptime() - 1)
         assert caught.value.fields["settled"] == 1
 
 
@@ -299,8 +300,8 @@ def test_calls_from_several_threads(shared_peer: Peer, transport: Transport) -> 
         read, hasher = empty(MIB), xxhash.xxh3_64()
         for _ in range(5):
             place = MIB + 2 * MIB * index
-            transport.write(shared_peer.info, [Move(place, written[index])], soon())
-            transport.read(shared_peer.info, [Move(place, read, hasher)], soon())
+            transport.write(shared_peer.info, [RangeCopy(place, written[index])], soon())
+            transport.read(shared_peer.info, [RangeCopy(place, read, hasher)], soon())
             if read != written[index]:
                 return False
         return True
@@ -311,15 +312,15 @@ def test_calls_from_several_threads(shared_peer: Peer, transport: Transport) -> 
 
 def test_an_older_mount_is_gone(peer: Peer, transport: Transport) -> None:
     old = peer.info
-    transport.write(old, [Move(MIB, noise(16))], soon())
+    transport.write(old, [RangeCopy(MIB, noise(16))], soon())
     new = peer.ask("bump")
     assert new.generation > old.generation
     for action in (transport.write, transport.read):
         with pytest.raises(SegmentGoneError) as caught:
-            action(old, [Move(MIB, empty(16))], soon())
+            action(old, [RangeCopy(MIB, empty(16))], soon())
         assert caught.value.fields["settled"] == 1
     read = empty(16)
-    transport.read(new, [Move(MIB, read)], soon())
+    transport.read(new, [RangeCopy(MIB, read)], soon())
     assert read == noise(16)
 
 
@@ -327,9 +328,9 @@ def test_a_writer_that_outlives_a_takeover_stops(peer: Peer, transport: Transpor
     """The generation changes in the middle of a write: its end never lands."""
     hasher = acting(lambda: peer.ask("bump"))
     with pytest.raises((SegmentGoneError, NodeUnreachableError)):
-        transport.write(peer.info, [Move(MIB, noise(LARGE_BYTES), hasher)], soon())
+        transport.write(peer.info, [RangeCopy(MIB, noise(LARGE_BYTES), hasher)], soon())
     end = empty(MIB)
-    transport.read(peer.ask("info"), [Move(LARGE_BYTES, end)], soon())
+    transport.read(peer.ask("info"), [RangeCopy(LARGE_BYTES, end)], soon())
     assert bytes(end) == bytes(MIB)
 
 
@@ -337,8 +338,8 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
     """Over the network that is an error; shared memory outlives its owner, and gives every byte;
     memory of a device does not."""
     written, read = noise(LARGE_BYTES), empty(LARGE_BYTES)
-    transport.write(peer.info, [Move(MIB, written)], soon())
-    moves = [Move(MIB, read, acting(peer.kill))]
+    transport.write(peer.info, [RangeCopy(MIB, written)], soon())
+    moves = [RangeCopy(MIB, read, acting(peer.kill))]
     if transport.name == "shm":
         transport.read(peer.info, moves, soon())
         assert read == written
@@ -348,11 +349,11 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
         transport.read(peer.info, moves, soon())
     assert caught.value.fields["settled"] == 1
     with pytest.raises(gone):
-        transport.read(peer.info, [Move(MIB, read[:16])], soon())
+        transport.read(peer.info, [RangeCopy(MIB, read[:16])], soon())
 
 
 def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transport) -> None:
-    moves = [Move(MIB, noise(LARGE_BYTES), acting(peer.kill))]
+    moves = [RangeCopy(MIB, noise(LARGE_BYTES), acting(peer.kill))]
     if transport.name == "shm":
         transport.write(peer.info, moves, soon())
         return
@@ -365,7 +366,7 @@ def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transp
         transport.write(peer.info, moves, soon())
     assert caught.value.fields["settled"] == 0
     with pytest.raises(NodeUnreachableError) as caught:
-        transport.write(peer.info, [Move(MIB, noise(16))], soon())
+        transport.write(peer.info, [RangeCopy(MIB, noise(16))], soon())
     assert caught.value.fields["settled"] == 1
 
 
@@ -375,7 +376,7 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
 ) -> None:
     """In the middle of a call, and before one. Shared memory needs nobody at the other end."""
     action = transport.read if verb == "read" else transport.write
-    moves = [Move(MIB, noise(LARGE_BYTES), acting(peer.stop))]
+    moves = [RangeCopy(MIB, noise(LARGE_BYTES), acting(peer.stop))]
     start = uptime()
     if transport.name in NEEDS_NO_OWNER:
         action(peer.info, moves, soon())
@@ -384,11 +385,11 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
         action(peer.info, moves, start + 0.3)
     assert caught.value.fields["settled"] == (1 if verb == "read" else 0)
     with pytest.raises(DeadlineExceededError) as caught:
-        action(peer.info, [Move(MIB, empty(16))], start + 0.5)
+        action(peer.info, [RangeCopy(MIB, empty(16))], start + 0.5)
     assert caught.value.fields["settled"] == 1, "a connection without a hello carries no bytes"
     assert 0.5 <= uptime() - start < 4.0
     peer.resume()
-    action(peer.info, [Move(MIB, empty(16))], soon())
+    action(peer.info, [RangeCopy(MIB, empty(16))], soon())
 
 
 def test_a_slow_node_does_not_outlast_the_deadline(shared_peer: Peer, tcp: TcpTransport) -> None:
@@ -411,7 +412,7 @@ def test_a_slow_node_does_not_outlast_the_deadline(shared_peer: Peer, tcp: TcpTr
         info = shared_peer.info._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
         start = uptime()
         with pytest.raises(DeadlineExceededError):
-            tcp.read(info, [Move(MIB, empty(MIB))], start + 0.2)
+            tcp.read(info, [RangeCopy(MIB, empty(MIB))], start + 0.2)
         assert uptime() - start < 3.0
         ended.set()
         thread.join()
@@ -436,7 +437,7 @@ def test_a_node_that_moves_no_byte_is_given_up(
     def move() -> None:
         if way == "moves":
             action = transport.write if is_write else transport.read
-            action(peer.info, [Move(MIB, payload[0] if is_write else empty(size))], soon())
+            action(peer.info, [RangeCopy(MIB, payload[0] if is_write else empty(size))], soon())
         elif is_write:
             transport.write_objects(peer.info, "n", [write], soon())
         else:
@@ -480,7 +481,7 @@ def test_bytes_that_come_slowly_are_progress(
         thread.start()
         info = shared_peer.info._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
         transport = TcpTransport(stall_s=1.5)
-        transport.read(info, [Move(MIB, empty(HEADER_BYTES))], soon())
+        transport.read(info, [RangeCopy(MIB, empty(HEADER_BYTES))], soon())
         row: ReadRow = (MIB, 0, 1, 1, b"key", [], b"")
         for each in (native.steps, pure_python):
             monkeypatch.setattr(tcp_client, "steps", each)
@@ -496,7 +497,7 @@ def test_nobody_there(shared_peer: Peer, transport: Transport) -> None:
     info = shared_peer.info._replace(uuid=bytes(16), address=address)
     for action in (transport.write, transport.read):
         with pytest.raises(NodeUnreachableError) as caught:
-            action(info, [Move(MIB, empty(16))], soon())
+            action(info, [RangeCopy(MIB, empty(16))], soon())
         assert caught.value.fields["settled"] == 1
 
 
@@ -504,13 +505,13 @@ def test_nobody_there(shared_peer: Peer, transport: Transport) -> None:
 def test_an_address_that_is_none(shared_peer: Peer, tcp: TcpTransport, address: str) -> None:
     info = shared_peer.info._replace(address=address)
     with pytest.raises(NodeUnreachableError):
-        tcp.read(info, [Move(MIB, empty(16))], soon())
+        tcp.read(info, [RangeCopy(MIB, empty(16))], soon())
 
 
 def test_another_segment_there(shared_peer: Peer, tcp: TcpTransport) -> None:
     info = shared_peer.info._replace(uuid=bytes(16))
     with pytest.raises(SegmentGoneError):
-        tcp.read(info, [Move(MIB, empty(16))], soon())
+        tcp.read(info, [RangeCopy(MIB, empty(16))], soon())
 
 
 def test_a_wrong_token_is_refused(shared_peer: Peer, tcp: TcpTransport) -> None:
@@ -518,7 +519,7 @@ def test_a_wrong_token_is_refused(shared_peer: Peer, tcp: TcpTransport) -> None:
     info = shared_peer.info._replace(token=bytes(16))
     for action in (tcp.read, tcp.write):
         with pytest.raises(PermissionDeniedError) as caught:
-            action(info, [Move(MIB, empty(16))], soon())
+            action(info, [RangeCopy(MIB, empty(16))], soon())
         assert caught.value.fields["settled"] == 1
     assert shared_peer.counters()["refused_hellos"] == before + 2
 
@@ -527,19 +528,19 @@ def test_a_node_with_no_connection_left_is_busy() -> None:
     peer = Peer(f"busy-{os.getpid()}", MIB, connections_max=1)
     first, second = TcpTransport(), TcpTransport()
     try:
-        first.read(peer.info, [Move(8192, empty(16))], soon())
+        first.read(peer.info, [RangeCopy(8192, empty(16))], soon())
         for _ in range(20):
             with pytest.raises(BusyError):
-                second.read(peer.info, [Move(8192, empty(16))], soon())
+                second.read(peer.info, [RangeCopy(8192, empty(16))], soon())
         first.close()
         deadline = soon()
         while uptime() < deadline:  # the server notices on its own thread
             try:
-                second.read(peer.info, [Move(8192, empty(16))], soon())
+                second.read(peer.info, [RangeCopy(8192, empty(16))], soon())
                 break
             except BusyError:
                 continue
-        second.read(peer.info, [Move(8192, empty(16))], soon())
+        second.read(peer.info, [RangeCopy(8192, empty(16))], soon())
     finally:
         first.close()
         second.close()
@@ -548,7 +549,7 @@ def test_a_node_with_no_connection_left_is_busy() -> None:
 
 def test_a_server_that_restarts_between_calls_is_not_noticed(peer: Peer, tcp: TcpTransport) -> None:
     for verb in (tcp.write, tcp.read, tcp.read):
-        verb(peer.info, [Move(MIB, noise(16))], soon())
+        verb(peer.info, [RangeCopy(MIB, noise(16))], soon())
         assert peer.ask("restart") == peer.info
 
 
@@ -557,21 +558,21 @@ def test_a_call_waits_for_a_connection_no_longer_than_its_deadline(shared_peer: 
 
     def second() -> None:
         with pytest.raises(DeadlineExceededError) as caught:
-            transport.read(shared_peer.info, [Move(MIB, empty(16))], soon(0.05))
+            transport.read(shared_peer.info, [RangeCopy(MIB, empty(16))], soon(0.05))
         assert caught.value.fields["settled"] == 1
 
-    transport.read(shared_peer.info, [Move(MIB, empty(2 * MIB), acting(second))], soon())
-    transport.read(shared_peer.info, [Move(MIB, empty(16))], soon())
+    transport.read(shared_peer.info, [RangeCopy(MIB, empty(2 * MIB), acting(second))], soon())
+    transport.read(shared_peer.info, [RangeCopy(MIB, empty(16))], soon())
     transport.close()
 
 
 def test_closing_ends_a_call_under_way(shared_peer: Peer, transport: Transport) -> None:
-    moves = [Move(MIB, empty(LARGE_BYTES), acting(transport.close))]
+    moves = [RangeCopy(MIB, empty(LARGE_BYTES), acting(transport.close))]
     with pytest.raises((ClosedError, NodeUnreachableError)):
         transport.read(shared_peer.info, moves, soon())
     for action in (transport.read, transport.write):
         with pytest.raises(ClosedError):
-            action(shared_peer.info, [Move(MIB, empty(16))], soon())
+            action(shared_peer.info, [RangeCopy(MIB, empty(16))], soon())
     assert not transport.reaches(shared_peer.info)
     transport.close()
 
@@ -594,7 +595,7 @@ def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -
     view = transport.memory(info)[MIB : MIB + 4096]
     view[:] = noise(4096)
     read = empty(4096)
-    transport.read(info, [Move(MIB, read)], soon())
+    transport.read(info, [RangeCopy(MIB, read)], soon())
     assert read == noise(4096)
     with pytest.raises(SegmentGoneError):
         transport.memory(info._replace(generation=info.generation + 1))

@@ -16,7 +16,7 @@ from kvstore import AsyncClient, Client
 from tests.support.browser import Browser, browsing
 from tests.support.certificates import Identities
 from tests.support.cluster import SHORT, Cluster
-from tests.support.network_namespaces import Island, island_with
+from tests.support.network_namespaces import IsolatedNetwork, island_with
 
 
 class Blocking:
@@ -116,7 +116,7 @@ OF_MASTER, OF_NODE = f"198.19.{os.getpid() % 128}", f"198.19.{128 + os.getpid() 
 
 
 @pytest.fixture(scope="module")
-def island() -> Iterator[Island]:
+def island() -> Iterator[IsolatedNetwork]:
     with island_with(OF_MASTER, OF_NODE) as island:
         yield island
 

@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from kvstore import Client, calls
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.calls import Clear, Join
 from kvstore.client.rpc import lane_client
@@ -249,9 +249,9 @@ def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identit
     assert first is not None
     before = first.pems()
     for name, wanted in (
-        ("master", Wanted("master", ("master",), hosts=("127.0.0.1",))),
-        ("node", Wanted("node", ("node",))),
-        ("engine", Wanted("engine", ("engine",), (OURS,), (OURS, "more"))),
+        ("master", CertificateRequest("master", ("master",), hosts=("127.0.0.1",))),
+        ("node", CertificateRequest("node", ("node",))),
+        ("engine", CertificateRequest("engine", ("engine",), (OURS,), (OURS, "more"))),
     ):
         identities.replace(Path(identities.file(name)), wanted)
     assert client.get("k") == content("k")

@@ -11,7 +11,7 @@ import pytest
 from bench import mooncake, redis
 from bench.tables import TABLES
 from kvstore.bench.client import ClientProcess, Settings
-from kvstore.bench.harness import Plan, Result, measure, page_of
+from kvstore.bench.harness import ComparisonPlan, Result, measure, page_of
 from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import ChildError, Children
 from kvstore.bench.rows import MODES, SHM, TCP, choose
@@ -83,7 +83,7 @@ def test_every_operation_on_redis(children: Children) -> None:
 
 
 def measured(table: str, rows: str, rounds: int, said: list[str]) -> list[Result]:
-    plan = Plan(rounds, 0.01, POOL)
+    plan = ComparisonPlan(rounds, 0.01, POOL)
     chosen = choose(rows, TABLES[table].rows)
     results = measure(TABLES[table], chosen, plan, lambda what, steps: said.extend([what] * steps))
     assert [each.row for each in results] == chosen
@@ -102,7 +102,7 @@ def test_redis_side_by_side() -> None:
         assert min(sample.processor_us.values()) > 0
     machine = {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"}
     found = {"machine": machine, "load": [0.0, 0.0]}
-    text = page_of(TABLES["redis"], results, Plan(1, 0.01, POOL), found)
+    text = page_of(TABLES["redis"], results, ComparisonPlan(1, 0.01, POOL), found)
     assert "| work | path | kvstore, P50 / P99 | Redis, P50 / P99 |" in text
     assert "Mooncake" not in text
 

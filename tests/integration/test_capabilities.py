@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.auth.certificates import Wanted, inspect
+from kvstore.auth.certificates import CertificateRequest, inspect
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import (
@@ -21,7 +21,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
 from tests.integration.test_repair_queue import dead, nodes_of
@@ -164,7 +164,7 @@ def test_who_has_ended_its_put_does_not_write_there_any_more(
         transport = TcpTransport()
 
         def write() -> None:
-            junk = Move(at, memoryview(b"j" * 2000), extent=extent)
+            junk = RangeCopy(at, memoryview(b"j" * 2000), extent=extent)
             transport.write(segment, [junk], uptime() + 5)
 
         write()
@@ -189,7 +189,7 @@ def granted_to(client: Client, key: bytes, size: int) -> tuple[calls.Grants, Seg
     grants = asked_of(client, start)
     assert isinstance(grants, calls.Grants)
     described = asked_of(client, calls.DescribeSegments(grants.segments))
-    assert isinstance(described, calls.Segments)
+    assert isinstance(described, calls.DescribeSegmentsReply)
     (segment,) = described.segments
     return grants, segment
 
@@ -213,7 +213,7 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
         stolen = store.client(auth=file, transports=TCP)
         stolen.put("a", content("a", SIZE))
         segment, at, capability = segment_of(stolen, "a")
-        wanted = Wanted("e", ("engine",), ("default",), ("default",))
+        wanted = CertificateRequest("e", ("engine",), ("default",), ("default",))
         renewed = identities.folder / "renewed.auth"
         identities.replace(renewed, wanted)
         good = store.client(auth=str(renewed), transports=TCP, name="good")
@@ -221,7 +221,9 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
         transport = TcpTransport()
 
         def is_refused() -> bool:
-            read = Move(at, memoryview(bytearray(SIZE)), extent=Extent(at, SIZE + 1024, capability))
+            read = RangeCopy(
+                at, memoryview(bytearray(SIZE)), extent=Extent(at, SIZE + 1024, capability)
+            )
             try:
                 transport.read(segment, [read], uptime() + 5)
             except PermissionDeniedError:

@@ -31,7 +31,7 @@ def started(port: int, log: Path) -> Iterator[Server]:
         server.process.stdout.close()
 
 
-class Silent:
+class IdleConnections:
     """Connections that say nothing."""
 
     def __init__(self, stack: ExitStack, port: int) -> None:
@@ -62,7 +62,7 @@ def test_connections_that_say_nothing_are_bounded_logged_and_cut(tmp_path: Path)
     with started(0, tmp_path / "master.log") as master:
         port = int(master.line(r"listening on \S+:(\d+) ").group(1))
         with ExitStack() as stack:
-            silent = Silent(stack, port)
+            silent = IdleConnections(stack, port)
             silent.fill(master)
             for sock in silent.sockets:
                 sock.settimeout(20)

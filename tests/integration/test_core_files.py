@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.memory.mapping import Mapping
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.processes import children_of, free_port, run_python
@@ -77,7 +77,7 @@ def test_servers_with_identities_are_hidden(tmp_path: Path, has_identities: bool
 
 def test_blocks_are_not_dumped() -> None:
     """Neither by the node nor by a client that maps its memory, also once its entry is gone."""
-    segment = NodeSegment.create(f"core-{os.getpid()}", 1 << 20)
+    segment = OwnedSegment.create(f"core-{os.getpid()}", 1 << 20)
     mapping = None
     try:
         mapping = Mapping.attach(segment.shm_name, segment.uuid)

@@ -19,7 +19,7 @@ import pytest
 from kvstore._version import __version__
 from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.routes import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
@@ -184,7 +184,9 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
         for fingerprint, dtype in (("ab", "bfloat16"), ("cd", "float8")):
             described = {"dtype": dtype, "block": 16}
             FleetRecords(client, logging.getLogger("test")).announce(
-                Record("vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described)
+                FleetRecord(
+                    "vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described
+                )
             )
         client.put_chain(["a", "b"], [b"x" * 5000, b"y" * 5000])
         browser.open(port)
@@ -221,7 +223,9 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
         for fingerprint, dtype in (("ab", "bfloat16"), ("cd", "float8")):
             described: dict[str, Any] = {"dtype": dtype}
             FleetRecords(client, logging.getLogger("test")).announce(
-                Record("vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described)
+                FleetRecord(
+                    "vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described
+                )
             )
         for number in range(9):
             client.put_chain(["a", f"b{number}"], [b"x" * 500] * 2)

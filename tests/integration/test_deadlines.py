@@ -26,14 +26,14 @@ from kvstore import AsyncClient, Client
 from kvstore.errors import InvalidArgumentError, KVStoreError
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
-from tests.support.network_namespaces import Island
+from tests.support.network_namespaces import IsolatedNetwork
 
 TIMEOUT_MS = 1_200
 SLACK_S = 0.8
 """Hundreds of threads wake up at the same moment, on two cores; alone it is milliseconds."""
 
 TICK_S = 0.02
-"""How often ``Stalls`` looks whether a thread that wants to run does."""
+"""How often ``SchedulingDelays`` looks whether a thread that wants to run does."""
 
 HUNG_S = 15.0
 LARGE = 4 << 20
@@ -99,7 +99,7 @@ def test_every_public_call_is_in_the_table(kind: type) -> None:
 # --- calls that run at the same time, each on its own ------------------------------------------
 
 
-class Stalls:
+class SchedulingDelays:
     """How long threads of this process that wanted to run did not: the machine's part of how long a
     call takes. A thread sleeps again and again; what each sleep takes too long is added up."""
 
@@ -124,7 +124,7 @@ class Stalls:
             before = now
 
 
-class Took:
+class CallTiming:
     """One call: how long it took, and what came of it."""
 
     def __init__(self, name: str) -> None:
@@ -179,14 +179,14 @@ class Clients:
             for verb in (lambda c: c.get_many(KEYS), lambda c: c.status()):
                 self._now(verb, client)
 
-    def run(self) -> list[Took]:
+    def run(self) -> list[CallTiming]:
         """All at the same time; returns when they have ended, or hang."""
-        all_took: list[Took] = []
+        all_took: list[CallTiming] = []
         threads: list[threading.Thread] = []
         ended: list[Any] = []
         for name, client in self._clients:
             for what, verb in CALLS.items():
-                took = Took(f"{name}: {what}")
+                took = CallTiming(f"{name}: {what}")
                 all_took.append(took)
                 if isinstance(client, AsyncClient):
                     call = self._awaited(took, verb, client)
@@ -196,7 +196,7 @@ class Clients:
                         target=self._timed, args=(took, verb, client), name=took.name, daemon=True
                     )
                     threads.append(call_it)
-        with Stalls() as stalls:
+        with SchedulingDelays() as stalls:
             for thread in threads:
                 thread.start()
             give_up = time.monotonic() + HUNG_S
@@ -209,11 +209,11 @@ class Clients:
             took.stalled_s = stalls.seconds
         return all_took
 
-    def close(self) -> list[Took]:
+    def close(self) -> list[CallTiming]:
         """How long each took to close, one after the other."""
         all_took = []
         for name, client in self._clients:
-            took = Took(f"{name}: close")
+            took = CallTiming(f"{name}: close")
             all_took.append(took)
             started = time.monotonic()
             self._now(lambda c: c.close(), client)
@@ -232,7 +232,7 @@ class Clients:
             verb(client)
 
     @staticmethod
-    def _timed(took: Took, verb: Verb, client: Client) -> None:
+    def _timed(took: CallTiming, verb: Verb, client: Client) -> None:
         started = time.monotonic()
         try:
             outcome = verb(client)
@@ -242,7 +242,7 @@ class Clients:
         took.seconds = time.monotonic() - started
 
     @staticmethod
-    async def _awaited(took: Took, verb: Verb, client: AsyncClient) -> None:
+    async def _awaited(took: CallTiming, verb: Verb, client: AsyncClient) -> None:
         started = time.monotonic()
         try:
             took.outcome = type(await _drive(verb, client))
@@ -328,7 +328,9 @@ def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) 
 @pytest.mark.netns
 @either
 @pytest.mark.parametrize("who", ["master", "node"])
-def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str, kind: type) -> None:
+def test_after_the_network_is_cut(
+    island: IsolatedNetwork, tmp_path: Path, who: str, kind: type
+) -> None:
     with island.cluster(tmp_path) as cluster:
         cluster.master()
         master = f"{OF_MASTER}.1:{cluster.settings['port']}"

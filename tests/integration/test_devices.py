@@ -36,7 +36,7 @@ def store() -> Iterator[Client]:
         yield client
 
 
-class OnDevice:
+class DeviceFixture:
     """A client, and a device beside it."""
 
     def __init__(self, client: Client, seed: int, **settings: Any) -> None:
@@ -77,16 +77,16 @@ def make(
 ) -> Iterator[Any]:
     """Makes a device by a seed, with a client of its own."""
     monkeypatch.setattr(staging_ring, "RING_BYTES", RING)
-    made: list[OnDevice] = []
+    made: list[DeviceFixture] = []
 
-    def new(seed: int) -> OnDevice:
+    def new(seed: int) -> DeviceFixture:
         settings = {"lock_max": 0} if request.param == "shm-not-locked" else {}
         client = Client(
             store.config.master,
             transports=(request.param.partition("-")[0],),
             placements_max=0,
         )
-        made.append(OnDevice(client, seed, **settings))
+        made.append(DeviceFixture(client, seed, **settings))
         return made[-1]
 
     yield new
@@ -100,15 +100,15 @@ def make(
 
 
 @pytest.fixture
-def on(make: Any) -> OnDevice:
-    device: OnDevice = make(1)
+def on(make: Any) -> DeviceFixture:
+    device: DeviceFixture = make(1)
     return device
 
 
 SIZES = [1, 100, 4_096, 65_537, MIB, 3 * MIB + 5]
 
 
-def save_and_load(on: OnDevice, *, marks: bool) -> None:
+def save_and_load(on: DeviceFixture, *, marks: bool) -> None:
     """Blocks are written by kernels, saved, overwritten by kernels; loaded into blocks that kernels
     have written to before and write to afterwards."""
     blocks = [[on.fake.array(size // 3 + 1), on.fake.array(size)] for size in SIZES]
@@ -147,7 +147,7 @@ def test_blocks_are_saved_and_loaded(make: Any, seed: int, marks: bool) -> None:
     save_and_load(make(seed), marks=marks)
 
 
-def test_memory_that_names_its_moments_waits_for_nothing_else(on: OnDevice) -> None:
+def test_memory_that_names_its_moments_waits_for_nothing_else(on: DeviceFixture) -> None:
     block = on.fake.array(100)
     on.later(block, np.full(100, 7, np.uint8))
     after = on.fake.mark()
@@ -166,7 +166,7 @@ def test_memory_that_names_its_moments_waits_for_nothing_else(on: OnDevice) -> N
     on.check()
 
 
-def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
+def test_tensors_of_a_device_come_back_there(on: DeviceFixture) -> None:
     values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     on.client.put("k", values)
     got = on.client.get("k", device=NAME)
@@ -177,7 +177,7 @@ def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
     assert on.client.get("missing", device=NAME) is None
 
 
-def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
+def test_many_values_come_back_on_a_device(on: DeviceFixture) -> None:
     on.client.put_many(
         [("a", b"abc"), ("b", b""), ("c", np.array([[1.5]], np.float32)), ("e", torch.empty(0, 3))]
     )
@@ -188,7 +188,7 @@ def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
     assert (e.dtype, e.shape) == (torch.float32, (0, 3))
 
 
-def test_memory_of_a_host_is_copied_to_a_device(on: OnDevice) -> None:
+def test_memory_of_a_host_is_copied_to_a_device(on: DeviceFixture) -> None:
     """Also where a view was asked for."""
     on.client.put("k", b"abc")
     copied: Any = on.client.get("k", device=NAME, copy=False)

@@ -14,7 +14,7 @@ import pytest
 from kvstore import Client
 from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
-from kvstore.etcd.leader_lookup import MemberSeen, find_leader, look_at
+from kvstore.etcd.leader_lookup import MemberStatus, find_leader, look_at
 from kvstore.master import times
 from kvstore.network.addresses import EtcdPlace
 from tests.support.cluster import MASTER, Cluster
@@ -79,7 +79,7 @@ class Members:
         except KVStoreError:
             return False
 
-    def look(self, member: Member) -> MemberSeen:
+    def look(self, member: Member) -> MemberStatus:
         return look_at(self.place(), member.address, uptime() + 1.0)
 
     def place(self, *first: Member) -> EtcdPlace:

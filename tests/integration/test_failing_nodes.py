@@ -13,7 +13,7 @@ from kvstore.client.flows.location_cache import AVOID_FIRST_S
 from kvstore.clock import uptime
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
-from tests.support.network_namespaces import Island
+from tests.support.network_namespaces import IsolatedNetwork
 from tests.support.wait import until
 from tests.support.workload import content
 
@@ -46,7 +46,7 @@ def test_descendants_of_what_died_are_whole_again_once_it_is_put_again(cluster: 
 
 
 @pytest.fixture
-def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
+def two_nodes(island: IsolatedNetwork, tmp_path: Path) -> Iterator[Cluster]:
     """Nodes that this process reaches at different addresses."""
     with island.cluster(tmp_path, dead_ms=12_000) as cluster:
         cluster.master()
@@ -59,7 +59,7 @@ def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.netns
 def test_a_failing_node_costs_each_client_a_second_and_nobody_else_anything(
-    island: Island, two_nodes: Cluster
+    island: IsolatedNetwork, two_nodes: Cluster
 ) -> None:
     """Both run on one host, and a firewall may be before that: the master believes neither."""
     failing, _ = two_nodes.nodes

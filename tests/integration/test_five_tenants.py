@@ -126,7 +126,7 @@ class Attacker:
         ]
 
 
-class Honest:
+class HonestClient:
     """A tenant that uses a few blocks, all within its guarantee."""
 
     def __init__(self, client: Client, name: str) -> None:
@@ -155,7 +155,7 @@ class Honest:
 def test_an_attacker_does_no_harm_to_four_others(
     cluster: Cluster, identities: Identities, port: int
 ) -> None:
-    honest = [Honest(client_of(cluster, identities, name), name) for name in HONEST]
+    honest = [HonestClient(client_of(cluster, identities, name), name) for name in HONEST]
     attackers = [Attacker(client_of(cluster, identities, EVIL), seed) for seed in range(4)]
     first = attackers[0]
     verbs: list[Callable[[int], str]] = [

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.network.tcp_protocol import Extent
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_capabilities import asked_of
 from tests.support.certificates import Identities
@@ -48,12 +48,12 @@ def found_by(thief: Client, size: int = SIZE, *, at_most_ms: int = 10_000) -> by
     grants = asked_of(thief, start)
     assert isinstance(grants, calls.Grants)
     ended = asked_of(thief, calls.PutEnd(grants.epoch, grants.tokens))
-    assert isinstance(ended, calls.PutEnded)
+    assert isinstance(ended, calls.PutEndReply)
     assert list(ended.outcomes) == [PutOutcome.STORED]
     found = asked_of(thief, calls.Lookup(THEIRS, [Key(b"t")]))
-    assert isinstance(found, calls.Found)
+    assert isinstance(found, calls.LookupReply)
     described = asked_of(thief, calls.DescribeSegments(found.placements.segments))
-    assert isinstance(described, calls.Segments)
+    assert isinstance(described, calls.DescribeSegmentsReply)
     (segment,), (at,) = described.segments, found.placements.offsets
     return read(segment, Extent(at, size + HEADER_BYTES, found.placements.capabilities))
 
@@ -63,7 +63,7 @@ def read(segment: SegmentInfo, extent: Extent) -> bytes:
     transport = TcpTransport()
     try:
         transport.read(
-            segment, [Move(extent.offset, memoryview(data), extent=extent)], uptime() + 5
+            segment, [RangeCopy(extent.offset, memoryview(data), extent=extent)], uptime() + 5
         )
     finally:
         transport.close()

@@ -22,12 +22,12 @@ from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.leader_lookup import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
-from kvstore.master.rpc_servers import Endpoints
+from kvstore.master.rpc_servers import ListenAddresses
 from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
-from tests.conformance.carrier_peers import RawLane
+from tests.conformance.rpc_peers import RawLane
 from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
@@ -248,13 +248,13 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed(
 # --- the leader is stopped ---------------------------------------------------------------------
 
 
-class LaneOf(RawLane):
+class QueuedLaneConnection(RawLane):
     """A connection to the lane of exactly this master, for calls that wait in its socket."""
 
     def __init__(self, master: str) -> None:
         with grpc.insecure_channel(master) as channel:
             joined = ask(channel, calls.Join("raw", "h", PROTOCOL_VERSION))
-        place = Endpoints("127.0.0.1", 0, joined.lane_port, "", b"")
+        place = ListenAddresses("127.0.0.1", 0, joined.lane_port, "", b"")
         super().__init__(place, token=joined.lane_token)
         assert self.next() is not None
 
@@ -273,7 +273,7 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
     ha.node()
     ha.fill()
     client = fresh_client(ha)
-    with LaneOf(first) as lane:
+    with QueuedLaneConnection(first) as lane:
         lane.send(1, calls.Exists(DEFAULT_NAMESPACE, [Key(KEYS[0].encode())]))
         received = lane.next()
         assert received is not None

@@ -32,9 +32,9 @@ from kvstore.wire.status import decode_error, detail_of
 from tests.support.cluster import Cluster
 from tests.support.message_tampering import (
     MINE,
-    Lie,
-    Theirs,
-    lies,
+    ForeignValues,
+    TamperedMessage,
+    tampered_variants,
     true_calls,
     true_join,
     true_messages,
@@ -50,7 +50,7 @@ HANGS_S = 8.0
 """No call of the honest client takes so long, on a busy machine."""
 
 
-class Honest:
+class HonestClient:
     """Puts before the lies, and finds it all after them."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -78,12 +78,12 @@ class Honest:
         assert self.client.get(fresh) is None, after
         assert time.monotonic() - started < HANGS_S, after
 
-    def theirs(self, cluster: Cluster) -> Theirs:
+    def theirs(self, cluster: Cluster) -> ForeignValues:
         """What a liar would claim of it."""
         status = cluster.status()
         segments = [segment for node in status.nodes for segment in node.segments]
         described = describe(cluster, [each.segment_id for each in segments])
-        return Theirs(
+        return ForeignValues(
             keys=[b"object-0", CHAIN[0]],
             namespaces=[HONEST],
             numbers=[status.epoch, status.epoch + 1, 3] + [each.segment_id for each in segments],
@@ -95,7 +95,7 @@ class Honest:
         )
 
 
-class Carrier:
+class RawRpcSender:
     """Sends what a stub never would."""
 
     def __init__(self, address: str) -> None:
@@ -103,7 +103,7 @@ class Carrier:
         self.host, _ = split_address(address)
         join = calls.Join(MINE, "host", PROTOCOL_VERSION)
         joined = self.by_grpc(join)
-        assert isinstance(joined, calls.Joined)
+        assert isinstance(joined, calls.JoinReply)
         self.joined = joined
         self._lane: LaneConnection | None = None
 
@@ -150,13 +150,13 @@ class Carrier:
 
 
 def describe(cluster: Cluster, segment_ids: list[int]) -> Sequence[calls.SegmentInfo]:
-    with contextlib.closing(Carrier(cluster.address)) as peer:
+    with contextlib.closing(RawRpcSender(cluster.address)) as peer:
         described = peer.by_grpc(calls.DescribeSegments(segment_ids))
-    assert isinstance(described, calls.Segments)
+    assert isinstance(described, calls.DescribeSegmentsReply)
     return described.segments
 
 
-def allowed(lie: Lie, node: str) -> bool:
+def allowed(lie: TamperedMessage, node: str) -> bool:
     """Whether every caller may say so, until callers have identities: it is no lie."""
     message, field, value = lie
     match message:
@@ -171,21 +171,21 @@ def allowed(lie: Lie, node: str) -> bool:
     return False
 
 
-def may_wait(lie: Lie) -> bool:
+def may_wait(lie: TamperedMessage) -> bool:
     """Whether the answer may come later than the liar waits."""
     return lie.field == "wait_ms" or isinstance(lie.message, calls.Remove | calls.Clear)
 
 
 @pytest.fixture
-def honest(cluster: Cluster) -> Honest:
+def honest(cluster: Cluster) -> HonestClient:
     cluster.settings["http_port"] = free_port()
     cluster.start(nodes=1)
-    honest = Honest(cluster)
+    honest = HonestClient(cluster)
     honest.check("nothing")
     return honest
 
 
-def starts_again(cluster: Cluster, honest: Honest) -> None:
+def starts_again(cluster: Cluster, honest: HonestClient) -> None:
     """A killed master finds everything: nothing that a liar said has stayed in memory."""
     cluster.master_server.kill()
     cluster.master()
@@ -195,17 +195,17 @@ def starts_again(cluster: Cluster, honest: Honest) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["grpc", "lane"])
-def test_a_client_that_lies(cluster: Cluster, honest: Honest, carrier: str) -> None:
+def test_a_client_that_lies(cluster: Cluster, honest: HonestClient, carrier: str) -> None:
     theirs = honest.theirs(cluster)
     node = cluster.nodes[0].name
-    peer = Carrier(cluster.address)
+    peer = RawRpcSender(cluster.address)
     ask = peer.by_grpc if carrier == "grpc" else peer.by_lane
     try:
         for true in true_calls():
             call = CALLS[type(true)]
             if carrier == "lane" and isinstance(true, calls.Join):
                 continue  # a lane has joined
-            for lie in lies(true, theirs):
+            for lie in tampered_variants(true, theirs):
                 if allowed(lie, node):
                     continue
                 with contextlib.suppress(KVStoreError):
@@ -217,7 +217,7 @@ def test_a_client_that_lies(cluster: Cluster, honest: Honest, carrier: str) -> N
     starts_again(cluster, honest)
 
 
-def answered(ask: Callable[[calls.Request], calls.Reply], lie: Lie) -> None:
+def answered(ask: Callable[[calls.Request], calls.Reply], lie: TamperedMessage) -> None:
     """Whatever is sent has an answer: a reply, or an error that is not ours."""
     try:
         ask(lie.message)
@@ -232,7 +232,7 @@ def answered(ask: Callable[[calls.Request], calls.Reply], lie: Lie) -> None:
             pytest.fail(f"{lie}: {error!r}")
 
 
-class FalseNode:
+class FakeNode:
     """One stream of a node; ``said`` counts what the master has answered."""
 
     def __init__(self, channel: grpc.Channel, join: calls.NodeJoin) -> None:
@@ -260,19 +260,21 @@ class FalseNode:
         return "ended"
 
 
-def test_a_node_that_lies_at_its_join(cluster: Cluster, honest: Honest, tmp_path: Path) -> None:
+def test_a_node_that_lies_at_its_join(
+    cluster: Cluster, honest: HonestClient, tmp_path: Path
+) -> None:
     theirs = honest.theirs(cluster)
     victim = tmp_path / "victim"
     victim.write_bytes(b"untouched" * 10_000)
     before = victim.read_bytes()
     with victim.open("r+b") as opened, grpc.insecure_channel(cluster.address) as channel:
         place = f"{os.getpid()}/{opened.fileno()}/{1 << 20}"
-        for device in (None, calls.DevicePlace("cuda:0", "kvstore.liar", place)):
+        for device in (None, calls.DeviceLocation("cuda:0", "kvstore.liar", place)):
             true = true_join("liar-node", host_id(), device=device, fresh=False)
-            told = [lie for lie in lies(true, theirs) if not allowed(lie, "")]
+            told = [lie for lie in tampered_variants(true, theirs) if not allowed(lie, "")]
             for number, lie in enumerate(told):
                 with contextlib.suppress(KVStoreError):
-                    outcome = FalseNode(channel, lie.message).outcome()
+                    outcome = FakeNode(channel, lie.message).outcome()
                     assert outcome != "InternalError", lie
                 if number % 20 == 0:
                     honest.check(str(lie))
@@ -281,15 +283,15 @@ def test_a_node_that_lies_at_its_join(cluster: Cluster, honest: Honest, tmp_path
     starts_again(cluster, honest)
 
 
-def test_a_node_that_lies_afterwards(cluster: Cluster, honest: Honest) -> None:
+def test_a_node_that_lies_afterwards(cluster: Cluster, honest: HonestClient) -> None:
     """Claims of what others have, of versions to come, and numbers that index nothing."""
     theirs = honest.theirs(cluster)
     join = true_join("liar-node", "elsewhere", fresh=False)
     with grpc.insecure_channel(cluster.address) as channel:
         for true in true_messages():
-            for lie in [Lie(true, "", "true"), *lies(true, theirs)]:
+            for lie in [TamperedMessage(true, "", "true"), *tampered_variants(true, theirs)]:
                 with contextlib.suppress(KVStoreError):
-                    node = FalseNode(channel, join)
+                    node = FakeNode(channel, join)
                     node.then(lie.message)
                     assert node.outcome() != "InternalError", lie
             honest.check(type(true).__name__)

@@ -22,7 +22,7 @@ from tests.integration.test_http import child_of
 from tests.support.browser import browsing
 from tests.support.cluster import SHORT, Cluster
 from tests.support.http import Reply, certificate, request
-from tests.support.network_namespaces import Island
+from tests.support.network_namespaces import IsolatedNetwork
 from tests.support.processes import children_of, free_port
 from tests.support.wait import until
 
@@ -127,7 +127,7 @@ def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> N
 
 
 @pytest.mark.netns
-def test_from_another_host(island: Island, tmp_path: Path) -> None:
+def test_from_another_host(island: IsolatedNetwork, tmp_path: Path) -> None:
     host, port, prefix = f"{OF_MASTER}.1", free_port(), island.prefix
     with island.cluster(tmp_path, http_port=port) as cluster:
         cluster.master()

@@ -13,7 +13,7 @@ import pytest
 from kvstore import Client
 from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.api.diagnostics import TRAFFIC_PATH, WHY_PATH
 from kvstore.web.server.operations import PATH as OPENAPI_PATH
@@ -38,7 +38,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def announce(client: Client, fingerprint: str, **described: object) -> str:
     """Puts the record of an engine. Returns its namespace."""
     space = f"vllm/{fingerprint}/p0"
-    record = Record("vllm", ("/models/m",), fingerprint, (space,), described)
+    record = FleetRecord("vllm", ("/models/m",), fingerprint, (space,), described)
     FleetRecords(client, logging.getLogger("test")).announce(record)
     return space
 

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from tests.support.engines import (
     PROXY,
+    BlockedAnswer,
     Call,
-    Held,
     World,
     event,
     hang_up,
@@ -120,7 +120,7 @@ def test_no_prefiller_where_it_would_not_help(
 
 def test_a_stream_is_relayed_piece_by_piece_as_it_comes(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming(stream_options={"include_usage": True}) as response:
             # The decoder has not gone on yet: what came was not held back.
             assert await response.content.readuntil(b"\n\n") == event("first")
@@ -135,7 +135,7 @@ def test_a_stream_is_relayed_piece_by_piece_as_it_comes(tmp_path: Path) -> None:
 
 def test_a_client_that_leaves_stops_the_decoder(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming() as response:
             await response.content.readuntil(b"\n\n")
             response.close()
@@ -166,7 +166,7 @@ def test_a_prefiller_that_fails_is_replaced_by_another_one(tmp_path: Path) -> No
 
 def test_a_slow_prefiller_costs_its_time_out_and_no_more(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.prefillers[0].answer = held = Held()
+        w.prefillers[0].answer = held = BlockedAnswer()
         assert (await w.complete())[0] == 200
         assert held.began.is_set()
         await held.cancelled.wait()  # it was told to stop
@@ -227,7 +227,7 @@ def test_decoders_that_all_fail_are_tried_so_often_and_the_last_one_tells(tmp_pa
 def test_a_stream_that_breaks_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         for engine in w.decoders:
-            engine.answer = held = Held(event("first"), b'data: {"half')
+            engine.answer = held = BlockedAnswer(event("first"), b'data: {"half')
             held.breaks = True
             held.go_on.set()
         async with w.streaming() as response:
@@ -262,7 +262,7 @@ def test_an_answer_that_breaks_and_is_no_stream_does_not_look_whole(tmp_path: Pa
 
 def test_a_stream_that_falls_silent_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming() as response:
             *_, last, _ = (await response.content.read()).split(b"\n\n")
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 504
@@ -274,7 +274,7 @@ def test_a_stream_that_falls_silent_ends_with_an_event_that_says_so(tmp_path: Pa
 def test_a_decoder_without_a_first_byte_is_waited_for_so_long(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         for engine in w.decoders:
-            engine.answer = Held()
+            engine.answer = BlockedAnswer()
         code, answer = await w.complete()
         assert (code, answer["error"]["code"]) == (504, 504)
         assert sum(len(engine.calls) for engine in w.decoders) == 1  # not twice as long
@@ -351,7 +351,7 @@ def test_what_is_no_instance(tmp_path: Path, body: str) -> None:
 
 def test_beyond_the_bound_clients_are_told_to_come_back(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming() as response:
             await response.content.readuntil(b"\n\n")
             async with w.streaming() as second:
@@ -464,7 +464,7 @@ def test_models_health_metrics_and_the_first_line(tmp_path: Path) -> None:
 
 def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming() as response:
             await response.content.readuntil(b"\n\n")
             await asyncio.gather(w.healthz(), w.healthz())  # two connections that stay open
@@ -489,7 +489,7 @@ def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
 
 def test_sigterm_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
-        w.decoders[0].answer = held = Held(event("first"))
+        w.decoders[0].answer = held = BlockedAnswer(event("first"))
         async with w.streaming() as response:
             await response.content.readuntil(b"\n\n")
             w.server.process.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.proxy.cache_salts import Salts
+from kvstore.proxy.cache_salts import CacheSalts
 from tests.support.engines import World, play, tokens_of
 
 BODY = {"model": "m", "prompt": "a prompt of five words", "stream": True}
@@ -15,7 +15,7 @@ BODY = {"model": "m", "prompt": "a prompt of five words", "stream": True}
 # --- whose cache it is ------------------------------------------------------------------------
 
 SECRET = "0123456789abcdef-secret"
-SALTS = Salts("authorization", SECRET)
+SALTS = CacheSalts("authorization", SECRET)
 
 
 def bearer(name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from kvstore import Client
 from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import KVSTORE, run_python
 from tests.support.wait import until
@@ -42,7 +42,7 @@ class Engine:
 
     def announce(self) -> None:
         FleetRecords(self.client, LOG).announce(
-            Record("vllm", (MODEL,), self.fingerprint, (self.namespace,), self.description)
+            FleetRecord("vllm", (MODEL,), self.fingerprint, (self.namespace,), self.description)
         )
 
     def put(self) -> None:

@@ -38,7 +38,7 @@ OTHERS = [port_probe.LANE, port_probe.HTTP, port_probe.DATA]
 
 @pytest.mark.parametrize("what", [port_probe.GRPC, *OTHERS])
 def test_a_port_says_what_it_is(others: dict[str, str], what: str) -> None:
-    assert port_probe.what_answers(others[what]) == what
+    assert port_probe.identify_service(others[what]) == what
 
 
 @pytest.mark.parametrize("what", OTHERS)

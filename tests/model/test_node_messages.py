@@ -105,8 +105,8 @@ MESSAGES = st.binary(max_size=60) | st.one_of(
     claims(),
     claims(),
     joins(),
-    st.builds(lambda n: node_pb2.NodeMessage(wiped=node_pb2.NodeWiped(order=n)), NUMBER),
-    st.builds(lambda n: node_pb2.NodeMessage(beat=node_pb2.NodeBeat(number=n)), NUMBER),
+    st.builds(lambda n: node_pb2.NodeMessage(wiped=node_pb2.NodeWipeDone(order=n)), NUMBER),
+    st.builds(lambda n: node_pb2.NodeMessage(beat=node_pb2.NodeHeartbeat(number=n)), NUMBER),
     st.just(node_pb2.NodeMessage(leave=node_pb2.NodeLeave())),
 ).map(node_pb2.NodeMessage.SerializeToString)
 

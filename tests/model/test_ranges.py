@@ -1,4 +1,4 @@
-"""``Ranges`` against a set of integers."""
+"""``IntervalSet`` against a set of integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.master.state import inventory
-from kvstore.master.state.inventory import Ranges
+from kvstore.master.state.inventory import IntervalSet
 
 END = 200
 
@@ -16,7 +16,7 @@ END = 200
 def test_ranges_are_what_was_added(pairs: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inventory, "RUN_MAX", 4)
-        ranges, taken = Ranges(), set[int]()
+        ranges, taken = IntervalSet(), set[int]()
         for start, length in pairs:
             wanted = set(range(start, start + length))
             assert ranges.is_free(start, start + length) == taken.isdisjoint(wanted)

@@ -1,4 +1,5 @@
-"""One of several master processes: the production ``Role``, and a ``Master`` while it leads.
+"""One of several master processes: the production ``ElectionStateMachine``, and a ``Master`` while
+it leads.
 
 Stands in for ``kvstore.master.election.Election`` and ``kvstore.master.main``: carries out the
 role's actions on the simulated etcd. A process that does not lead answers who does.
@@ -10,18 +11,18 @@ from collections.abc import Callable
 
 from kvstore.errors import KVStoreError, NotLeaderError
 from kvstore.master.role import (
+    AcquireLease,
+    BecomeLeader,
     Campaign,
-    Grant,
+    ElectionStateMachine,
     KeepAlive,
-    Lead,
-    Look,
-    Revoke,
-    Role,
-    Sleep,
+    ReadLeader,
+    ReleaseLease,
     StepDown,
-    Watch,
+    WaitUntil,
+    WatchLeader,
 )
-from kvstore.master.superseded_epochs import Outruns
+from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.wire.status import encode_error
 from tests.simulation.etcd import ASK_US, TTL_S, WATCH_US, EtcdStub
 from tests.simulation.master import Master
@@ -36,7 +37,8 @@ class Candidate:
 
     def __init__(
         self, process: Process, oracle: Oracle, etcd: EtcdStub, rate: float,
-        new_master: Callable[[Process, int, Callable[[], float]], Master], outruns: Outruns,
+        new_master: Callable[[Process, int, Callable[[], float]], Master],
+        outruns: SupersededEpochs,
     ) -> None:  # fmt: skip
         self.process = process
         self.master: Master | None = None
@@ -44,7 +46,7 @@ class Candidate:
         self._etcd = etcd
         self._rate = rate
         self._new_master = new_master
-        self._role = Role()
+        self._role = ElectionStateMachine()
         self._outruns = outruns
         process.spawn("election", self._run())
 
@@ -90,16 +92,16 @@ class Candidate:
     async def _do(self, action: object) -> None:
         role, etcd = self._role, self._etcd
         match action:
-            case Sleep(until):
+            case WaitUntil(until):
                 await self._sleep(until - self.clock())
-            case Look():
+            case ReadLeader():
                 role.saw(*await etcd.ask(ASK_US, "look"))
-            case Watch(revision):
+            case WatchLeader(revision):
                 try:
                     await etcd.ask(WATCH_US, "watch", revision)
                 finally:
                     role.changed()
-            case Grant():
+            case AcquireLease():
                 role.granted(*await etcd.ask(ASK_US, "grant", TTL_S))
             case Campaign(lease_id):
                 leader = await etcd.ask(ASK_US, "campaign", lease_id, f"{self.process.name}:1")
@@ -122,12 +124,12 @@ class Candidate:
                 role.kept(ttl_s, seen)
                 if self.master is None or not self.master.extend(role.until):
                     role.stopped()
-            case Revoke(lease_id):
+            case ReleaseLease(lease_id):
                 try:
                     await etcd.ask(ASK_US, "revoke", lease_id)
                 except KVStoreError:
                     pass
-            case Lead(epoch):
+            case BecomeLeader(epoch):
                 self._oracle.note(f"{self.process.name} leads epoch={epoch}")
                 self.master = self._new_master(self.process, epoch, self.clock)
                 self.master.leads_until = role.until

@@ -17,11 +17,11 @@ from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
-from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
-from kvstore.client.leases.lease_table import Lease, Mounted, Named
+from kvstore.client.flows.steps import CallMaster, Context, Flow, SleepFor, Transfer, WaitForDevice
+from kvstore.client.leases.lease_table import Lease, Mounted, ObjectLease
 from kvstore.client.leases.read_leases import IDLE_S, ReadLeases
 from kvstore.client.rpc import retries
-from kvstore.client.rpc.retries import CarrierBrokenError, MasterLink, attempts
+from kvstore.client.rpc.retries import ConnectionBrokenError, MasterConnectionState, attempts
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -32,22 +32,22 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import EXTENT_ALIGN, HEADER_BYTES, unpack
-from kvstore.transport.common import Move, check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import CONNECT_STALLS
-from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.status import decode_error
 from tests.simulation.memory import Memory
 from tests.simulation.network import BrokenStreamError, End, Network
-from tests.simulation.oracle import Believed, Oracle, View
+from tests.simulation.oracle import ExpectedBytes, Oracle, View
 from tests.simulation.scheduler import Process, TimedOutError
-from tests.simulation.views import Held, SimViews
+from tests.simulation.views import LeaseSnapshot, SimViews
 from tests.support.range_copies import moves_of
 
 ResultT = TypeVar("ResultT")
 
 TokenRefusedError = retries.TokenRefusedError
 CARRIER_ERRORS = (
-    KVStoreError, CarrierBrokenError, retries.LaneUnreachableError, TokenRefusedError,
+    KVStoreError, ConnectionBrokenError, retries.LaneUnreachableError, TokenRefusedError,
 )  # fmt: skip
 
 
@@ -57,8 +57,8 @@ CONNECT_S = STALL_S * CONNECT_STALLS
 """As ``transport.tcp_client`` has them, in the simulation's times."""
 
 
-class SimLink(MasterLink):
-    """As ``MasterLink``, in the simulation's times."""
+class SimLink(MasterConnectionState):
+    """As ``MasterConnectionState``, in the simulation's times."""
 
     def silence_s(self, request: calls.Request) -> float:
         return super().silence_s(request) / 5
@@ -147,15 +147,15 @@ class Client:
             while True:
                 outcome: object
                 try:
-                    if isinstance(step, Ask):
+                    if isinstance(step, CallMaster):
                         outcome = await self.call(self._carried(step.request), deadline)
-                    elif isinstance(step, Pause):
+                    elif isinstance(step, SleepFor):
                         outcome = None
                         if deadline - self.clock() <= step.seconds:
                             raise DeadlineExceededError(f"{timeout_s:.1f} s were not enough")
                         await self.sleep(step.seconds)
                     else:
-                        assert not isinstance(step, Ready)  # there are no devices here
+                        assert not isinstance(step, WaitForDevice)  # there are no devices here
                         outcome = await self._move(step, deadline)
                 except KVStoreError as error:
                     step = flow.throw(error)
@@ -200,13 +200,13 @@ class Client:
                     if isinstance(step, retries.JoinAt):
                         await self._join_at(step, deadline)
                         outcome = None
-                    elif isinstance(step, retries.WaitStep):
+                    elif isinstance(step, retries.Backoff):
                         await self.sleep(step.seconds)
                         outcome = None
                     else:
-                        assert not isinstance(step, retries.Locate), "they are listed"
+                        assert not isinstance(step, retries.FindLeader), "they are listed"
                         port, address = "lane", self._link.address
-                        if isinstance(step, retries.OnGrpc):
+                        if isinstance(step, retries.SendOnGrpc):
                             port, address = "grpc", step.address
                         until = min(deadline, self.clock() + self._link.silence_s(request))
                         call_id = next(self._call_ids)
@@ -229,7 +229,7 @@ class Client:
             ):
                 token = reply.tokens[index // reply.replicas]
                 self._tokens[segment, offset] = Version(reply.epoch, token)
-        if isinstance(reply, calls.MovesStarted):
+        if isinstance(reply, calls.StartMovesReply):
             grants, sources = reply.grants, reply.sources
             copied = [Version(grants.epoch, token) for token in grants.tokens]
             if reply.keeps_version:
@@ -249,11 +249,11 @@ class Client:
             step.address, "join", 0, CALLS[calls.Join], payload, until, last=last
         )
         joined = decode_reply(CALLS[calls.Join], data)
-        assert isinstance(joined, calls.Joined)
+        assert isinstance(joined, calls.JoinReply)
         self._link.accept(joined, step.address)
 
     async def _exchange(
-        self, address: str, port: str, call_id: int, call: Call[Any, Any], payload: bytes,
+        self, address: str, port: str, call_id: int, call: RpcMethod[Any, Any], payload: bytes,
         deadline: float, *, last: bool = True,
     ) -> bytes:  # fmt: skip
         joined = self._link.joined
@@ -268,12 +268,12 @@ class Client:
             kind, data = await end.receive(self._us(deadline - self.clock()))
         except TimedOutError:
             if not last:
-                silent = CarrierBrokenError("no answer in time", sent=True, silent=True)
+                silent = ConnectionBrokenError("no answer in time", sent=True, silent=True)
                 silent.generation = generation if port == "lane" else None
                 raise silent from None
-            raise retries.late(self._link, call.name) from None
+            raise retries.deadline_error(self._link, call.name) from None
         except BrokenStreamError:
-            broken = CarrierBrokenError("the connection broke", sent=True)
+            broken = ConnectionBrokenError("the connection broke", sent=True)
             broken.generation = generation if port == "lane" else None
             raise broken from None
         finally:
@@ -292,7 +292,7 @@ class Client:
     async def _move(
         self, transfers: Sequence[Transfer], deadline: float
     ) -> list[KVStoreError | None]:
-        """As ``Movers.move``: all segments at the same time."""
+        """As ``TransportSelector.move``: all segments at the same time."""
         tasks = [
             self.process.spawn(f"move{index}", self._move_one(transfer, deadline))
             for index, transfer in enumerate(transfers)
@@ -440,11 +440,11 @@ class Client:
             self._mapped[segment.uuid] = memory
         return memory
 
-    def _pieces(self, move: Move) -> Iterator[tuple[int, memoryview]]:
+    def _pieces(self, move: RangeCopy) -> Iterator[tuple[int, memoryview]]:
         for start in range(0, len(move.buffer), self._piece_bytes):
             yield move.offset + start, move.buffer[start : start + self._piece_bytes]
 
-    def _versions(self, transfer: Transfer) -> Iterator[tuple[Move, Version]]:
+    def _versions(self, transfer: Transfer) -> Iterator[tuple[RangeCopy, Version]]:
         """The moves, each with the version of the grant that it belongs to."""
         version = Version(0, 0)
         segment_id = transfer.segment.segment_id
@@ -454,7 +454,7 @@ class Client:
                 version = self._tokens.get((segment_id, place), version)
             yield move, version
 
-    def _watch_header(self, transfer: Transfer, move: Move) -> None:
+    def _watch_header(self, transfer: Transfer, move: RangeCopy) -> None:
         if transfer.write and len(move.buffer) == HEADER_BYTES:
             header = unpack(move.buffer, transfer.segment.seed, move.offset)
             if header is not None:
@@ -472,7 +472,7 @@ class Client:
     # --- zero copy ----------------------------------------------------------------------------
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """As ``Movers.view``."""
+        """As ``TransportSelector.view``."""
         memory = self._mapping(segment)
         if memory is None:
             return None
@@ -484,16 +484,16 @@ class Client:
         return memory.memory[offset : offset + length]
 
     def maps(self, segment: SegmentInfo) -> bool:
-        """As ``Movers.maps``."""
+        """As ``TransportSelector.maps``."""
         return self._mapping(segment) is not None
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
-        """As ``Movers.shown``."""
+        """As ``TransportSelector.shown``."""
         memory = self._mapping(segment)
         return None if memory is None else memory.memory
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """As ``Movers.memory``."""
+        """As ``TransportSelector.memory``."""
         memory = self._mapping(segment)
         if memory is None or memory.generation != segment.generation:
             raise segment_gone(segment)
@@ -505,7 +505,7 @@ class Client:
         self.views.mapped[address] = (memory.uuid, memory.size)
 
     def watch(self, segment: SegmentInfo) -> Mounted:
-        """As ``Movers.watch``."""
+        """As ``TransportSelector.watch``."""
         memory = self._mapping(segment)
         return lambda: memory is not None and memory.generation == segment.generation
 
@@ -513,7 +513,7 @@ class Client:
         """As a program that fills its allocation and asks now and then whether it is its own;
         returns whether all of it was written."""
         granted = lease.what
-        assert not isinstance(granted, Named)
+        assert not isinstance(granted, ObjectLease)
         version = Version(granted.epoch, granted.token)
         place = self.views.place(lease)
         memory = self._memories(place.uuid)
@@ -542,12 +542,12 @@ class Client:
 
     # --- what the oracle asks -----------------------------------------------------------------
 
-    def believed(self) -> Iterator[Believed]:
+    def believed(self) -> Iterator[ExpectedBytes]:
         now = self.clock()
         for placed in self.context.placements._placed.values():
             if placed.until > now:
                 for segment, offset, _ in placed.replicas:
-                    yield Believed(
+                    yield ExpectedBytes(
                         self.process.name, "leased", segment.uuid, offset,
                         HEADER_BYTES + placed.size, Version(placed.epoch, placed.counter),
                     )  # fmt: skip
@@ -556,20 +556,20 @@ class Client:
 
     def views_on(self, uuid: bytes) -> Iterator[View]:
         for _, held in self.views.held():
-            if held.uuid == uuid and isinstance(held.what, Named):
+            if held.uuid == uuid and isinstance(held.what, ObjectLease):
                 data = memoryview(held.array)  # type: ignore[arg-type]
                 yield View(self._promise(held), data, held.snapshot)
 
-    def _promise(self, held: Held) -> Believed:
-        if isinstance(held.what, Named):
+    def _promise(self, held: LeaseSnapshot) -> ExpectedBytes:
+        if isinstance(held.what, ObjectLease):
             what, version = "view", Version(held.what.epoch, held.what.counter)
         else:
             what, version = "allocation", Version(held.what.epoch, held.what.token)
         length = HEADER_BYTES + held.array.nbytes
-        return Believed(self.process.name, what, held.uuid, held.offset, length, version)
+        return ExpectedBytes(self.process.name, what, held.uuid, held.offset, length, version)
 
 
-def _what(transfer: Transfer, move: Move) -> str:
+def _what(transfer: Transfer, move: RangeCopy) -> str:
     """Of which part of an object this is, for the names of steps."""
     if not transfer.write:
         return "nothing"

@@ -15,12 +15,12 @@ from typing import Any
 
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
-from kvstore.limits import Key, highest_believed
+from kvstore.limits import Key, plausible_epoch_max
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.superseded_epochs import Outruns
+from kvstore.master.superseded_epochs import SupersededEpochs
 from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
@@ -28,11 +28,11 @@ from tests.simulation.etcd import Etcd, EtcdStub, Store
 from tests.simulation.faults import KINDS, Faults
 from tests.simulation.master import Master
 from tests.simulation.memory import Memory
-from tests.simulation.network import Network, Weather
+from tests.simulation.network import Network, NetworkConditions
 from tests.simulation.node import Node
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import SECOND, Process, Scheduler
-from tests.simulation.workload import NAMESPACES, Mix, Worker
+from tests.simulation.workload import NAMESPACES, Worker, WorkloadMix
 
 RULES = MasterRules(
     lease_ms=2_000,
@@ -81,7 +81,7 @@ class Options:
     nodes: int = 3
     clients: int = 4
     workers: int = 2
-    mix: Mix | None = None
+    mix: WorkloadMix | None = None
     """Of the work; None: the seed decides."""
     new_state: Callable[..., MasterState] = MasterState
     new_node: Callable[..., Node] = Node
@@ -96,7 +96,7 @@ class SimulatedCluster:
         self.random = random = self.scheduler.random
         self._memories: dict[bytes, Memory] = {}
         self.oracle = Oracle(self.scheduler, self._memories.get)
-        weather = Weather(
+        weather = NetworkConditions(
             slow=random.choice((0.0, 0.02)),
             very_slow=random.choice((0.0, 0.003)),
             twice=random.choice((0.0, 0.0, 0.02)),
@@ -104,7 +104,7 @@ class SimulatedCluster:
         self.network = Network(self.scheduler, weather)
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
-        mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        mix = WorkloadMix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
         self.mix = options.mix or mix
         self.piece_us = (5, random.choice((200, 2_000, 40_000, 150_000)))
         self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
@@ -309,7 +309,7 @@ class SimulatedCluster:
                 self.network.listen(name, process, candidate.accept)
 
     def _begin_alone(
-        self, process: Process, least: int, clock: Callable[[], float], outruns: Outruns
+        self, process: Process, least: int, clock: Callable[[], float], outruns: SupersededEpochs
     ) -> None:
         """A term of the single master: as ``kvstore.master.main``."""
         epoch = max(least, self.wall_clock_us + self.scheduler.now_us)
@@ -326,7 +326,7 @@ class SimulatedCluster:
 
     def _new_master(self, process: Process, epoch: int, clock: Callable[[], float]) -> Master:
         self.oracle.note(f"master starts epoch={epoch}")
-        epoch_max = highest_believed(self.wall_clock_us + self.scheduler.now_us)
+        epoch_max = plausible_epoch_max(self.wall_clock_us + self.scheduler.now_us)
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
@@ -336,8 +336,8 @@ class SimulatedCluster:
 
         return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
 
-    def _outruns(self) -> Outruns:
-        return Outruns(self.random, every_s=OUTRUN_S)
+    def _outruns(self) -> SupersededEpochs:
+        return SupersededEpochs(self.random, every_s=OUTRUN_S)
 
     def _new_clock(self) -> Callable[[], float]:
         offset_s, rate, scheduler = self.random.uniform(0, 10**6), self._rate(), self.scheduler

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.errors import EtcdUnreachableError
-from kvstore.master.role import LeaderSeen
+from kvstore.master.role import LeaderKey
 from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.scheduler import MS, SECOND, Future, Process, TimedOutError
 
@@ -23,7 +23,7 @@ class Store:
 
     def __init__(self) -> None:
         self.revision = 1
-        self.leader: LeaderSeen | None = None
+        self.leader: LeaderKey | None = None
         self.leases: dict[int, float] = {}
         """TTL by id."""
         self.next_lease = 1
@@ -65,7 +65,7 @@ class Etcd:
         except BrokenStreamError:
             return
 
-    def _look(self) -> tuple[LeaderSeen | None, int]:
+    def _look(self) -> tuple[LeaderKey | None, int]:
         return self._store.leader, self._store.revision
 
     def _grant(self, ttl_s: float) -> tuple[int, float]:
@@ -81,17 +81,17 @@ class Etcd:
             self._expires[lease_id] = self.now + ttl_s
         return ttl_s
 
-    def _campaign(self, lease_id: int, address: str) -> LeaderSeen | None:
+    def _campaign(self, lease_id: int, address: str) -> LeaderKey | None:
         """Who leads now; None: there is no such lease."""
         store = self._store
         if store.leader is None:
             if lease_id not in store.leases:
                 return None
             self._changed()
-            store.leader = LeaderSeen(address, lease_id, store.revision)
+            store.leader = LeaderKey(address, lease_id, store.revision)
         return store.leader
 
-    def _new_epoch(self, leader: LeaderSeen, least: int) -> int:
+    def _new_epoch(self, leader: LeaderKey, least: int) -> int:
         """For the leader that is entered still; 0: another one is."""
         store = self._store
         if store.leader != leader:

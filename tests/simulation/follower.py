@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.object_events import GONE_SIZE, Survey
+from kvstore.master.state.object_events import GONE_SIZE, SnapshotScan
 
 Name = tuple[str, bytes]
 
 
-class Follower:
+class EventFollower:
     """Two readers: one has read all events; the other one began with a survey, a record a step."""
 
     def __init__(self, state: MasterState) -> None:
@@ -17,7 +17,7 @@ class Follower:
         self._begin()
 
     def _begin(self) -> None:
-        self._survey: Survey = self._state.survey("")
+        self._survey: SnapshotScan = self._state.survey("")
         self._surveyed: dict[Name, int] = {}
 
     def follow(self) -> None:

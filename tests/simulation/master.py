@@ -13,7 +13,15 @@ from kvstore.errors import (
     PermissionDeniedError,
     ProtocolError,
 )
-from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
+from kvstore.master.state.effects import (
+    CloseSession,
+    DeferredReply,
+    Effect,
+    LogClusterEvent,
+    SendReply,
+    SendToNode,
+    SupersedeEpoch,
+)
 from kvstore.master.state.master_state import MasterState
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
@@ -125,7 +133,7 @@ class Master:
         if isinstance(request, calls.Join):
             self.state.nodes.client_joined(self.now_ms, request)
             rules = self.state.rules
-            return calls.Joined(
+            return calls.JoinReply(
                 self.state.epoch, 1, "", self.lane_token, rules.lease_ms, rules.put_deadline_ms, ""
             )
         self.oracle.processing(self.state, self.now_ms, call_id, request)
@@ -136,7 +144,7 @@ class Master:
             raise
         else:
             self.oracle.master_stepped(self.state, self.now_ms, request, reply)
-            if not isinstance(reply, Later):
+            if not isinstance(reply, DeferredReply):
                 return reply
             answer: Future[Any] = Future()
             self._answers[reply.ticket] = answer
@@ -218,7 +226,7 @@ class Master:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Answer(ticket, result):
+            case SendReply(ticket, result):
                 answer = self._answers.pop(ticket, None)
                 if answer is not None:
                     self.oracle.answered(result)
@@ -227,17 +235,17 @@ class Master:
                     revoke = calls.PutRevoke(result.epoch, result.tokens, True)
                     self.state.putting.put_revoke(self.now_ms, revoke)
                     self._stepped()
-            case Send(session, message):
+            case SendToNode(session, message):
                 if session in self._sessions:
                     self._send(self._sessions[session], ("message", encode_master_message(message)))
-            case Hangup(session, error):
+            case CloseSession(session, error):
                 if session in self._sessions:
                     self._send(self._sessions[session], ("error", encode_error(error)))
                     self._sessions[session].close()
-            case Outrun(epoch):
+            case SupersedeEpoch(epoch):
                 self.oracle.outrun(epoch)
                 self.process.after(0, "master/outrun", lambda: self.outrun(epoch))
-            case Notice(event, fields):
+            case LogClusterEvent(event, fields):
                 self.oracle.note(f"master {event} {fields}")
 
     def _work(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvstore.calls import NO_VERSION
 from kvstore.memory.header import GENERATION_OFFSET, Header, Superblock, pack_superblock
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 
 
 class Memory:
@@ -51,13 +51,13 @@ class Memory:
         self.linked = False
 
     def scan(self) -> Iterator[tuple[int, Header]]:
-        """As ``NodeSegment.scan``."""
-        return NodeSegment.scan(cast(Any, self))
+        """As ``OwnedSegment.scan``."""
+        return OwnedSegment.scan(cast(Any, self))
 
     def checksum(self, offset: int, length: int) -> int:
-        """As ``NodeSegment.checksum``."""
-        return NodeSegment.checksum(cast(Any, self), offset, length)
+        """As ``OwnedSegment.checksum``."""
+        return OwnedSegment.checksum(cast(Any, self), offset, length)
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
-        NodeSegment.wipe(cast(Any, self), offsets, epochs, counters)
+        OwnedSegment.wipe(cast(Any, self), offsets, epochs, counters)

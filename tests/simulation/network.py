@@ -30,7 +30,7 @@ class BrokenStreamError(Exception):
 
 
 @dataclass
-class Weather:
+class NetworkConditions:
     """How bad the network is. Delays are drawn evenly between their bounds."""
 
     delay_us: tuple[int, int] = (50, 600)
@@ -149,7 +149,7 @@ Accept = Callable[[str, End], None]
 class Network:
     """All streams, and the cuts between hosts' processes."""
 
-    def __init__(self, scheduler: Scheduler, weather: Weather) -> None:
+    def __init__(self, scheduler: Scheduler, weather: NetworkConditions) -> None:
         self.weather = weather
         self.streams: list[End] = []
         """The near ends of those that may still be open, oldest first."""

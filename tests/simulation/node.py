@@ -6,14 +6,14 @@ from typing import Any, cast
 
 from kvstore.calls import (
     MasterAccepted,
-    MasterBeat,
-    MasterClaimed,
+    MasterClaimsAck,
+    MasterHeartbeat,
     MasterMessage,
     MasterWipe,
-    NodeBeat,
+    NodeHeartbeat,
     NodeJoin,
     NodeLeave,
-    NodeWiped,
+    NodeWipeDone,
     SegmentOffer,
 )
 from kvstore.client.flows import copy_objects
@@ -181,11 +181,11 @@ class Node:
                     await self.process.reached("node: before a wipe")
                     self._wipe(message)
                     await self.process.reached("node: wiped, before it says so")
-                    link.send(encode_node_message(NodeWiped(message.order)))
-                elif isinstance(message, MasterClaimed):
+                    link.send(encode_node_message(NodeWipeDone(message.order)))
+                elif isinstance(message, MasterClaimsAck):
                     self._unanswered_claims -= 1
                 else:
-                    assert isinstance(message, MasterBeat)
+                    assert isinstance(message, MasterHeartbeat)
                     if message.repair and (self._copying is None or self._copying.ended):
                         self._copying = self.process.spawn("repair", self._copy())
         except TimedOutError:
@@ -202,7 +202,7 @@ class Node:
         assert copier is not None
         while True:
             try:
-                copied = await copier.run(copy_objects.repair_some(copier.context, self.name))
+                copied = await copier.run(copy_objects.repair_page(copier.context, self.name))
             except KVStoreError as error:
                 self._oracle.note(f"{self.name} puts a repair off: {error.message}")
                 return
@@ -241,7 +241,7 @@ class Node:
         segment = cast(Any, self.memory)
         random = self.process.scheduler.random
         await self.process.sleep(random.randint(*SCAN_US))
-        found = inventory.take(segment, self._given_up)
+        found = inventory.build_inventory(segment, self._given_up)
         self._given_up = set()
         sent = 0
         first = True
@@ -272,7 +272,7 @@ class Node:
         while True:
             number += 1
             try:
-                link.send(encode_node_message(NodeBeat(number)))
+                link.send(encode_node_message(NodeHeartbeat(number)))
             except BrokenStreamError:
                 return
             await self.process.sleep(beat_ms * MS)

@@ -31,12 +31,12 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import NO_VERSION, MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import state_access
-from tests.simulation.follower import Follower
+from tests.simulation.follower import EventFollower
 from tests.simulation.memory import Memory
 from tests.simulation.scheduler import MS, Scheduler
 from tests.simulation.state_access import Name
@@ -52,7 +52,7 @@ class SimulationError(AssertionError):
         self.about = [str(each) for each in about]
 
 
-class Believed(NamedTuple):
+class ExpectedBytes(NamedTuple):
     """Bytes that a client believes to be promised at this moment."""
 
     client: str
@@ -66,15 +66,15 @@ class Believed(NamedTuple):
 class View(NamedTuple):
     """A view that is held: its bytes, and what they were at the beginning."""
 
-    promise: Believed
+    promise: ExpectedBytes
     data: memoryview
     snapshot: bytes
 
 
-class Watched(Protocol):
+class ObservedClient(Protocol):
     """What the oracle asks of a client."""
 
-    def believed(self) -> Iterator[Believed]: ...
+    def believed(self) -> Iterator[ExpectedBytes]: ...
     def views_on(self, uuid: bytes) -> Iterator[View]: ...
 
 
@@ -96,7 +96,7 @@ class Oracle:
     def __init__(self, scheduler: Scheduler, memories: Callable[[bytes], Memory | None]) -> None:
         """``memories``: the segment of that uuid."""
         self._memories = memories
-        self.clients: dict[str, Watched] = {}
+        self.clients: dict[str, ObservedClient] = {}
         self.counts: dict[str, int] = {}
         self._scheduler = scheduler
         self._contents: dict[tuple[Namespace, Key, int], bytes] = {}
@@ -163,7 +163,7 @@ class Oracle:
         self._epochs.add(state.epoch)
         self._earlier_leases_end_us = self._scheduler.now_us + state.rules.lease_ms * MS
         self._state = state
-        self._follower = Follower(state)
+        self._follower = EventFollower(state)
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
@@ -266,7 +266,7 @@ class Oracle:
         state: MasterState,
         now_ms: int,
         request: calls.Request | None,
-        reply: calls.Reply | Later | None,
+        reply: calls.Reply | DeferredReply | None,
     ) -> None:
         """After each step of the state."""
         if state is not self._state:
@@ -302,7 +302,7 @@ class Oracle:
                 for name, version in complete.items():
                     self._is_whole(state, name, version)
         self._evicted = state.counters["evicted_objects"]
-        if reply is not None and not isinstance(reply, Later):
+        if reply is not None and not isinstance(reply, DeferredReply):
             self._promises(state, now_ms, request, reply)
         self._granted(state)
 
@@ -407,18 +407,18 @@ class Oracle:
         """What this reply tells a client to be leased."""
         names: list[Name] = []
         match request, reply:
-            case calls.Lookup(namespace, keys), calls.Found():
+            case calls.Lookup(namespace, keys), calls.LookupReply():
                 found = zip(keys, reply.placements.replicas, strict=True)
                 names = [(namespace, key) for key, replicas in found if replicas]
-            case calls.MatchPrefix(namespaces, keys), calls.Matched():
+            case calls.MatchPrefix(namespaces, keys), calls.MatchPrefixReply():
                 for namespace, match in zip(namespaces, reply.matches, strict=True):
                     names += [(namespace, key) for key in keys[: match.matched]]
                     self.count("matched", match.matched)
-            case calls.Exists(namespace, keys, lease), calls.Existing():
+            case calls.Exists(namespace, keys, lease), calls.ExistsReply():
                 found = zip(keys, reply.presence, strict=True)
                 stored = [(namespace, key) for key, each in found if each == Presence.COMPLETE]
                 names = stored if lease else []
-            case calls.Renew(namespace, keys), calls.Renewed():
+            case calls.Renew(namespace, keys), calls.RenewReply():
                 held = zip(keys, reply.keys_held, strict=True)
                 names = [(namespace, key) for key, is_held in held if is_held]
             case _:
@@ -438,7 +438,7 @@ class Oracle:
     def _granted(self, state: MasterState) -> None:
         """New grants must not lie on what somebody believes to be leased."""
         newest = self._last_token
-        believed: list[Believed] | None = None
+        believed: list[ExpectedBytes] | None = None
         for token, segment, offset, length in state_access.pending_extents(state):
             if token <= self._last_token:
                 continue
@@ -461,7 +461,7 @@ class Oracle:
                     )  # fmt: skip
         self._last_token = newest
 
-    def _kind_of(self, promise: Believed) -> str:
+    def _kind_of(self, promise: ExpectedBytes) -> str:
         stored = promise.version in self._stored
         if promise.what == "allocation":
             return "granted_committed" if stored else "granted_allocation"
@@ -580,18 +580,18 @@ class Oracle:
             return
         doomed = call.doomed
         match call.request, reply:
-            case calls.PutEnd(epoch, tokens), calls.PutEnded(outcomes):
+            case calls.PutEnd(epoch, tokens), calls.PutEndReply(outcomes):
                 stored = [outcome == PutOutcome.STORED for outcome in outcomes]
                 doomed = [each for each, done in zip(doomed, stored, strict=False) if done]
                 for token, done in zip(tokens, stored, strict=True):
                     if done and token not in call.repairs:
                         self._was_stored(Version(epoch, token))
-            case calls.Commit(epoch, token), calls.Committed(PutOutcome.STORED):
+            case calls.Commit(epoch, token), calls.CommitReply(PutOutcome.STORED):
                 self._was_stored(Version(epoch, token))
             case calls.PutStart(), calls.Grants():
                 found = [outcome == PutOutcome.FOUND for outcome in reply.outcomes]
                 doomed = [each for each, there in zip(doomed, found, strict=True) if there]
-            case calls.Remove(), calls.Removed():
+            case calls.Remove(), calls.RemoveReply():
                 pass
             case _:
                 return

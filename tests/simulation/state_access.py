@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repair_queue
-from kvstore.master.state.grants import GrantedCopy, GrantedObject, GrantedPut
+from kvstore.master.state.grants import CopyGrant, ObjectGrant, PutGrant
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
@@ -53,19 +53,19 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, i
             yield put.token, segment, offset, put.length
 
 
-def repairs(state: MasterState) -> Iterator[GrantedCopy]:
+def repairs(state: MasterState) -> Iterator[CopyGrant]:
     """Copies under way that are to be further replicas."""
-    return (put for put in state.pending if isinstance(put, GrantedCopy) and put.repairs)
+    return (put for put in state.pending if isinstance(put, CopyGrant) and put.repairs)
 
 
 def is_repair(state: MasterState, token: int) -> bool:
     put = state.pending.get(token)
-    return isinstance(put, GrantedCopy) and put.repairs
+    return isinstance(put, CopyGrant) and put.repairs
 
 
 def is_copy(state: MasterState, token: int) -> bool:
     """Of an object that is there: for a repair, or because its node is drained."""
-    return isinstance(state.pending.get(token), GrantedCopy)
+    return isinstance(state.pending.get(token), CopyGrant)
 
 
 def moved_to(state: MasterState, name: Name) -> list[Version]:
@@ -102,7 +102,7 @@ def is_pending(state: MasterState, version: Version) -> bool:
 def replaced_by(state: MasterState, token: int) -> Name | None:
     """The complete object that this put overwrites if it ends now."""
     put = state.pending.get(token)
-    if not isinstance(put, GrantedObject) or not put.record.complete or is_repair(state, token):
+    if not isinstance(put, ObjectGrant) or not put.record.complete or is_repair(state, token):
         return None
     return put.record.namespace, put.record.key
 
@@ -110,7 +110,7 @@ def replaced_by(state: MasterState, token: int) -> Name | None:
 def put_by(state: MasterState, token: int) -> Name | None:
     """The object that this put stores; None: it is a copy, or has ended."""
     put = state.pending.get(token)
-    if not isinstance(put, GrantedPut):
+    if not isinstance(put, PutGrant):
         return None
     return put.record.namespace, put.record.key
 
@@ -129,7 +129,7 @@ def owner_of(
         if its_segment is segment and offset < stop and start < offset + size:
             put = state.pending.get(token)
             written = Version(state.epoch, token)
-            if isinstance(put, GrantedCopy) and put.repairs:
+            if isinstance(put, CopyGrant) and put.repairs:
                 written = put.copied
             mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"

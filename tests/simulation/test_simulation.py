@@ -17,12 +17,12 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import MasterWipe, PutOutcome
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.master_state import MasterState
 from tests.simulation.cluster import Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
-from tests.simulation.workload import Mix
+from tests.simulation.workload import WorkloadMix
 
 FIRST_SEEDS = range(1, 21)
 """Of ``make test``, with half of the faults."""
@@ -130,7 +130,7 @@ class OneReader(MasterState):
         super().__init__(**settings)
         self.steps[calls.PutStart] = self._put_start
 
-    def _put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
+    def _put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | DeferredReply:
         groups = [self.leases._groups.get(number) for number in request.released]
         for record in [record for group in groups if group is not None for record in group.records]:
             record.lease_until_ms = min(record.lease_until_ms, now_ms)
@@ -145,54 +145,54 @@ def test_finds_reuse_before_the_lease_ends() -> None:
     found(options, "evicted_leased", "granted_leased", "granted_view", within_steps=SOON)
 
 
-class Timeless(MasterState):
+class MasterIgnoringEpochs(MasterState):
     """Takes a put_end of an earlier epoch for one of its own."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.steps[calls.PutEnd] = self._put_end
 
-    def _put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
+    def _put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEndReply | DeferredReply:
         if request.epoch != self.epoch:
-            return calls.PutEnded(bytes([PutOutcome.STORED]) * len(request.tokens))
+            return calls.PutEndReply(bytes([PutOutcome.STORED]) * len(request.tokens))
         return self.putting.put_end(now_ms, request)
 
 
 def test_finds_a_put_end_of_an_old_epoch() -> None:
     faults = ("restart_master", "die_at_step")
-    options = Options(seed=0, new_state=Timeless, faults=faults)
+    options = Options(seed=0, new_state=MasterIgnoringEpochs, faults=faults)
     found(options, "not_stored", within_steps=SOON, each=2_500)
 
 
-class Credulous(Node):
+class NodeWithoutVerification(Node):
     """Serves what it finds in memory that was left, as it is."""
 
     verifies = False
 
 
 def test_finds_what_is_served_before_it_is_verified() -> None:
-    options = Options(seed=0, new_node=Credulous, faults=("kill_node",))
+    options = Options(seed=0, new_node=NodeWithoutVerification, faults=("kill_node",))
     found(options, "served_unverified", "wrong_bytes", within_steps=SOON, each=2_500)
 
 
-class Hasty(MasterState):
+class MasterWithoutQuarantine(MasterState):
     """Believes that every put that is given up is settled, and needs no quarantine."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.steps[calls.PutRevoke] = self._put_revoke
 
-    def _put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
+    def _put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.PutRevokeReply:
         return self.putting.put_revoke(now_ms, request._replace(settled=True))
 
 
-class Trusting(Node):
+class NodeKeepingConnections(Node):
     """Wipes what was given up, and leaves the connections that may carry it still."""
 
     cuts = False
 
 
-class Careless(Node):
+class NodeWithoutWiping(Node):
     """Says that headers are wiped, and leaves them."""
 
     def _wipe(self, message: MasterWipe) -> None:
@@ -201,14 +201,14 @@ class Careless(Node):
 
 def test_finds_headers_that_are_not_wiped() -> None:
     work = {"put": 3.0, "get": 6.0, "remove": 3.0}
-    mix = Mix(
+    mix = WorkloadMix(
         weights=work, size_bytes_max=1_000, think_s=0.01, overwrite=0.0, replicas=0.0, hold_s=0.1
     )
-    options = Options(seed=0, new_node=Careless, faults=(), mix=mix)
+    options = Options(seed=0, new_node=NodeWithoutWiping, faults=(), mix=mix)
     found(options, "removed_read", within_steps=SOON, each=5_000)
 
 
-class Unfenced(Node):
+class NodeWithoutFencing(Node):
     """Joins anew, and lets writers of before go on."""
 
     fences = False
@@ -218,9 +218,17 @@ class Unfenced(Node):
 @pytest.mark.parametrize(
     ("broken", "faults", "rules"),
     [
-        ({"new_state": Hasty}, "stall_node cut_both_ways break_stream", "late_write"),
-        ({"new_node": Trusting}, "hold_back", "late_write"),
-        ({"new_node": Unfenced}, "kill_node isolate_node", "late_write old_epoch_write corrupt"),
+        (
+            {"new_state": MasterWithoutQuarantine},
+            "stall_node cut_both_ways break_stream",
+            "late_write",
+        ),
+        ({"new_node": NodeKeepingConnections}, "hold_back", "late_write"),
+        (
+            {"new_node": NodeWithoutFencing},
+            "kill_node isolate_node",
+            "late_write old_epoch_write corrupt",
+        ),
     ],
     ids=["quarantine", "cuts", "fences"],
 )

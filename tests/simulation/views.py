@@ -1,5 +1,5 @@
-"""Views and allocations of a simulated client: the production ``Watches`` on its clock, without
-the thread. Their arrays count as gone when the simulated program releases them."""
+"""Views and allocations of a simulated client: the production ``ArrayTracker`` on its clock,
+without the thread. Their arrays count as gone when the simulated program releases them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.client.leases.lease_table import (
-    Granted,
+    AllocationLease,
     Lease,
-    LeasedPlace,
+    LeasedExtent,
     Mounted,
-    Named,
+    ObjectLease,
     Watched,
     What,
     found_at,
 )
-from kvstore.client.leases.views import Watches
+from kvstore.client.leases.views import ArrayTracker
 from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
 from kvstore.memory.header import HEADER_BYTES
@@ -31,7 +31,7 @@ Ask = Callable[[calls.Request, float], Awaitable[calls.Reply]]
 
 
 @dataclass(slots=True)
-class Held:
+class LeaseSnapshot:
     """What the oracle wants to know of a lease."""
 
     array: Bytes1D
@@ -48,22 +48,22 @@ class SimViews:
 
     def __init__(self, ask: Ask, *, lease_margin_s: float, clock: Callable[[], float]) -> None:
         self.watch: Callable[[calls.SegmentInfo], Mounted] | None = None
-        """As ``Movers.watch``."""
+        """As ``TransportSelector.watch``."""
         self.mapped: dict[int, tuple[bytes, int]] = {}
         """uuid and size of the segments that were mapped, by their address."""
-        self._watches = Watches(clock)
+        self._watches = ArrayTracker(clock)
         self._leases = self._watches.leases
-        self._held: dict[Lease, Held] = {}
+        self._held: dict[Lease, LeaseSnapshot] = {}
         self._ask = ask
         self._margin_s = lease_margin_s
 
     def add(
         self,
         array: Bytes1D,
-        held: Named | Granted,
+        held: ObjectLease | AllocationLease,
         until: float,
         mounted: Mounted,
-        place: LeasedPlace | None = None,
+        place: LeasedExtent | None = None,
         value: object = None,
     ) -> Lease:
         address = array.ctypes.data
@@ -79,7 +79,9 @@ class SimViews:
         for lease, (array, address, held, _, _, _) in zip(leases, rows, strict=True):
             if lease not in self._held:
                 flat = array.reshape(-1).view(np.uint8)
-                self._held[lease] = Held(flat, *self._extent_at(address), held, flat.tobytes())
+                self._held[lease] = LeaseSnapshot(
+                    flat, *self._extent_at(address), held, flat.tobytes()
+                )
         return leases
 
     def _extent_at(self, address: int) -> tuple[bytes, int]:
@@ -89,7 +91,7 @@ class SimViews:
                 return uuid, address - base - HEADER_BYTES
         raise AssertionError("memory that is in no segment")
 
-    def held(self) -> Iterator[tuple[Lease, Held]]:
+    def held(self) -> Iterator[tuple[Lease, LeaseSnapshot]]:
         """Leases that hold, with the snapshot of those that became objects."""
         for lease in self._leases:
             if lease.held:
@@ -98,7 +100,7 @@ class SimViews:
                     held.what, held.snapshot = lease.what, held.array.tobytes()
                 yield lease, held
 
-    def place(self, lease: Lease) -> Held:
+    def place(self, lease: Lease) -> LeaseSnapshot:
         return self._held[lease]
 
     def of(self, view: object) -> Lease | None:
@@ -117,7 +119,7 @@ class SimViews:
         assert watch is not None
         assert watch.lease is lease
         self._watches.let_go(watch)
-        dropped: list[Granted] = []
+        dropped: list[AllocationLease] = []
         self._watches.settle(dropped)
         if not lease.holders:
             del self._held[lease]
@@ -135,14 +137,14 @@ class SimViews:
     async def _follow(self, lease: Lease) -> None:
         what, asked = lease.what, self._leases.clock()
         lease.plan_renewal()
-        if not isinstance(what, Named) or not lease.held:
+        if not isinstance(what, ObjectLease) or not lease.held:
             return
         try:
             found = await self._ask(calls.Lookup(what.namespace, [what.key]), 1.0)
-            assert isinstance(found, calls.Found)
+            assert isinstance(found, calls.LookupReply)
             segments = calls.DescribeSegments(found.placements.segments)
             described = await self._ask(segments, 1.0)
-            assert isinstance(described, calls.Segments)
+            assert isinstance(described, calls.DescribeSegmentsReply)
         except KVStoreError:
             return
         segment = found_at(lease, found, described)
@@ -160,5 +162,5 @@ class SimViews:
             except KVStoreError as error:
                 renewal.failed(error)
             else:
-                assert isinstance(renewed, calls.Renewed)
+                assert isinstance(renewed, calls.RenewReply)
                 renewal.answered(renewed, asked, self._margin_s)

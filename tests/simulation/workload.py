@@ -9,10 +9,10 @@ from random import Random
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, Version
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
-from kvstore.client.flows.read_objects import GetOptions, Target
+from kvstore.client.flows.read_objects import GetOptions, ReadTarget
 from kvstore.client.flows.steps import ask
 from kvstore.client.flows.write_objects import PutOptions
-from kvstore.client.leases.lease_table import Granted, Lease, Named
+from kvstore.client.leases.lease_table import AllocationLease, Lease, ObjectLease
 from kvstore.client.values import Storable, Value, View, described_as
 from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError
 from kvstore.limits import Key, Namespace
@@ -27,7 +27,7 @@ SHARED_KEYS = 3
 
 
 @dataclass(kw_only=True)
-class Mix:
+class WorkloadMix:
     """How often what is done, and with how much; drawn anew for each seed."""
 
     weights: dict[str, float]
@@ -38,7 +38,7 @@ class Mix:
     hold_s: float
 
     @classmethod
-    def draw(cls, random: Random, size_bytes_max: int) -> Mix:
+    def draw(cls, random: Random, size_bytes_max: int) -> WorkloadMix:
         usual = {
             "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
             "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
@@ -64,7 +64,7 @@ class Worker:
     """One thread of a program: one operation after the other."""
 
     client: Client
-    mix: Mix
+    mix: WorkloadMix
     random: Random
     paused: Callable[[], bool]
     busy: str = ""
@@ -145,7 +145,7 @@ class Worker:
         if not isinstance(view, memoryview) or not view.nbytes:
             return  # a miss, or a copy from another host
         lease = self.client.views.of(view)
-        if lease is None or not isinstance(lease.what, Named):
+        if lease is None or not isinstance(lease.what, ObjectLease):
             return  # let go by another thread's last reference, or its own allocation
         version = Version(lease.what.epoch, lease.what.counter)
         name = (namespace, key)
@@ -213,11 +213,11 @@ class Worker:
 
     async def _clear(self) -> None:
         namespace = self.random.choice(NAMESPACES)
-        await self.client.run(control_calls.clear_some(self.client.context, namespace))
+        await self.client.run(control_calls.clear_page(self.client.context, namespace))
 
     async def _look(self) -> None:
         await self.client.run(control_calls.status())
-        await self.client.run(ask(calls.ListObjects("", b"", 0, 1_000), calls.Listed))
+        await self.client.run(ask(calls.ListObjects("", b"", 0, 1_000), calls.ListObjectsReply))
         key, namespace = self._a_key(), self.random.choice(NAMESPACES)
         await self.client.run(control_calls.stat(self.client.context, namespace, key))
 
@@ -228,12 +228,12 @@ class Worker:
             return
         node = self.random.choice(status.nodes).name
         self._note(f"drain {node}")
-        begun = await self.client.run(ask(calls.Drain(node, DrainStep.BEGIN), calls.Drained))
+        begun = await self.client.run(ask(calls.Drain(node, DrainStep.BEGIN), calls.DrainReply))
         cursor, failed = 0, None
         for _ in range(self.random.choice((1, 3, 10))):
             try:
                 moved = await self.client.run(
-                    copy_objects.move_some(self.client.context, node, cursor, begun.began)
+                    copy_objects.move_page(self.client.context, node, cursor, begun.began)
                 )
             except KVStoreError as error:
                 failed = error
@@ -254,7 +254,7 @@ class Worker:
             await self._undo_drain(node.name)
 
     async def _undo_drain(self, node: str) -> None:
-        await self.client.run(ask(calls.Drain(node, DrainStep.UNDO), calls.Drained))
+        await self.client.run(ask(calls.Drain(node, DrainStep.UNDO), calls.DrainReply))
 
     async def _allocate(self) -> None:
         namespace, key = self.random.choice(NAMESPACES), self._a_key()
@@ -267,7 +267,7 @@ class Worker:
         )
         lease = self.client.views.of(memoryview(array))  # type: ignore[arg-type]
         assert lease is not None
-        assert isinstance(lease.what, Granted)
+        assert isinstance(lease.what, AllocationLease)
         self._note(f"allocated {lease.what.epoch}.{lease.what.token}")
         whole = await self.client.compute(lease, data)
         failed: KVStoreError | None = None
@@ -311,7 +311,7 @@ class Worker:
     async def read(self, namespace: Namespace, keys: list[Key]) -> list[bytes | None]:
         """Get, and have the oracle look at what came."""
         started_us = self.client.process.scheduler.now_us
-        targets = [Target(key) for key in keys]
+        targets = [ReadTarget(key) for key in keys]
         await self.client.run(read_objects.read(self.client.context, namespace, targets))
         values: list[bytes | None] = []
         for target in targets:

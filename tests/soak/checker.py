@@ -53,7 +53,7 @@ class Put:
 
 
 @dataclass(slots=True)
-class Ends:
+class AcknowledgedRemovals:
     """Acknowledged ends of what was there before, by when they were acknowledged."""
 
     ended: list[float] = field(default_factory=list)
@@ -93,8 +93,8 @@ class Checker:
         """What is allowed, and rare enough to be of interest."""
         self._puts: dict[int, Put] = {}
         self._of_name: defaultdict[Name, list[int]] = defaultdict(list)
-        self._ends: defaultdict[Name, Ends] = defaultdict(Ends)
-        self._cleared: defaultdict[str, Ends] = defaultdict(Ends)
+        self._ends: defaultdict[Name, AcknowledgedRemovals] = defaultdict(AcknowledgedRemovals)
+        self._cleared: defaultdict[str, AcknowledgedRemovals] = defaultdict(AcknowledgedRemovals)
         self._away: list[list[float]] = []
         self._led: list[float] = []
         self._told: set[tuple[str, int]] = set()

@@ -185,7 +185,7 @@ def closing_sockets() -> set[str]:
     return found
 
 
-class Hands:
+class RecordingClient:
     """A client and what is done with it. For one task, or one thread."""
 
     def __init__(

@@ -25,7 +25,7 @@ _ODD: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 Words = NDArray[np.uint64]
 
 
-class Seen(NamedTuple):
+class ObservedValue(NamedTuple):
     """What some bytes are."""
 
     version: int
@@ -49,12 +49,12 @@ def make(namespace: str, key: bytes, version: int, seed: int, size: int) -> NDAr
     return words.reshape(-1).view(np.uint8)[:size]
 
 
-def look(namespace: str, key: bytes, data: Any) -> Seen:
+def look(namespace: str, key: bytes, data: Any) -> ObservedValue:
     """What the value of a key is."""
     found = as_bytes(data)
     size = len(found)
     if size < BLOCK_BYTES:
-        return Seen(0, "garbage", f"{size} bytes")
+        return ObservedValue(0, "garbage", f"{size} bytes")
     name = name_of(namespace, key)
     first = found[:BLOCK_BYTES].view(np.uint64) if found.flags.aligned else None
     if first is None or found.ctypes.data % 8:
@@ -62,32 +62,35 @@ def look(namespace: str, key: bytes, data: Any) -> Seen:
     version, seed = int(first[2]), int(first[3]) >> 32
     expected = _words(name, version, seed, size).reshape(-1).view(np.uint8)[:size]
     if np.array_equal(found, expected):
-        return Seen(version, "")
+        return ObservedValue(version, "")
     return _difference(name, found)
 
 
-def _difference(name: int, found: NDArray[np.uint8]) -> Seen:
+def _difference(name: int, found: NDArray[np.uint8]) -> ObservedValue:
     """How a value is not what it should be; by the version that most of its blocks name."""
     size = len(found)
     whole = np.frombuffer(found[: size // BLOCK_BYTES * BLOCK_BYTES].tobytes(), np.uint64)
     blocks = whole.reshape(-1, _WORDS)
     ours = blocks[blocks[:, 0] == _MAGIC]
     if not len(ours):
-        return Seen(0, "garbage", f"no block of {len(blocks)} is one, {_hex(found)}")
+        return ObservedValue(0, "garbage", f"no block of {len(blocks)} is one, {_hex(found)}")
     versions, counts = np.unique(ours[:, 2], return_counts=True)
     version = int(versions[counts.argmax()])
     of_it = ours[ours[:, 2] == np.uint64(version)][0]
     expected = _words(name, version, int(of_it[3]) >> 32, size).reshape(-1).view(np.uint8)[:size]
     where = np.flatnonzero(expected != found)
     if 0 < len(where) <= FLIPS_MAX and np.array_equal(found[where], expected[where] ^ 0xFF):
-        return Seen(version, "torn", f"bytes {list(where)} of {size} are inverted", flipped=True)
+        return ObservedValue(
+            version, "torn", f"bytes {list(where)} of {size} are inverted", flipped=True
+        )
     names = {f"{int(each):016x}" for each in np.unique(ours[:, 1])}
     if names != {f"{name:016x}"} and len(versions) == 1:
-        return Seen(version, "foreign", f"it is of {sorted(names)}, not {name:016x}")
+        return ObservedValue(version, "foreign", f"it is of {sorted(names)}, not {name:016x}")
     first = f"first difference at {where[0]} of {size}" if len(where) else "equal now"
     shown = {f"{int(v):x}": int(n) for v, n in zip(versions, counts, strict=True)}
-    return Seen(version, "torn", f"blocks by version {shown}, {len(blocks) - len(ours)} of none, "
-                f"{len(where)} bytes differ, {first}")  # fmt: skip
+    others = len(blocks) - len(ours)
+    reason = f"blocks by version {shown}, {others} of none, {len(where)} bytes differ, {first}"
+    return ObservedValue(version, "torn", reason)
 
 
 def _words(name: int, version: int, seed: int, size: int) -> Words:

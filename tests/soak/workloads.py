@@ -22,7 +22,7 @@ from kvstore import AsyncClient, Client, calls
 from kvstore.errors import InvalidArgumentError, KVStoreError, ReservationLostError
 from tests.soak import values
 from tests.soak.journal import Journal
-from tests.soak.recording_client import Clock, Hands, Settings, closing_sockets
+from tests.soak.recording_client import Clock, RecordingClient, Settings, closing_sockets
 
 HOT: Final = [b"hot-%d" % number for number in range(48)]
 BIG: Final = [b"big-%d" % number for number in range(4)]
@@ -30,7 +30,7 @@ BIG_BYTES: Final = 12 << 20
 ROOM_BYTES: Final = 1 << 20
 
 
-class Role:
+class Workload:
     """A worker's work. ``clients`` are made once, and closed at the end."""
 
     views = False
@@ -55,14 +55,14 @@ class Role:
         more.setdefault("timeout_ms", self.settings.timeout_ms)
         return Client(self.settings.master, **more)
 
-    def hands(self, client: Client | AsyncClient, rng: random.Random) -> Hands:
-        return Hands(client, self.settings, self.journal, self.clock, rng)
+    def hands(self, client: Client | AsyncClient, rng: random.Random) -> RecordingClient:
+        return RecordingClient(client, self.settings, self.journal, self.clock, rng)
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         while not self.stopping.is_set():
             await self.step(hands)
 
-    async def step(self, hands: Hands) -> None:
+    async def step(self, hands: RecordingClient) -> None:
         raise NotImplementedError
 
     def threads(self, clients: list[Client], each: int = 1) -> None:
@@ -92,7 +92,7 @@ def size_of(rng: random.Random, largest: int = ROOM_BYTES // 2) -> int:
     return int(math.exp(rng.uniform(math.log(values.BLOCK_BYTES), math.log(largest))))
 
 
-class Mixed(Role):
+class MixedWorkload(Workload):
     """Every verb on the hot keys, from two threads of one client."""
 
     transports: tuple[str, ...] = ("shm", "tcp")
@@ -103,11 +103,11 @@ class Mixed(Role):
         with self.client(transports=self.transports, lane=self.lane) as client:
             self.threads([client], self.at_once)
 
-    async def step(self, hands: Hands) -> None:
+    async def step(self, hands: RecordingClient) -> None:
         await self.verb(hands)
         await hands.rest(hands.rng.uniform(0.0, 0.01))
 
-    async def verb(self, hands: Hands, cancel_s: float | None = None) -> None:
+    async def verb(self, hands: RecordingClient, cancel_s: float | None = None) -> None:
         rng = hands.rng
         key, some = rng.choice(HOT), rng.sample(HOT, rng.randint(2, 6))
         choice = rng.choices(range(len(WEIGHTS)), WEIGHTS)[0]
@@ -152,20 +152,20 @@ WEIGHTS: Final = (30, 8, 8, 10, 8, 4, 5, 3, 4, 2, 0.5, 0.5, 4, 0.3, 4)
 """Of the verbs above."""
 
 
-class MixedTcp(Mixed):
+class MixedTcp(MixedWorkload):
     """The same through sockets, as from another host."""
 
     transports = ("tcp",)
 
 
-class MixedGrpc(Mixed):
+class MixedGrpc(MixedWorkload):
     """The same, asked by gRPC alone."""
 
     lane = False
     at_once = 1
 
 
-class Cancels(Mixed):
+class CancellingWorkload(MixedWorkload):
     """The same by ``AsyncClient``: several tasks, of which many calls are cancelled, some of them
     in the middle of a large ``get_into``."""
 
@@ -186,7 +186,7 @@ class Cancels(Mixed):
         for client in clients:
             await client.close()
 
-    async def step(self, hands: Hands) -> None:
+    async def step(self, hands: RecordingClient) -> None:
         rng = hands.rng
         cancel_s = rng.choice([None, 0.0, rng.uniform(0, 0.002), rng.uniform(0, 0.03)])
         if rng.random() < 0.12:
@@ -245,7 +245,7 @@ class _Alarmed:
         return call
 
 
-class Alarms(Mixed):
+class SignalWorkload(MixedWorkload):
     """The same, with calls that a signal handler cuts short by an exception."""
 
     transports = ("shm",)
@@ -256,13 +256,13 @@ class Alarms(Mixed):
             asyncio.run(self.work(self.hands(alarmed, self.rng)))
 
 
-class AlarmsTcp(Alarms):
+class AlarmsTcp(SignalWorkload):
     """The same through sockets."""
 
     transports = ("tcp",)
 
 
-class GivenUp(Role):
+class TimeoutWorkload(Workload):
     """Puts through sockets and removes what was stored, then looks for it for as long as it lives:
     bytes of an attempt that was given up must not bring it back."""
 
@@ -273,7 +273,7 @@ class GivenUp(Role):
         for client in clients:
             client.close()
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         number = 0
         while not self.stopping.is_set():
             number += 1
@@ -291,13 +291,13 @@ class GivenUp(Role):
             await hands.rest(hands.rng.uniform(0.0, 0.08))
 
 
-class Views(Role):
+class ViewWorkload(Workload):
     """Holds views for long, also after their promise has ended, and asks of each again and again
     whether it holds; and whether the bytes are what they were."""
 
     views = True
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         held: list[_View] = []
         while not self.stopping.is_set():
             if len(held) < 60:
@@ -316,7 +316,7 @@ class Views(Role):
                 held.remove(hands.rng.choice(lasting))
         held.clear()
 
-    async def _new(self, hands: Hands) -> _View | None:
+    async def _new(self, hands: RecordingClient) -> _View | None:
         key = hands.rng.choice(HOT)
         done = await hands.call("get", key, namespace="hot", copy=False)
         if not done.ok or done.value is None:
@@ -326,7 +326,7 @@ class Views(Role):
         hands.journal.count("view", "hit")
         return _View("hot", key, done.value, version) if version else None
 
-    def _check(self, hands: Hands, view: _View) -> None:
+    def _check(self, hands: RecordingClient, view: _View) -> None:
         lease = hands.client.lease(view.memory)
         if lease is None:
             if hands.client.config.transports == ("tcp",):
@@ -371,12 +371,12 @@ class _View:
         """A violation: once is enough."""
 
 
-class Allocations(Views):
+class AllocationWorkload(ViewWorkload):
     """Computes into memory of the pool, puts it, holds on to it; puts also what was lost."""
 
     stoppable = False
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         held: list[_View] = []
         unput: list[_View] = []
         while not self.stopping.is_set():
@@ -401,7 +401,7 @@ class Allocations(Views):
         held.clear()
         unput.clear()
 
-    def _fill(self, hands: Hands, view: _View) -> bool:
+    def _fill(self, hands: RecordingClient, view: _View) -> bool:
         lease = hands.client.lease(view.memory)
         if lease is None or not lease.held or lease.seconds_left < 0.5:
             return False
@@ -411,7 +411,7 @@ class Allocations(Views):
         view.memory[:] = made
         return True
 
-    async def _put(self, hands: Hands, view: _View) -> bool:
+    async def _put(self, hands: RecordingClient, view: _View) -> bool:
         lease = hands.client.lease(view.memory)
         lost = lease is None or not lease.held
         self.journal.puts(view.namespace, [(view.key, view.version)], True)
@@ -432,7 +432,7 @@ class Allocations(Views):
         return outcome == "stored"
 
 
-class Tiny(Role):
+class Tiny(Workload):
     """Threads of one client with deadlines of a few milliseconds, over the same segments. The
     interpreter switches between them as often as it can, so that it also does in bad moments."""
 
@@ -452,12 +452,12 @@ class Tiny(Role):
             timeout_ms = max(1, timeout_ms // 2) if self._good > 2 * self._bad else timeout_ms
         gc.collect()
 
-    async def _prepare(self, hands: Hands) -> None:
+    async def _prepare(self, hands: RecordingClient) -> None:
         for key in TINY:
             if not await hands.get("tiny", [key]):
                 await hands.put("tiny", {key: tiny_size(self.rng)})
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         hands.limit_s = max(hands.limit_s, 0.5)
         while not self.stopping.is_set() and time.monotonic() < self._until:
             rng = hands.rng
@@ -476,7 +476,7 @@ class Tiny(Role):
     def _count(self, good: bool) -> None:
         self._good, self._bad = self._good + good, self._bad + (not good)
 
-    async def _views(self, hands: Hands, keys: list[bytes]) -> None:
+    async def _views(self, hands: RecordingClient, keys: list[bytes]) -> None:
         done = await hands.call("get_many", keys, namespace="tiny", copy=False)
         for key, view in zip(keys, done.value or (), strict=False):
             if view is not None and len(values.as_bytes(view)) < 10_000:
@@ -492,10 +492,10 @@ def tiny_size(rng: random.Random) -> int:
     return rng.choice([size_of(rng, TINY_BYTES), rng.randint(TINY_BYTES // 2, TINY_BYTES)])
 
 
-class Chains(Role):
+class ChainWorkload(Workload):
     """Prefixes: put in pieces, matched, read, cleared."""
 
-    async def step(self, hands: Hands) -> None:
+    async def step(self, hands: RecordingClient) -> None:
         rng = hands.rng
         chain = rng.randrange(12)
         keys = [b"chain-%d-%d" % (chain, number) for number in range(40)]
@@ -524,7 +524,7 @@ class Chains(Role):
         await hands.rest(rng.uniform(0.0, 0.02))
 
 
-class Forks(Mixed):
+class ForkWorkload(MixedWorkload):
     """Forks with a client that was used, and uses it on both sides."""
 
     FORK_EVERY = 25
@@ -534,7 +534,7 @@ class Forks(Mixed):
         with self.client(transports=("shm", "tcp")) as client:
             asyncio.run(self.work(self.hands(client, self.rng)))
 
-    async def work(self, hands: Hands) -> None:
+    async def work(self, hands: RecordingClient) -> None:
         while not self.stopping.is_set():
             for _ in range(self.FORK_EVERY):
                 await self.step(hands)
@@ -543,7 +543,7 @@ class Forks(Mixed):
                 await self.step(hands)
             self._reap(child)
 
-    def _fork(self, hands: Hands) -> int:
+    def _fork(self, hands: RecordingClient) -> int:
         self.journal.flush()
         self.journal.forks += 1
         child = os.fork()
@@ -555,11 +555,13 @@ class Forks(Mixed):
         finally:
             os._exit(status)
 
-    def _in_child(self, hands: Hands) -> int:
+    def _in_child(self, hands: RecordingClient) -> int:
         """In a thread of its own: the loop of before belongs to the parent."""
         journal = self.journal.forked()
         clock = Clock(journal, views=True)
-        same = Hands(hands.client, self.settings, journal, clock, random.Random(journal.worker))
+        same = RecordingClient(
+            hands.client, self.settings, journal, clock, random.Random(journal.worker)
+        )
 
         def work() -> None:
             async def steps() -> None:
@@ -590,7 +592,7 @@ class Forks(Mixed):
         self.journal.broke("hangs", f"a child that uses its parent's client, {self.CHILD_S:.0f} s")
 
 
-class Comers(Mixed):
+class ShortLivedClients(MixedWorkload):
     """Makes clients, uses them a little, closes them, and looks for what they left behind."""
 
     def run(self) -> None:
@@ -613,7 +615,7 @@ class Comers(Mixed):
             self.clock.end(call)
             self._look(transports)
 
-    async def _steps(self, hands: Hands) -> None:
+    async def _steps(self, hands: RecordingClient) -> None:
         for _ in range(self.rng.randint(1, 20)):
             await self.step(hands)
 
@@ -632,10 +634,10 @@ class Comers(Mixed):
         return threads | maps | closing_sockets()
 
 
-class Operator(Role):
+class Operator(Workload):
     """Drains nodes, moves some of what they hold, and changes its mind."""
 
-    async def step(self, hands: Hands) -> None:
+    async def step(self, hands: RecordingClient) -> None:
         unknown = (InvalidArgumentError,)  # the node, by now
         status = await hands.call("status")
         nodes = [node.name for node in status.value.nodes] if status.ok else []
@@ -652,7 +654,7 @@ class Operator(Role):
             await self._undo(hands, node)
         await hands.rest(hands.rng.uniform(2, 6))
 
-    async def _undo(self, hands: Hands, node: str) -> None:
+    async def _undo(self, hands: RecordingClient, node: str) -> None:
         """It is drained until the master says that it is not, or that there is no such node."""
         for _ in range(20):
             done = await hands.call("drain", node, undo=True, expected=(InvalidArgumentError,))
@@ -661,19 +663,19 @@ class Operator(Role):
             await hands.rest(0.5)
 
 
-ROLES: Final[dict[str, type[Role]]] = {
-    "mixed": Mixed,
+ROLES: Final[dict[str, type[Workload]]] = {
+    "mixed": MixedWorkload,
     "mixed-tcp": MixedTcp,
     "mixed-grpc": MixedGrpc,
-    "cancels": Cancels,
-    "alarms": Alarms,
+    "cancels": CancellingWorkload,
+    "alarms": SignalWorkload,
     "alarms-tcp": AlarmsTcp,
-    "given-up": GivenUp,
-    "views": Views,
-    "allocations": Allocations,
+    "given-up": TimeoutWorkload,
+    "views": ViewWorkload,
+    "allocations": AllocationWorkload,
     "tiny": Tiny,
-    "chains": Chains,
-    "forks": Forks,
-    "comers": Comers,
+    "chains": ChainWorkload,
+    "forks": ForkWorkload,
+    "comers": ShortLivedClients,
     "operator": Operator,
 }

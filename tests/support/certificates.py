@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvstore.auth import ca
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.auth.identity import ALL
 from kvstore.process.watched_files import write_file
 
@@ -48,7 +48,7 @@ class Identities:
         path = self._files / f"{name}.auth"
         if not path.exists():
             hosts = ("127.0.0.1",) if "master" in (roles or (name,)) else ()
-            wanted = Wanted(
+            wanted = CertificateRequest(
                 name, roles or (name,), tuple(reads), tuple(writes), tuple(nodes), hosts, days
             )
             self.replace(path, wanted)
@@ -58,7 +58,7 @@ class Identities:
         """The file of an engine that may read and write in these namespaces."""
         return self.file(name, "engine", reads=spaces, writes=spaces)
 
-    def replace(self, path: Path, wanted: Wanted) -> None:
+    def replace(self, path: Path, wanted: CertificateRequest) -> None:
         """Issues anew, into a file that may be in use."""
         leaf = ca.issue(self._folder, wanted, self.clock())
         write_file(path, ca.content_of(leaf, "a test"))

@@ -8,34 +8,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvstore.auth import certificates
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import ClientEnd, NodeEnd
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.data_port_tls import ClientTls, NodeTls
+from kvstore.auth.revocation_list import RevocationList
 from tests.support.identities import ENGINE, NODE, authority, content, credentials, write
 
 
-class Ends:
+class TlsEndpoints:
     """See the module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.signer: certificates.Signer = authority()
+        self.signer: certificates.SigningAuthority = authority()
         self.node_file = str(write(folder / "node", content(self.signer, NODE)))
 
-    def node(self, wanted: Wanted = NODE, *, revoked: Path | str = "") -> NodeEnd:
-        return NodeEnd(self.credentials(wanted), Revoked(str(revoked)))
+    def node(self, wanted: CertificateRequest = NODE, *, revoked: Path | str = "") -> NodeTls:
+        return NodeTls(self.credentials(wanted), RevocationList(str(revoked)))
 
-    def client(self, wanted: Wanted = ENGINE) -> ClientEnd:
-        return ClientEnd(self.credentials(wanted))
+    def client(self, wanted: CertificateRequest = ENGINE) -> ClientTls:
+        return ClientTls(self.credentials(wanted))
 
-    def credentials(self, wanted: Wanted) -> Credentials:
+    def credentials(self, wanted: CertificateRequest) -> Credentials:
         return credentials(self.folder, self.signer, wanted)
 
 
 @functools.cache
-def shared_ends() -> Ends:
+def shared_ends() -> TlsEndpoints:
     """Of this process."""
     folder = TemporaryDirectory(prefix="kvstore-ends-")
     atexit.register(folder.cleanup)
-    return Ends(Path(folder.name))
+    return TlsEndpoints(Path(folder.name))

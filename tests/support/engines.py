@@ -108,7 +108,7 @@ async def hang_up(request: web.Request, _call: Call) -> web.StreamResponse:
     return web.Response()
 
 
-class Held:
+class BlockedAnswer:
     """An answer that stops after ``before`` until the test lets it go on."""
 
     def __init__(self, *before: bytes) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvstore.device.driver import Event, Numbers, Way
+from kvstore.device.driver import Direction, Event, Numbers
 from kvstore.device.drivers import add_kind
 from kvstore.errors import DeviceError
 from kvstore.memory.process_memory import address_of
@@ -62,7 +62,7 @@ class FakeDriver:
         self._lock_max = lock_max
         self._eager = eager
         self._running = threading.RLock()
-        self._streams: dict[int | Way, deque[list[Callable[[], None]]]] = {}
+        self._streams: dict[int | Direction, deque[list[Callable[[], None]]]] = {}
         self.locked: dict[int, int] = {}
         """Sizes of locked ranges of the host, by address."""
         self._owned: dict[int, int] = {}
@@ -74,7 +74,7 @@ class FakeDriver:
         """Allocated and opened memory by address, with the descriptor behind it."""
         self.is_stuck = False
         """While it is, no step runs."""
-        self.held: set[int | Way] = set()
+        self.held: set[int | Direction] = set()
         """Streams of which no step runs: their first one takes long."""
         self.copied_bytes = 0
 
@@ -109,7 +109,7 @@ class FakeDriver:
     @property
     def copies_left(self) -> bool:
         """Whether copies are queued."""
-        return any(self._streams.get(way) for way in Way)
+        return any(self._streams.get(way) for way in Direction)
 
     @property
     def locked_own_bytes(self) -> int:
@@ -126,10 +126,10 @@ class FakeDriver:
             self._step()
         return cast("_Event", event).is_done
 
-    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         return self._copy(way, to, source, sizes, [*self.locked.items(), *self._owned.items()])
 
-    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+    def copy_ordinary(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         return self._copy(way, to, source, sizes, [(0, 1 << 62)])
 
     def lock(self, address: int, size: int) -> bool:
@@ -207,7 +207,7 @@ class FakeDriver:
 
     def _copy(
         self,
-        way: Way,
+        way: Direction,
         to: Numbers,
         source: Numbers,
         sizes: Numbers,
@@ -240,7 +240,7 @@ class FakeDriver:
         ctypes.memmove(to, source, size)
         self.copied_bytes += size
 
-    def _mark(self, stream: int | Way) -> Event:
+    def _mark(self, stream: int | Direction) -> Event:
         event = _Event()
 
         def passed() -> None:
@@ -249,7 +249,7 @@ class FakeDriver:
         self._queue(stream, [passed])
         return event
 
-    def _queue(self, stream: int | Way, steps: list[Callable[[], None]]) -> None:
+    def _queue(self, stream: int | Direction, steps: list[Callable[[], None]]) -> None:
         with self._running:
             self._streams.setdefault(stream, deque()).append(steps)
             while self._eager and self._step():

@@ -10,21 +10,23 @@ from typing import Final
 
 from kvstore.auth import certificates
 from kvstore.auth.ca import content_of
-from kvstore.auth.certificates import Wanted
-from kvstore.auth.credentials import MASTER_NAME, Credentials, Pems, alternative_names
+from kvstore.auth.certificates import CertificateRequest
+from kvstore.auth.credentials import MASTER_NAME, Credentials, PemBundle, alternative_names
 
 NOW: Final = datetime.now(UTC)
 
-MASTER: Final = Wanted("m", ("master",))
-NODE: Final = Wanted("n", ("node",))
-ENGINE: Final = Wanted("e", ("engine",), ("llama/*",), ("llama/*",))
+MASTER: Final = CertificateRequest("m", ("master",))
+NODE: Final = CertificateRequest("n", ("node",))
+ENGINE: Final = CertificateRequest("e", ("engine",), ("llama/*",), ("llama/*",))
 
 
-def authority() -> certificates.Signer:
+def authority() -> certificates.SigningAuthority:
     return certificates.new_authority(NOW)
 
 
-def content(signer: certificates.Signer, wanted: Wanted, *, days_ago: float = 0) -> bytes:
+def content(
+    signer: certificates.SigningAuthority, wanted: CertificateRequest, *, days_ago: float = 0
+) -> bytes:
     leaf = certificates.issue(signer, wanted, NOW - timedelta(days=days_ago))
     return content_of(leaf, "")
 
@@ -36,7 +38,11 @@ def write(path: Path, whole: bytes) -> Path:
 
 
 def credentials(
-    path: Path, signer: certificates.Signer, wanted: Wanted, *, days_ago: float = 0
+    path: Path,
+    signer: certificates.SigningAuthority,
+    wanted: CertificateRequest,
+    *,
+    days_ago: float = 0,
 ) -> Credentials:
     """Of a file in the folder ``path``."""
     name = f"{len(list(path.iterdir()))}.auth"
@@ -67,7 +73,7 @@ def shake(
     return ends
 
 
-def folder(path: Path, pems: Pems) -> Path:
+def folder(path: Path, pems: PemBundle) -> Path:
     path.mkdir()
     for name, whole in zip(("tls.key", "tls.crt", "ca.crt"), pems, strict=True):
         write(path / name, whole)

@@ -11,8 +11,8 @@ from functools import singledispatch
 from typing import Any
 
 from kvstore.limits import Namespace
-from kvstore.master.fair_scheduler import Turns
-from kvstore.master.role import Role
+from kvstore.master.fair_scheduler import FairScheduler
+from kvstore.master.role import ElectionStateMachine
 from kvstore.master.state import (
     background_jobs,
     eviction,
@@ -22,36 +22,36 @@ from kvstore.master.state import (
     repair_queue,
 )
 from kvstore.master.state.allocator import Allocator
-from kvstore.master.state.background_jobs import Jobs
-from kvstore.master.state.background_sweep import Sweeping
-from kvstore.master.state.eviction import LRU, TicketOrder, order_of
-from kvstore.master.state.expiry_index import NO_END_MS, Ends
+from kvstore.master.state.background_jobs import BackgroundJobs
+from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.eviction import LruPolicy, SortedRecordQueue, queue_number_of
+from kvstore.master.state.expiry_index import NO_END_MS, ExpiryIndex
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.grant_manager import Granting
-from kvstore.master.state.grants import GrantedAllocation, GrantedCopy, GrantedPut, Pending
-from kvstore.master.state.inventory import Ranges
-from kvstore.master.state.inventory_loading import Returning
+from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.grants import AllocationGrant, CopyGrant, PendingGrants, PutGrant
+from kvstore.master.state.inventory import IntervalSet
+from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.membership import Membership
-from kvstore.master.state.memory_pool import Pool
-from kvstore.master.state.missing_objects import Missing
-from kvstore.master.state.pins import Pins, bytes_held
+from kvstore.master.state.memory_pool import MemoryPool
+from kvstore.master.state.missing_objects import MissingObjects
+from kvstore.master.state.pins import PinTable, bytes_held
 from kvstore.master.state.put_queue import WaitingPuts
-from kvstore.master.state.queries import Asking
-from kvstore.master.state.reclaim import Reclaim
+from kvstore.master.state.queries import QueryHandler
+from kvstore.master.state.reclaim import SpaceReclaimer
 from kvstore.master.state.records import (
     MountedSegment,
     Name,
     ObjectRecord,
-    Residue,
+    StaleExtents,
 )
-from kvstore.master.state.repair_queue import Repairs
+from kvstore.master.state.repair_queue import RepairQueue
 from kvstore.master.state.tenant import Tenant
-from kvstore.master.state.tenant_lru import TenantOrders
-from kvstore.master.state.tenants import Tenants
-from kvstore.master.state.traffic import Recent, TrafficCounts
-from kvstore.master.state.views.chains import ChainView
+from kvstore.master.state.tenant_lru import PerTenantLru
+from kvstore.master.state.tenants import TenantAccounting
+from kvstore.master.state.traffic import Recent, TrafficRecorder
+from kvstore.master.state.views.chains import ChainQueries
 from kvstore.memory.header import extent_bytes
 
 Range = tuple[MountedSegment, int, int]
@@ -64,12 +64,12 @@ def check_invariants(part: object, *more: Any) -> None:
     raise TypeError(f"nothing is known of {part!r}")
 
 
-def _check_due(part: Jobs, job: int, is_due: bool) -> None:
+def _check_due(part: BackgroundJobs, job: int, is_due: bool) -> None:
     """Asserts that the part has noted whether this job is due."""
     assert bool(part.due & job) == is_due, f"job {job} is due: {is_due}, and was not said so"
 
 
-def granted_ranges(pending: Pending) -> Iterator[Range]:
+def granted_ranges(pending: PendingGrants) -> Iterator[Range]:
     """All extents that are granted or in quarantine."""
     for put in pending:
         for segment, offset in put.extents:
@@ -79,11 +79,11 @@ def granted_ranges(pending: Pending) -> Iterator[Range]:
             yield segment, offset, extent_bytes(residue.size)
 
 
-def _quarantined(pending: Pending) -> list[tuple[Residue, Tenant | None]]:
+def _quarantined(pending: PendingGrants) -> list[tuple[StaleExtents, Tenant | None]]:
     return [(residue, owner) for _, residue, owner in pending._quarantine.values()]
 
 
-def removed_ranges(reclaim: Reclaim) -> Iterator[Range]:
+def removed_ranges(reclaim: SpaceReclaimer) -> Iterator[Range]:
     """All extents of ended objects that are not free."""
     unwiped = reclaim._unwiped.values()
     ended = [wiping for wiping in unwiped if wiping.ended and not wiping.released]
@@ -95,7 +95,7 @@ def removed_ranges(reclaim: Reclaim) -> Iterator[Range]:
             yield segment, offset, length
 
 
-def _gaps(returning: Returning) -> list[Range]:
+def _gaps(returning: InventoryLoader) -> list[Range]:
     """Bytes that are neither claimed nor free."""
     inventories = returning._inventories.items()
     return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
@@ -106,7 +106,7 @@ def holes(allocator: Allocator) -> list[tuple[int, int]]:
     return sorted(allocator._start_to_length.items())
 
 
-def _is_missing(it: Missing, record: ObjectRecord) -> bool:
+def _is_missing(it: MissingObjects, record: ObjectRecord) -> bool:
     """Whether an object of that name counts as missing."""
     return record.key in it._named.get(record.namespace, ())
 
@@ -127,7 +127,7 @@ def _(it: Allocator) -> None:
 
 
 @check_invariants.register
-def _(it: TicketOrder) -> None:
+def _(it: SortedRecordQueue) -> None:
     tickets = [record.ticket for record in it]
     assert len(tickets) == it._count
     assert tickets == sorted(set(tickets))
@@ -136,7 +136,7 @@ def _(it: TicketOrder) -> None:
 
 
 @check_invariants.register
-def _(it: LRU) -> None:
+def _(it: LruPolicy) -> None:
     tickets = [record.ticket for record in it]
     assert tickets == sorted(set(tickets)), "tickets out of order or twice"
     check_invariants(it._order)
@@ -146,17 +146,17 @@ def _(it: LRU) -> None:
 
 
 @check_invariants.register
-def _(it: TenantOrders) -> None:
+def _(it: PerTenantLru) -> None:
     for number, lru in it.orders.items():
         check_invariants(lru)
         assert len(lru)
-        assert all(order_of(record.ticket) == number for record in lru)
+        assert all(queue_number_of(record.ticket) == number for record in lru)
     tickets = [record.ticket for record in it]
     assert tickets == sorted(set(tickets)), "tickets out of lru or twice"
 
 
 @check_invariants.register
-def _(it: Ends) -> None:
+def _(it: ExpiryIndex) -> None:
     ends = {record: end for shard in it._shards for record, end in shard.items()}
     assert len(ends) == it._count
     assert sum(map(len, it._buckets.values())) == it._count
@@ -166,7 +166,7 @@ def _(it: Ends) -> None:
 
 
 @check_invariants.register
-def _(it: Ranges) -> None:
+def _(it: IntervalSet) -> None:
     assert it._firsts == [starts[0] for starts in it._starts]
     reached = -1
     for starts, stops in zip(it._starts, it._stops, strict=True):
@@ -177,7 +177,7 @@ def _(it: Ranges) -> None:
 
 
 @check_invariants.register
-def _(it: Pending) -> None:
+def _(it: PendingGrants) -> None:
     deadlines = [put.deadline_ms for put in it]
     assert deadlines == sorted(deadlines)
 
@@ -224,7 +224,7 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
 
 
 @check_invariants.register
-def _(it: Missing) -> None:
+def _(it: MissingObjects) -> None:
     assert all(it._named.values())
     entries = [entry for named in it._named.values() for entry in named.values()]
     assert len(entries) == it._names <= missing_objects.NAMES_MAX
@@ -239,7 +239,7 @@ def _(it: Missing) -> None:
 
 
 @check_invariants.register
-def _(it: Pins) -> None:
+def _(it: PinTable) -> None:
     check_invariants(it.ends)
     assert not it.unsettled or it._jobs.due & background_jobs.EXPIRE
     pins = {record: pin for shard in it._shards for record, pin in shard.items()}
@@ -285,7 +285,7 @@ def _(it: ReaderLeases) -> None:
 
 
 @check_invariants.register
-def _(it: TrafficCounts) -> None:
+def _(it: TrafficRecorder) -> None:
     check_invariants(it.known)
     check_invariants(it.heads)
     for space in it.known.all():
@@ -306,7 +306,7 @@ def _(it: Recent) -> None:  # type: ignore[type-arg]
 
 
 @check_invariants.register
-def _(it: Reclaim) -> None:
+def _(it: SpaceReclaimer) -> None:
     of_names: set[tuple[Name, int]] = set()
     for wiping in it._unwiped.values():
         assert not wiping.wiped
@@ -336,7 +336,7 @@ def _(it: Membership) -> None:
 
 
 @check_invariants.register
-def _(it: Pool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
+def _(it: MemoryPool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
     """``others``: extents that no object owns, as (segment, offset, length)."""
     _check_due(it._jobs, background_jobs.SETTLE, bool(it.unsettled))
     check_invariants(it.forest, it.unsettled)
@@ -371,9 +371,9 @@ def _(it: Pool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
 
 @check_invariants.register
 def _(
-    it: Tenants,
+    it: TenantAccounting,
     records: Iterable[ObjectRecord],
-    pending: Pending,
+    pending: PendingGrants,
     waiting: Sequence[Tenant],
 ) -> None:
     size: dict[str, int] = {}
@@ -390,7 +390,7 @@ def _(
                 place = record.namespace, segment.segment_id
                 held[place] = held.get(place, 0) + length
     for put in pending:
-        if isinstance(put, GrantedPut | GrantedAllocation):
+        if isinstance(put, PutGrant | AllocationGrant):
             owner = it.owner(put)
             assert owner is not None
             name = owner.name
@@ -398,7 +398,7 @@ def _(
             for segment, _ in put.extents:
                 if segment.alive:
                     size[name] = size.get(name, 0) + put.length
-                    if isinstance(put, GrantedPut):
+                    if isinstance(put, PutGrant):
                         place = put.record.namespace, segment.segment_id
                         held[place] = held.get(place, 0) + put.length
     for residue, owner in _quarantined(pending):
@@ -426,7 +426,7 @@ def _(
 
 
 @check_invariants.register
-def _(it: Repairs) -> None:
+def _(it: RepairQueue) -> None:
     rules = it.rules
     assert 0 <= it.copies <= rules.copies_max, "more copies than allowed"
     assert it.copied_bytes <= rules.bytes_max or it.copies == 1, "more bytes than allowed"
@@ -440,9 +440,9 @@ def _(it: Repairs) -> None:
 
 
 @check_invariants.register
-def _(it: Granting) -> None:
+def _(it: GrantManager) -> None:
     check_invariants(it._pending)
-    copies = [put for put in it._pending if isinstance(put, GrantedCopy)]
+    copies = [put for put in it._pending if isinstance(put, CopyGrant)]
     known = [put for puts in it.copies.values() for put in puts]
     assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
     assert all(it.copies.values())
@@ -450,7 +450,7 @@ def _(it: Granting) -> None:
     assert it._repairs.copies == len(repairs)
     assert it._repairs.copied_bytes == sum(put.size for put in repairs)
     assert all(len(put.extents) == 1 and not put.missing for put in repairs)
-    puts = [put for put in it._pending if isinstance(put, GrantedPut)]
+    puts = [put for put in it._pending if isinstance(put, PutGrant)]
     writers = {put.token: put.record for put in puts}
     for record in it._common.forest.records():
         assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
@@ -458,7 +458,7 @@ def _(it: Granting) -> None:
 
 
 @check_invariants.register
-def _(it: Sweeping) -> None:
+def _(it: BackgroundSweeper) -> None:
     _check_due(it._jobs, background_jobs.EVICT, bool(it._pressed))
     _check_due(
         it._jobs, background_jobs.MOVE, it._pool.tenants is not None and it._pool.tenants.moving
@@ -467,17 +467,17 @@ def _(it: Sweeping) -> None:
 
 
 @check_invariants.register
-def _(it: Asking) -> None:
+def _(it: QueryHandler) -> None:
     assert not it._asking or it._gathering or it._jobs.due & background_jobs.ANSWER
 
 
 @check_invariants.register
-def _(it: ChainView) -> None:
+def _(it: ChainQueries) -> None:
     _check_due(it._jobs, background_jobs.DRAW, bool(it._questions))
 
 
 @check_invariants.register
-def _(it: Returning) -> None:
+def _(it: InventoryLoader) -> None:
     _check_due(it._common.jobs, background_jobs.CLAIM, it._has_claims())
     mounted = [s for segments in it._common.membership.segments.values() for s in segments]
     assert {s for s in mounted if not s.whole} == it._inventories.keys()
@@ -522,7 +522,7 @@ def _(it: MasterState) -> None:
     assert {id(s) for s in mounted} == {id(s) for s in it.pool.segments.values()}
 
 
-def _check_tenants(it: MasterState, tenants: Tenants) -> None:
+def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
     waiting = [put.tenant for put in it.common.waiting if put.tenant is not None]
     check_invariants(tenants, it.forest.records(), it.pending, waiting)
     used = sum(s.capacity - s.allocator.free_bytes for s in it.pool.segments.values())
@@ -535,7 +535,7 @@ def _check_tenants(it: MasterState, tenants: Tenants) -> None:
     copies = sum(
         put.length * sum(segment.alive for segment, _ in put.extents)
         for put in it.pending
-        if isinstance(put, GrantedCopy)
+        if isinstance(put, CopyGrant)
     )
     gaps = sum(length for segment, _, length in _gaps(it.returning) if segment.alive)
     held = sum(tenant.size for tenant in tenants)
@@ -553,7 +553,7 @@ def _check_tenants(it: MasterState, tenants: Tenants) -> None:
 
 
 @check_invariants.register
-def _(it: Role) -> None:
+def _(it: ElectionStateMachine) -> None:
     assert not it.leading or (it._lease_id and it.until and it.epoch)
     assert it.leader is None or not it.until
     assert it._lease_id not in it._stale
@@ -561,6 +561,6 @@ def _(it: Role) -> None:
 
 
 @check_invariants.register
-def _(it: Turns) -> None:
+def _(it: FairScheduler) -> None:
     assert all(it._waiting.values())
     assert it._is_due or not it._waiting

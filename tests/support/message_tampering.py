@@ -39,7 +39,7 @@ ROWS_MAX = 1_100
 
 
 @dataclasses.dataclass
-class Theirs:
+class ForeignValues:
     """What belongs to an honest peer, by type; the liar claims all of it."""
 
     keys: Sequence[bytes] = ()
@@ -52,7 +52,7 @@ class Theirs:
     """uuids and tokens of segments."""
 
 
-class Lie(NamedTuple):
+class TamperedMessage(NamedTuple):
     message: Any
     """As the true one, but for one field."""
     field: str
@@ -63,17 +63,17 @@ class Lie(NamedTuple):
         return f"{type(self.message).__name__}.{self.field} = {self.value!r:.60}"
 
 
-def lies(true: Any, theirs: Theirs) -> Iterator[Lie]:
+def tampered_variants(true: Any, theirs: ForeignValues) -> Iterator[TamperedMessage]:
     """Every lie about ``true``, a message of ``kvstore.calls``."""
     hints = typing.get_type_hints(type(true), include_extras=True)
     for name in true._fields:
         value = getattr(true, name)
         for path, lie in _about(hints[name], value, theirs):
             if lie != value or type(lie) is not type(value):
-                yield Lie(true._replace(**{name: lie}), ".".join((name, *path)), lie)
+                yield TamperedMessage(true._replace(**{name: lie}), ".".join((name, *path)), lie)
 
 
-def _about(hint: Any, value: Any, theirs: Theirs) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _about(hint: Any, value: Any, theirs: ForeignValues) -> Iterator[tuple[tuple[str, ...], Any]]:
     """What may stand for ``value``, and where in it the lie is."""
     rules: tuple[Any, ...] = ()
     if typing.get_origin(hint) is Annotated:
@@ -87,7 +87,7 @@ def _about(hint: Any, value: Any, theirs: Theirs) -> Iterator[tuple[tuple[str, .
     elif typing.get_origin(hint) is Sequence:
         yield from _about_rows(typing.get_args(hint)[0], value, rules, theirs)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for lie in lies(value, theirs):
+        for lie in tampered_variants(value, theirs):
             yield tuple(lie.field.split(".")), lie.message
     else:
         for lie in _scalars(hint, rules, theirs):
@@ -95,14 +95,14 @@ def _about(hint: Any, value: Any, theirs: Theirs) -> Iterator[tuple[tuple[str, .
 
 
 def _about_rows(
-    item: Any, value: Sequence[Any], rules: tuple[Any, ...], theirs: Theirs
+    item: Any, value: Sequence[Any], rules: tuple[Any, ...], theirs: ForeignValues
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     rows = list(value)
-    most = next((rule.most for rule in rules if isinstance(rule, field_constraints.Rows)), 0)
+    most = next((rule.most for rule in rules if isinstance(rule, field_constraints.RowCount)), 0)
     sample = rows[:1] or [_sample(item)]
     for count in (*ROWS, *(n for n in (most - 1, most, most + 1) if n <= ROWS_MAX)):
         yield (f"rows={count}",), _many(sample[0], count)
-    rule = tuple(rule for rule in rules if not isinstance(rule, field_constraints.Rows))
+    rule = tuple(rule for rule in rules if not isinstance(rule, field_constraints.RowCount))
     for path, lie in _about(Annotated[(item, *rule)] if rule else item, sample[0], theirs):
         yield ("0", *path), [lie, *rows[1:]]
 
@@ -122,11 +122,11 @@ def _sample(item: Any) -> Any:
     return {Namespace: "liar", int: 0, str: "liar", bytes: b"liar" * 4, bool: False}.get(item, 0)
 
 
-def _scalars(hint: Any, rules: tuple[Any, ...], theirs: Theirs) -> Sequence[Any]:
+def _scalars(hint: Any, rules: tuple[Any, ...], theirs: ForeignValues) -> Sequence[Any]:
     bounds = [
         number
         for rule in rules
-        if isinstance(rule, field_constraints.Between)
+        if isinstance(rule, field_constraints.IntRange)
         for number in (rule.least - 1, rule.least, rule.most - 1, rule.most, rule.most + 1)
         if number >= 0
     ]
@@ -197,7 +197,7 @@ def true_calls(
 
 
 def true_join(
-    name: str, host: str, *, device: calls.DevicePlace | None = None, fresh: bool = True
+    name: str, host: str, *, device: calls.DeviceLocation | None = None, fresh: bool = True
 ) -> calls.NodeJoin:
     """The join of a node that has one segment, which it does not serve."""
     offer = calls.SegmentOffer(
@@ -215,4 +215,4 @@ def true_messages(put: calls.Version = FIRST) -> list[calls.NodeMessage]:
         keys=[Key(KEY)], parents=[None], sizes=[100], epochs=[put.epoch],
         counters=[put.counter], offsets=[4096],
     )  # fmt: skip
-    return [calls.NodeBeat(1), calls.NodeWiped(1), claims, calls.NodeLeave()]
+    return [calls.NodeHeartbeat(1), calls.NodeWipeDone(1), claims, calls.NodeLeave()]

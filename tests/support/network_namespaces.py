@@ -18,7 +18,7 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
 
 
-class Island:
+class IsolatedNetwork:
     """A namespace whose processes this process reaches at addresses of their own."""
 
     def __init__(self, *subnets: str) -> None:
@@ -60,9 +60,9 @@ class Island:
 
 
 @contextlib.contextmanager
-def island_with(*subnets: str) -> Iterator[Island]:
+def island_with(*subnets: str) -> Iterator[IsolatedNetwork]:
     """Skips where it cannot be made."""
-    island = Island(*subnets)
+    island = IsolatedNetwork(*subnets)
     try:
         try:
             island.make()

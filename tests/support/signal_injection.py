@@ -18,7 +18,7 @@ from typing import Any
 LOOKS_AFTER = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 
 
-class Cut(BaseException):
+class InjectedInterrupt(BaseException):
     """What the handler raises."""
 
 
@@ -57,7 +57,7 @@ def cut(work: Callable[[], object], place: int) -> str:
         if left < 0 and not where:
             where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
             sys.settrace(None)
-            raise Cut
+            raise InjectedInterrupt
 
     def called(frame: FrameType, event: str, arg: object) -> Any:
         del event, arg
@@ -89,7 +89,7 @@ def cut(work: Callable[[], object], place: int) -> str:
     try:
         sys.settrace(called)
         work()
-    except Cut:
+    except InjectedInterrupt:
         pass
     finally:
         sys.settrace(earlier)

@@ -83,8 +83,8 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     rules: list[Any] = []
     if typing.get_origin(hint) is Annotated:
         hint, *rules = typing.get_args(hint)
-    bounds = [rule for rule in rules if isinstance(rule, field_constraints.Rows)]
-    rule = next((rule for rule in rules if not isinstance(rule, field_constraints.Rows)), None)
+    bounds = [rule for rule in rules if isinstance(rule, field_constraints.RowCount)]
+    rule = next((rule for rule in rules if not isinstance(rule, field_constraints.RowCount)), None)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kind = next(each for each in typing.get_args(hint) if each is not types.NoneType)
         return st.none() | _field(kind, row)
@@ -93,7 +93,7 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     (item,) = typing.get_args(hint)
     if item is int and not bounds:
         return BYTES
-    bound = bounds[0] if bounds else field_constraints.Rows()
+    bound = bounds[0] if bounds else field_constraints.RowCount()
     least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
     if bound.like:
         least = most = len(row[bound.like])
@@ -104,9 +104,11 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     rows = st.lists(_one(item, rule), min_size=least, max_size=most)
     if default == () and not hasattr(item, "_fields"):
         return rows.map(
-            lambda rows: tuple(rows) if isinstance(rule, field_constraints.Sixteen) else rows or ()
+            lambda rows: (
+                tuple(rows) if isinstance(rule, field_constraints.SixteenBytes) else rows or ()
+            )
         )
-    return rows.map(tuple) if isinstance(rule, field_constraints.Sixteen) else rows
+    return rows.map(tuple) if isinstance(rule, field_constraints.SixteenBytes) else rows
 
 
 def _one(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
@@ -115,13 +117,13 @@ def _one(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     match rule:
-        case field_constraints.Between(least, most):
+        case field_constraints.IntRange(least, most):
             return st.integers(least, most)
         case field_constraints.Text(empty):
             return st.just("") | NAME if empty else NAME
         case field_constraints.FileName():
             return st.just("") | ENTRY
-        case field_constraints.Sixteen(empty):
+        case field_constraints.SixteenBytes(empty):
             return st.just(b"") | SIXTEEN if empty else SIXTEEN
         case field_constraints.KeyPrefix():
             return st.binary(max_size=KEY_BYTES_MAX)
@@ -174,10 +176,10 @@ def grants(draw: st.DrawFn) -> calls.Grants:
 
 
 @st.composite
-def renewed(draw: st.DrawFn) -> calls.Renewed:
+def renewed(draw: st.DrawFn) -> calls.RenewReply:
     keys_held, tokens_held = (bytes(draw(st.lists(FLAGS, max_size=40))) for _ in range(2))
     made = draw(macs(len(tokens_held)))
-    return calls.Renewed(draw(U64), draw(U64), keys_held, tokens_held, made)
+    return calls.RenewReply(draw(U64), draw(U64), keys_held, tokens_held, made)
 
 
 @st.composite
@@ -192,10 +194,10 @@ def renews(draw: st.DrawFn) -> calls.Renew:
 
 
 @st.composite
-def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
+def moves_started(draw: st.DrawFn) -> calls.StartMovesReply:
     found = draw(grants())
     rows = len(found.tokens)
-    return calls.MovesStarted(
+    return calls.StartMovesReply(
         draw(U64), draw(U64), draw(U64), draw(U64), draw(U64),
         draw(st.lists(NAMESPACE, min_size=rows, max_size=rows)),
         draw(keys(least=rows, most=rows)), draw(placements(rows)), found, draw(FLAGS),
@@ -226,8 +228,8 @@ BY_HAND: dict[type, st.SearchStrategy[Any]] = {
     calls.PrefixMatch: prefix_matches(),
     calls.Grants: grants(),
     calls.Renew: renews(),
-    calls.Renewed: renewed(),
-    calls.MovesStarted: moves_started(),
+    calls.RenewReply: renewed(),
+    calls.StartMovesReply: moves_started(),
     calls.NodeClaims: claims(),
 }
 

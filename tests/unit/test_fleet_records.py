@@ -12,10 +12,10 @@ from kvstore import fleet_records
 from kvstore.calls import ObjectRow
 from kvstore.config import ClientConfig
 from kvstore.connectors.engine import fleet as fleets
-from kvstore.connectors.engine.fleet import Announcer, FleetRecords
+from kvstore.connectors.engine.fleet import FleetAnnouncer, FleetRecords
 from kvstore.errors import UnavailableError
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet_records import LIFETIME_S, SERVES_S, Record
+from kvstore.fleet_records import LIFETIME_S, SERVES_S, FleetRecord
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key, of_tenant
 from tests.support.wait import until
 
@@ -64,7 +64,7 @@ class Board:
 def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: object) -> list[str]:
     description = {**DESCRIPTION, **changes}
     fleet = FleetRecords(board, LOG)  # type: ignore[arg-type]
-    record = Record(engine, (model,), fingerprint(description), ("n",), description, 16)
+    record = FleetRecord(engine, (model,), fingerprint(description), ("n",), description, 16)
     return fleet.announce(record, **OF_VLLM)
 
 
@@ -120,8 +120,8 @@ def test_an_engine_that_becomes_another_one_takes_back_its_record(
     monkeypatch.setattr(fleets, "AGAIN_S", 0.01)
     board = Board()
     board.failures = 2
-    records = [Record("vllm", ("m",), each * 32, ("n",), DESCRIPTION) for each in "ab"]
-    announcer = Announcer(board, LOG)  # type: ignore[arg-type]
+    records = [FleetRecord("vllm", ("m",), each * 32, ("n",), DESCRIPTION) for each in "ab"]
+    announcer = FleetAnnouncer(board, LOG)  # type: ignore[arg-type]
     try:
         announcer.announce(records[0])
         until(lambda: board.objects.keys() == {b"m/" + b"a" * 32})
@@ -151,7 +151,7 @@ def test_engines_of_a_tenant_meet_in_a_fleet_of_their_own() -> None:
     board.objects[b"m/" + b"b" * 32] = told("acme/vllm/b/g0/p0t0", dtype="float16")
     board.objects[b"m/" + b"c" * 32] = told("globex/vllm/c/g0/p0t0", dtype="float32")
     engine = FleetRecords(board, LOG)  # type: ignore[arg-type]
-    record = Record("vllm", ("m",), "a" * 32, ("acme/vllm/a/g0/p0t0",), {"dtype": "bfloat16"})
+    record = FleetRecord("vllm", ("m",), "a" * 32, ("acme/vllm/a/g0/p0t0",), {"dtype": "bfloat16"})
     (warning,) = engine.announce(record)
     assert "'float16' there" in warning
     engine.leave(("m",), "a" * 32)
@@ -177,7 +177,7 @@ def test_states_of_recurrent_layers_are_known_for_every_tenant() -> None:
     groups = [{"kind": "FullAttentionSpec"}, {"state": []}]
     for tenant in ("", "acme"):
         names = tuple(of_tenant(tenant, f"vllm/a/g{group}/p0t0") for group in (0, 1))
-        record = Record("vllm", ("m",), "a", names, {"groups": groups})
+        record = FleetRecord("vllm", ("m",), "a", names, {"groups": groups})
         assert record.states == {names[1]}
 
 
@@ -231,7 +231,9 @@ def shards(number: int, **changes: object) -> dict[str, Any]:
 
 
 def test_another_cut_is_told_from_what_must_be_equal() -> None:
-    contrast = fleet_records.contrast("vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"})
+    contrast = fleet_records.compare_descriptions(
+        "vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"}
+    )
     assert contrast.text() == (
         "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; only another cut: "
         'block size: 16 here, 32 there ("block_tokens": 16 in the one with blocks of 32 would let '
@@ -252,13 +254,15 @@ def test_another_cut_is_told_from_what_must_be_equal() -> None:
 def test_what_follows_from_a_cut_need_not_be_equal(
     ours: dict[str, Any], theirs: dict[str, Any], setting: str
 ) -> None:
-    contrast = fleet_records.contrast("vllm", ours, theirs)
+    contrast = fleet_records.compare_descriptions("vllm", ours, theirs)
     assert not contrast.must
     assert setting in contrast.text()
 
 
 def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
-    contrast = fleet_records.contrast("vllm", shards(2), shards(4, weights="of other files"))
+    contrast = fleet_records.compare_descriptions(
+        "vllm", shards(2), shards(4, weights="of other files")
+    )
     assert [each.field for each in contrast.must] == ["weights"]
     assert len(contrast.cuts) == 1
 
@@ -281,7 +285,7 @@ def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
     ],
 )
 def test_where_no_setting_helps_it_must_be_equal(theirs: dict[str, Any], field: str) -> None:
-    contrast = fleet_records.contrast("vllm", ENGINE, theirs)
+    contrast = fleet_records.compare_descriptions("vllm", ENGINE, theirs)
     assert not contrast.cuts
     assert field in [each.field for each in contrast.must]
 
@@ -289,7 +293,7 @@ def test_where_no_setting_helps_it_must_be_equal(theirs: dict[str, Any], field: 
 def test_namespaces_of_states_are_told_from_those_of_blocks() -> None:
     names = ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0", "vllm/f/g1/p0t1", "vllm/f/g7/p0t0", "other/g1/x")
     groups: list[Any] = [{"kind": "FullAttentionSpec"}, {"kind": "MambaSpec", "state": []}]
-    record = Record("vllm", ("m",), "f", names, {"groups": groups})
+    record = FleetRecord("vllm", ("m",), "f", names, {"groups": groups})
     assert record.states == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
     for strange in ({}, {"groups": 7}, {"groups": [7, {"state": 1}]}):
         assert record._replace(description=strange).states == frozenset()

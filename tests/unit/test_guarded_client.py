@@ -9,7 +9,12 @@ from typing import NoReturn
 import pytest
 
 from kvstore.connectors.engine import guarded_client
-from kvstore.connectors.engine.guarded_client import BYTES_PER_MS, REFUSALS_MAX, Deadline, Guard
+from kvstore.connectors.engine.guarded_client import (
+    BYTES_PER_MS,
+    REFUSALS_MAX,
+    GuardedCall,
+    GuardedClient,
+)
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
@@ -36,12 +41,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def guarded(clock: Clock) -> Guard:
+def guarded(clock: Clock) -> GuardedClient:
     client = SimpleNamespace(config=SimpleNamespace(timeout_ms=2_000))
-    return Guard(client, log)  # type: ignore[arg-type]
+    return GuardedClient(client, log)  # type: ignore[arg-type]
 
 
-def fails(error: KVStoreError, guarded: Guard) -> None:
+def fails(error: KVStoreError, guarded: GuardedClient) -> None:
     def call(timeout_ms: int) -> NoReturn:
         raise error
 
@@ -49,14 +54,14 @@ def fails(error: KVStoreError, guarded: Guard) -> None:
         guarded.run(call)
 
 
-def test_a_call_has_time_for_the_bytes_that_it_moves(guarded: Guard) -> None:
+def test_a_call_has_time_for_the_bytes_that_it_moves(guarded: GuardedClient) -> None:
     assert guarded.run(lambda timeout_ms: timeout_ms) == 2_000
     assert guarded.run(lambda timeout_ms: timeout_ms, size=1 << 30) == 2_000 + 4_096
     assert guarded.run(lambda timeout_ms: timeout_ms, size=BYTES_PER_MS - 1) == 2_000
 
 
-def test_one_deadline_for_all_exchanges_of_a_call(guarded: Guard, clock: Clock) -> None:
-    deadline, allowed = Deadline(guarded), []
+def test_one_deadline_for_all_exchanges_of_a_call(guarded: GuardedClient, clock: Clock) -> None:
+    deadline, allowed = GuardedCall(guarded), []
     for _ in range(2):
         allowed.append(deadline.run(lambda timeout_ms: timeout_ms, size=100 * BYTES_PER_MS))
         clock.now += 0.25
@@ -66,7 +71,7 @@ def test_one_deadline_for_all_exchanges_of_a_call(guarded: Guard, clock: Clock) 
 
 
 def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
-    guarded: Guard, clock: Clock, caplog: pytest.LogCaptureFixture
+    guarded: GuardedClient, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     asked: list[int] = []
@@ -87,7 +92,7 @@ def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
 
 
 def test_each_refusal_is_told_once_and_opens_no_breaker(
-    guarded: Guard, caplog: pytest.LogCaptureFixture
+    guarded: GuardedClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
         for name in ("a", "b"):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import ClosedError
-from kvstore.process.tasks import Job, Workers, in_one_piece
+from kvstore.process.tasks import Job, ThreadPool, uninterrupted
 from tests.support.leaks import leaked, snapshot
 from tests.support.signal_injection import cut
 
@@ -44,8 +44,8 @@ def test_work_in_one_piece_ends_although_its_caller_is_cut() -> None:
         done.append(1)
         return 7
 
-    each_place(lambda: in_one_piece(work))
-    assert in_one_piece(work) == 7
+    each_place(lambda: uninterrupted(work))
+    assert uninterrupted(work) == 7
     deadline = time.monotonic() + 10
     while len(done) < len(begun) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -55,12 +55,12 @@ def test_work_in_one_piece_ends_although_its_caller_is_cut() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        in_one_piece(fails)
+        uninterrupted(fails)
 
 
 def test_workers_go_on_after_their_caller_was_cut() -> None:
     before = snapshot()
-    workers = Workers("cut", 2)
+    workers = ThreadPool("cut", 2)
     jobs: list[Job[int]] = []
 
     def use() -> None:

@@ -26,7 +26,7 @@ from kvstore.auth.credentials import MASTER_NAME
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.clock import uptime
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
-from kvstore.master.state.eviction import LRU
+from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import MountedSegment, NamespaceTable
 from kvstore.memory.header import (
@@ -281,7 +281,7 @@ def test_keys_packed_as_python_packs_them(steps: Any) -> None:
 def test_many_keys_as_python_finds_them(steps: Any) -> None:
     def segment(number: int) -> MountedSegment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
-        return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, LRU(), 0)
+        return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, LruPolicy(), 0)
 
     table = NamespaceTable(Namespace(SPACE))
     alive, dead = segment(1), segment(2)

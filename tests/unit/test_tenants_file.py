@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.config.tenants import parse_tenants
 from kvstore.errors import ConfigError
-from kvstore.master.tenants_file import TenantsFile
+from kvstore.master.tenants_file import TenantsFileWatcher
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
 ACME = """
@@ -74,7 +74,7 @@ def write(path: Path, text: str) -> None:
 def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tenants.toml"
     write(path, ACME)
-    file = TenantsFile(str(path))
+    file = TenantsFileWatcher(str(path))
     applied: list[Sequence[TenantRule]] = []
 
     def apply(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:

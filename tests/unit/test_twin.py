@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from kvstore.wire.messages import CALLS
-from tests.support.message_tampering import Theirs, lies, true_calls, true_join, true_messages
+from tests.support.message_tampering import (
+    ForeignValues,
+    tampered_variants,
+    true_calls,
+    true_join,
+    true_messages,
+)
 
-THEIRS = Theirs([b"their key"], ["theirs"], [4711], ["their node"], [b"u" * 16])
+THEIRS = ForeignValues([b"their key"], ["theirs"], [4711], ["their node"], [b"u" * 16])
 
 
 def test_every_call_is_there() -> None:
@@ -22,5 +28,5 @@ def test_every_call_is_there() -> None:
     ids=lambda true: type(true).__name__,
 )
 def test_each_field_has_lies(true: Any) -> None:
-    fields = {lie.field.partition(".")[0] for lie in lies(true, THEIRS)}
+    fields = {lie.field.partition(".")[0] for lie in tampered_variants(true, THEIRS)}
     assert fields == set(true._fields)

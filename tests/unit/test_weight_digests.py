@@ -19,7 +19,7 @@ import pytest
 from xxhash import xxh3_128
 
 from kvstore import weight_digests
-from kvstore.weight_digests import FILES_MAX, PIECE_BYTES, Remembered, cache_folder, contents_of
+from kvstore.weight_digests import FILES_MAX, PIECE_BYTES, DigestCache, cache_folder, digest_files
 from tests.support.processes import run_python
 
 ANOTHER_USER = 65_534
@@ -70,21 +70,21 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def remembered(tmp_path: Path) -> Remembered:
-    return Remembered(tmp_path / "cache" / "kvstore", now_ns=later)
+def remembered(tmp_path: Path) -> DigestCache:
+    return DigestCache(tmp_path / "cache" / "kvstore", now_ns=later)
 
 
 @pytest.fixture
-def kept(tmp_path: Path, file: Path, remembered: Remembered, hashing: Hashing) -> Path:
+def kept(tmp_path: Path, file: Path, remembered: DigestCache, hashing: Hashing) -> Path:
     """The file in which ``file`` is remembered."""
-    contents_of([file], remembered)
+    digest_files([file], remembered)
     hashing.files = 0
     [path] = (tmp_path / "cache" / "kvstore").iterdir()
     return path
 
 
-def digest_of(file: Path, remembered: Remembered) -> str:
-    [(size, digest, _)] = contents_of([file], remembered)
+def digest_of(file: Path, remembered: DigestCache) -> str:
+    [(size, digest, _)] = digest_files([file], remembered)
     assert size == file.stat().st_size
     assert digest == xxh3_128(file.read_bytes()).hexdigest()
     return digest
@@ -94,11 +94,11 @@ def test_every_byte_is_hashed(tmp_path: Path) -> None:
     for size in (0, 1, PIECE_BYTES, 3 * PIECE_BYTES + 1):
         file = tmp_path / f"{size}.gguf"
         file.write_bytes(os.urandom(size))
-        digest_of(file, Remembered(None))
+        digest_of(file, DigestCache(None))
 
 
 def test_what_has_not_changed_is_not_read_again(
-    file: Path, remembered: Remembered, hashing: Hashing
+    file: Path, remembered: DigestCache, hashing: Hashing
 ) -> None:
     first = digest_of(file, remembered)
     assert digest_of(file, remembered) == first
@@ -107,7 +107,7 @@ def test_what_has_not_changed_is_not_read_again(
 
 @pytest.mark.usefixtures("kept")
 def test_a_link_to_a_file_is_the_same_file(
-    tmp_path: Path, file: Path, remembered: Remembered, hashing: Hashing
+    tmp_path: Path, file: Path, remembered: DigestCache, hashing: Hashing
 ) -> None:
     (tmp_path / "link").symlink_to(file)
     digest_of(tmp_path / "link", remembered)
@@ -150,7 +150,7 @@ def replaced_by_one_of_the_same_age(file: Path) -> None:
     ],
 )
 def test_what_may_have_changed_is_read_again(
-    file: Path, remembered: Remembered, hashing: Hashing, change: Callable[[Path], None]
+    file: Path, remembered: DigestCache, hashing: Hashing, change: Callable[[Path], None]
 ) -> None:
     change(file)
     digest_of(file, remembered)
@@ -163,17 +163,17 @@ def test_a_file_that_was_just_written_is_not_remembered(
     """The next write may leave its size and times as they are."""
     written_ns = file.stat().st_ctime_ns
     for age_ns in (-AN_HOUR_NS, 0, weight_digests.SETTLED_NS):
-        remembered = Remembered(tmp_path, now_ns=lambda age_ns=age_ns: written_ns + age_ns)  # type: ignore[misc]
+        remembered = DigestCache(tmp_path, now_ns=lambda age_ns=age_ns: written_ns + age_ns)  # type: ignore[misc]
         digest_of(file, remembered)
         digest_of(file, remembered)
     assert hashing.files == 6
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
-    tmp_path: Path, file: Path, remembered: Remembered, hashing: Hashing
+    tmp_path: Path, file: Path, remembered: DigestCache, hashing: Hashing
 ) -> None:
     hashing.meanwhile = lambda: file.write_bytes(b"WEIGHTS")
-    contents_of([file], remembered)
+    digest_files([file], remembered)
     assert not (tmp_path / "cache").exists()
     hashing.meanwhile = lambda: None
     digest_of(file, remembered)
@@ -184,7 +184,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
     "field", ["st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns", "st_atime_ns"]
 )
 def test_each_part_of_a_files_state_counts(
-    file: Path, remembered: Remembered, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
+    file: Path, remembered: DigestCache, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
     field: str,
 ) -> None:  # fmt: skip
     """But not when it was read last."""
@@ -196,13 +196,13 @@ def test_each_part_of_a_files_state_counts(
         return SimpleNamespace(**{**fields, field: fields[field] + 1})
 
     monkeypatch.setattr(os, "fstat", changed)
-    contents_of([file], remembered)
+    digest_files([file], remembered)
     assert hashing.files == (0 if field == "st_atime_ns" else 1)
 
 
 @pytest.mark.parametrize(("same_times", "is_remembered"), [(True, False), (False, True)])
 def test_a_file_of_an_image_is_not_remembered(
-    file: Path, remembered: Remembered, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
+    file: Path, remembered: DigestCache, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
     same_times: bool, is_remembered: bool,
 ) -> None:  # fmt: skip
     """Images of other weights, mounted one after the other, have the same inodes and times."""
@@ -262,17 +262,17 @@ STRANGE = [
 
 
 def test_a_digest_of_this_user_is_believed(
-    file: Path, kept: Path, remembered: Remembered, hashing: Hashing
+    file: Path, kept: Path, remembered: DigestCache, hashing: Hashing
 ) -> None:
     """So the next test would see a forged one."""
     forged(kept)
-    assert contents_of([file], remembered)[0].digest == "0" * 32
+    assert digest_files([file], remembered)[0].digest == "0" * 32
     assert hashing.files == 0
 
 
 @pytest.mark.parametrize("strange", STRANGE)
 def test_what_others_may_have_written_is_not_believed(
-    file: Path, kept: Path, remembered: Remembered, hashing: Hashing,
+    file: Path, kept: Path, remembered: DigestCache, hashing: Hashing,
     strange: Callable[[Path], None],
 ) -> None:  # fmt: skip
     forged(kept)
@@ -282,7 +282,7 @@ def test_what_others_may_have_written_is_not_believed(
 
 
 def test_a_link_is_replaced_and_its_target_left_alone(
-    file: Path, kept: Path, remembered: Remembered
+    file: Path, kept: Path, remembered: DigestCache
 ) -> None:
     a_link(kept)
     theirs = kept.resolve().read_bytes()
@@ -299,7 +299,7 @@ def test_a_link_is_replaced_and_its_target_left_alone(
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_begun_again(
-    file: Path, kept: Path, remembered: Remembered, hashing: Hashing, damaged: bytes
+    file: Path, kept: Path, remembered: DigestCache, hashing: Hashing, damaged: bytes
 ) -> None:
     kept.write_bytes(damaged)
     for _ in range(2):
@@ -309,7 +309,7 @@ def test_a_damaged_file_is_begun_again(
 
 
 def test_a_pipe_in_its_place_does_not_hold_the_engine(
-    file: Path, kept: Path, remembered: Remembered
+    file: Path, kept: Path, remembered: DigestCache
 ) -> None:
     kept.unlink()
     os.mkfifo(kept)
@@ -322,12 +322,12 @@ def test_without_a_folder_files_are_read_each_time(
     (tmp_path / "no-folder").write_bytes(b"")
     for folder in (None, tmp_path / "no-folder" / "kvstore"):
         for _ in range(2):
-            digest_of(file, Remembered(folder, now_ns=later))
+            digest_of(file, DigestCache(folder, now_ns=later))
     assert hashing.files == 4
 
 
 def test_a_full_disk_leaves_what_was_remembered(
-    tmp_path: Path, file: Path, kept: Path, remembered: Remembered,
+    tmp_path: Path, file: Path, kept: Path, remembered: DigestCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def full(*_: object) -> None:
@@ -342,7 +342,7 @@ def test_a_full_disk_leaves_what_was_remembered(
     assert list(kept.parent.iterdir()) == [kept]
 
 
-def test_the_oldest_are_forgotten(kept: Path, remembered: Remembered) -> None:
+def test_the_oldest_are_forgotten(kept: Path, remembered: DigestCache) -> None:
     [first] = json.loads(kept.read_bytes())
     kept.write_text(json.dumps({f"{at}": "1" * 32 for at in range(FILES_MAX)}))
     remembered.add(first, "2" * 32)
@@ -353,7 +353,7 @@ def test_the_oldest_are_forgotten(kept: Path, remembered: Remembered) -> None:
 
 
 def test_what_another_process_hashes_meanwhile_is_not_read(
-    tmp_path: Path, remembered: Remembered, hashing: Hashing
+    tmp_path: Path, remembered: DigestCache, hashing: Hashing
 ) -> None:
     files = [tmp_path / f"{at}.safetensors" for at in range(8)]
     for file in files:
@@ -361,10 +361,10 @@ def test_what_another_process_hashes_meanwhile_is_not_read(
 
     def another_process() -> None:
         hashing.meanwhile = lambda: None
-        contents_of(files, remembered)
+        digest_files(files, remembered)
 
     hashing.meanwhile = another_process
-    assert [each.digest for each in contents_of(files, remembered)] == [
+    assert [each.digest for each in digest_files(files, remembered)] == [
         xxh3_128(file.read_bytes()).hexdigest() for file in files
     ]
     assert hashing.files == len(files) + 1  # both have begun with one
@@ -373,11 +373,11 @@ def test_what_another_process_hashes_meanwhile_is_not_read(
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from kvstore.weight_digests import Remembered, contents_of
+from kvstore.weight_digests import DigestCache, digest_files
 folder, *files = map(Path, sys.argv[1:])
-later = Remembered(folder, now_ns=lambda: time.time_ns() + 10**13)
+later = DigestCache(folder, now_ns=lambda: time.time_ns() + 10**13)
 for _ in range(5):
-    found = contents_of(files, later)
+    found = digest_files(files, later)
 print(*[each.digest for each in found])
 """
 
@@ -413,7 +413,7 @@ def test_how_far_it_is_is_told_every_five_seconds(
     file.write_bytes(bytes(4 * PIECE_BYTES))
     clock = count(0, seconds_a_piece)
     with caplog.at_level(logging.INFO, "kvstore.weights"):
-        contents_of([file], Remembered(None), now_s=lambda: float(next(clock)))
+        digest_files([file], DigestCache(None), now_s=lambda: float(next(clock)))
     assert caplog.messages == lines
 
 

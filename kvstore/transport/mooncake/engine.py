@@ -44,7 +44,7 @@ from kvstore.errors import DeadlineExceededError, InvalidArgumentError, Transfer
 from kvstore.network import resolver
 from kvstore.network.addresses import split_address
 from kvstore.process.descriptors import sockets
-from kvstore.wire.busy_poll_gauge import HIT, SpinGauge, polling_outcome
+from kvstore.wire.busy_poll_gauge import HIT, BusyPollGauge, polling_outcome
 
 log = logging.getLogger("kvstore.mooncake_shim")
 
@@ -131,7 +131,7 @@ class TransferEngine:
             """Ports on which the engine listens for bytes; it has some with protocol tcp only."""
         self.name: Final = f"{host}:{self._rpc_port}" if settings.metadata_server == P2P else name
         self._bytes_per_s = 1e9
-        self._gauge = SpinGauge()
+        self._gauge = BusyPollGauge()
 
     def address_of(self, base: int) -> EngineAddress:
         """What peers need to know of memory that is registered from ``base``."""
@@ -236,7 +236,7 @@ def find_package() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def built_with(library: Path, name: str) -> bool:
+def library_contains(library: Path, name: str) -> bool:
     """Whether the library holds that text: the name of a class, or of a variable that it reads."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(name.encode()) >= 0
@@ -288,7 +288,7 @@ def _check_tcp(settings: EngineSettings) -> None:
     library = find_package()
     if settings.protocol != "tcp" or library is None:
         return
-    if not all(built_with(library, text) for text in _NEEDED_OF_TCP):
+    if not all(library_contains(library, text) for text in _NEEDED_OF_TCP):
         raise TransferEngineError(
             "this release of Mooncake's transfer engine reports a write as complete too early",
             advice=f"pip install --upgrade {PACKAGE} (0.3.13 or newer).",
@@ -312,7 +312,7 @@ def _silence() -> None:
         level.value = _LOGGED_FATAL
 
 
-def cards() -> list[str]:
+def rdma_devices() -> list[str]:
     try:
         return sorted(each.name for each in CARDS.iterdir())
     except OSError:
@@ -322,7 +322,7 @@ def cards() -> list[str]:
 def _check_cards(settings: EngineSettings) -> None:
     if settings.protocol != "rdma":
         return
-    there = cards()
+    there = rdma_devices()
     missing = [each for each in settings.device_name.split(",") if each and each not in there]
     if missing or not there:
         raise TransferEngineError(
@@ -340,7 +340,11 @@ def _check_metadata_server(server: str) -> None:
         return
     kind, _, rest = server.partition("://")
     library = find_package()
-    if kind == "redis" and library is not None and not built_with(library, "RedisStoragePlugin"):
+    if (
+        kind == "redis"
+        and library is not None
+        and not library_contains(library, "RedisStoragePlugin")
+    ):
         raise TransferEngineError(
             "this build of Mooncake's transfer engine does not support redis://",
             advice=f"Use {P2P}, etcd:// or http://, or build the engine with USE_REDIS=ON.",

@@ -22,8 +22,8 @@ from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.process_memory import address_of
 from kvstore.transport.base import PIECE_BYTES
-from kvstore.transport.common import Move, deadline_exceeded, feed
-from kvstore.transport.mooncake.engine_session import Station
+from kvstore.transport.common import RangeCopy, deadline_exceeded, feed
+from kvstore.transport.mooncake.engine_session import EngineSession
 
 UNDER_WAY_MAX: Final = 2
 RANGES_MAX: Final = 512
@@ -80,7 +80,7 @@ class EngineCall:
 
     def __init__(
         self,
-        station: Station,
+        station: EngineSession,
         segment: SegmentInfo,
         deadline: float,
         *,
@@ -107,7 +107,7 @@ class EngineCall:
         self.in_doubt: list[memoryview] = []
         """Caller's memory that may still be read or written, if the call is not settled."""
 
-    def run(self, moves: Sequence[Move]) -> None:
+    def run(self, moves: Sequence[RangeCopy]) -> None:
         """Returns when all moves are done.
 
         Raises:
@@ -125,7 +125,7 @@ class EngineCall:
             self._abandon()
             raise
 
-    def _add(self, move: Move) -> None:
+    def _add(self, move: RangeCopy) -> None:
         data, length = move.buffer, len(move.buffer)
         address = address_of(data) if length >= DIRECT_BYTES_MIN else 0
         is_direct = bool(address) and self._is_registered(address, length)
@@ -264,7 +264,7 @@ class EngineCall:
             self._buffer.free.put(batch.chunk)
 
 
-def _waves(moves: Sequence[Move]) -> list[Sequence[Move]]:
+def _waves(moves: Sequence[RangeCopy]) -> list[Sequence[RangeCopy]]:
     """The moves in groups, each ended before the next begins: the engine moves the ranges of a
     batch in any order, so ranges that overlap go one by one."""
     spans = sorted((each.offset, each.offset + len(each.buffer)) for each in moves if each.buffer)

@@ -29,7 +29,7 @@ and hashed."""
 CHUNKS_MIN: Final = 8
 
 
-class Buffer:
+class ChunkBuffer:
     """Memory of ours that bytes pass through; chunks of it are lent one by one."""
 
     def __init__(self, size: int) -> None:
@@ -51,14 +51,14 @@ class Buffer:
             self._mapped.close()
 
 
-class Station:
+class EngineSession:
     """An engine with its buffer and other registered memory. Threads: any."""
 
     def __init__(
         self,
         settings: EngineSettings,
         host: str,
-        buffer: Buffer,
+        buffer: ChunkBuffer,
         registered: Iterable[Region],
     ) -> None:
         """``buffer`` is unmapped with the station.

@@ -10,10 +10,10 @@ from typing import Final, Literal, NamedTuple
 from kvstore.errors import TransferEngineError
 from kvstore.transport.mooncake.engine import (
     PACKAGE,
-    built_with,
-    cards,
     find_package,
     import_engine,
+    library_contains,
+    rdma_devices,
 )
 
 VERBS: Final = Path("/dev/infiniband")
@@ -48,9 +48,9 @@ def probe() -> list[ProbeFinding]:
     except TransferEngineError as error:
         return [*findings, ProbeFinding("libraries", False, error.message, error.advice)]
     findings.append(ProbeFinding("libraries", True, "complete"))
-    protocols = [name for name, kind in _PROTOCOLS.items() if built_with(library, kind)]
+    protocols = [name for name, kind in _PROTOCOLS.items() if library_contains(library, kind)]
     findings.append(ProbeFinding("protocols", bool(protocols), ", ".join(protocols) or "none"))
-    kinds = [name for name, kind in _METADATA.items() if built_with(library, kind)]
+    kinds = [name for name, kind in _METADATA.items() if library_contains(library, kind)]
     findings.append(ProbeFinding("metadata", bool(kinds), ", ".join(kinds)))
     findings.append(_devices())
     return findings
@@ -66,7 +66,7 @@ def _version() -> str:
 
 
 def _devices() -> ProbeFinding:
-    there = cards()
+    there = rdma_devices()
     if not there:
         return ProbeFinding(
             "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."

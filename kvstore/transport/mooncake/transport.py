@@ -36,10 +36,10 @@ from kvstore.memory.process_memory import address_of
 from kvstore.memory.regions import Region, Regions
 from kvstore.process.cancellation import current
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move, check_moves, deadline_exceeded
+from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.engine_call import EngineCall, TransferFailedError
-from kvstore.transport.mooncake.engine_session import Buffer, Station
+from kvstore.transport.mooncake.engine_session import ChunkBuffer, EngineSession
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 
@@ -94,11 +94,11 @@ class MooncakeTransport(Transport):
         self._buffer_bytes = buffer_bytes
         self._threads = ThreadPoolExecutor(BATCHES_AT_ONCE, "kvstore-engine")
         self._changing = threading.RLock()
-        self._station: Station | None = None
-        self._retired: list[Station] = []
+        self._station: EngineSession | None = None
+        self._retired: list[EngineSession] = []
         self._registered = Regions()
         """The caller's memory that transfers may use as it is."""
-        self._in_doubt: list[tuple[Region, Station]] = []
+        self._in_doubt: list[tuple[Region, EngineSession]] = []
         """Caller's memory that may be written to until that station has ended."""
         self._tcp = TcpTransport()
         """Connections to data servers, which carry no payload: see the module."""
@@ -170,7 +170,7 @@ class MooncakeTransport(Transport):
         for each_station in doubts:
             each_station.ended.wait()
 
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.read``; ``settled`` is always 1.
 
         Raises:
@@ -180,7 +180,7 @@ class MooncakeTransport(Transport):
         """
         self._run(segment, moves, deadline, is_write=False)
 
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         self._run(segment, moves, deadline, is_write=True)
 
@@ -211,7 +211,7 @@ class MooncakeTransport(Transport):
         self._tcp.abandon()
 
     def _run(
-        self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
+        self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
     ) -> None:
         if self._is_closed:
             raise ClosedError("the transport was closed", settled=1)
@@ -231,7 +231,7 @@ class MooncakeTransport(Transport):
     def _move(
         self,
         segment: SegmentInfo,
-        moves: Sequence[Move],
+        moves: Sequence[RangeCopy],
         deadline: float,
         witness: ClientConnection,
         *,
@@ -280,7 +280,7 @@ class MooncakeTransport(Transport):
         raise error
 
     @contextmanager
-    def _entered(self, segment: SegmentInfo) -> Iterator[Station]:
+    def _entered(self, segment: SegmentInfo) -> Iterator[EngineSession]:
         """The present station, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
@@ -302,7 +302,7 @@ class MooncakeTransport(Transport):
         finally:
             station.leave()
 
-    def _new_station(self, old: Station | None) -> Station:
+    def _new_station(self, old: EngineSession | None) -> EngineSession:
         """A station in the place of ``old``, which ends now or with its last user."""
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
@@ -314,9 +314,9 @@ class MooncakeTransport(Transport):
         if old is not None:
             self._retired.append(old)
             old.leave()
-        buffer = Buffer(self._buffer_bytes)
+        buffer = ChunkBuffer(self._buffer_bytes)
         try:
-            return Station(self._settings, self._host(), buffer, self._registered)
+            return EngineSession(self._settings, self._host(), buffer, self._registered)
         except BaseException:
             buffer.close()
             raise
@@ -334,7 +334,7 @@ class MooncakeTransport(Transport):
         self._broken_until = uptime() + BROKEN_S
         log.error("transfer_engine_not_used error=%s", error)
 
-    def _retire(self, station: Station) -> None:
+    def _retire(self, station: EngineSession) -> None:
         """Called when a transfer failed or was given up: no part of the station is used again."""
         with self._changing:
             if station.is_retired:
@@ -375,11 +375,11 @@ class MooncakeTransport(Transport):
     def _is_registered(self, start: int, length: int) -> bool:
         return self._registered.holding(start, length) is not None
 
-    def _quarantine(self, buffers: Sequence[memoryview], station: Station) -> None:
+    def _quarantine(self, buffers: Sequence[memoryview], station: EngineSession) -> None:
         with self._changing:
             self._in_doubt += [(Region.of(buffer), station) for buffer in buffers]
 
-    def _check_quarantine(self, moves: Sequence[Move]) -> None:
+    def _check_quarantine(self, moves: Sequence[RangeCopy]) -> None:
         if not self._in_doubt:
             return
         with self._changing:

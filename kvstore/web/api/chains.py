@@ -17,15 +17,15 @@ from typing import Final
 from pydantic import BaseModel, Field
 
 from kvstore import calls
-from kvstore.auth.impersonation import acting, check_acting
-from kvstore.auth.permissions import shown_status
+from kvstore.auth.impersonation import check_acting, impersonated
+from kvstore.auth.permissions import visible_status
 from kvstore.client.async_client import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.formatting import HEX, key_from_text
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.web.api.lookups import TIMEOUT_MS, NodesOf, QueryThrottle
 from kvstore.web.api.schemas import Hex, KeyText, Shape, shaped
-from kvstore.web.server.operations import HexKey, Question, endpoint
+from kvstore.web.server.operations import ApiRequest, HexKey, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
 BLOCKS_PATH: Final = "/api/v1/blocks"
@@ -45,7 +45,7 @@ FIND_SHOWN: Final = 20
 """Namespaces in an answer: those that store most of the keys from the first on."""
 
 
-class ChainsQuestion(Question):
+class ChainsRequest(ApiRequest):
     """Which chains."""
 
     namespace: str = Field(
@@ -61,7 +61,7 @@ class ChainsQuestion(Question):
     )
 
 
-class BlocksQuestion(Question):
+class BlocksRequest(ApiRequest):
     """Which blocks."""
 
     key: list[HexKey] = Field(default=[], max_length=BLOCKS_MAX, description="In hexadecimal.")
@@ -72,7 +72,7 @@ class BlocksQuestion(Question):
 
 
 @shaped(calls.Branch, without=("segments", "replicas"))
-class BranchAnswer(Shape):
+class BranchResponse(Shape):
     """A run of blocks, each of which is the parent of the next one."""
 
     first: KeyText = Field(description="Key of the first block, as kvstore ls shows it.")
@@ -81,26 +81,26 @@ class BranchAnswer(Shape):
     nodes: dict[str, int] = Field(description="Replicas by node, where most of them are.")
 
 
-@shaped(calls.ChainsFound, without=("epoch",))
-class ChainsAnswer(Shape):
+@shaped(calls.ChainsReply, without=("epoch",))
+class ChainsResponse(Shape):
     """The chains that were matched most and used last; each branch after the one it continues."""
 
-    branches: list[BranchAnswer]
+    branches: list[BranchResponse]
 
 
-@shaped(calls.Block, without=("segments",))
-class BlockAnswer(Shape):
+@shaped(calls.BlockStatus, without=("segments",))
+class BlockResponse(Shape):
     text: KeyText = Field(description="The key as kvstore ls shows it.")
     nodes: list[str]
 
 
-class BlocksAnswer(BaseModel):
+class BlocksResponse(BaseModel):
     """A block, and those above it."""
 
-    blocks: list[BlockAnswer]
+    blocks: list[BlockResponse]
 
 
-class FindQuestion(Question):
+class FindRequest(ApiRequest):
     """Which of these blocks are stored, and where?"""
 
     text: str = Field(
@@ -116,44 +116,44 @@ class FindQuestion(Question):
     )
 
 
-class FoundIn(BaseModel):
+class NamespaceHits(BaseModel):
     namespace: str
     found: int = Field(description="Keys that are stored.")
     leading: int = Field(description="Keys that are stored, from the first on.")
     chain: bool = Field(description="Whether each stored block continues the one before it.")
-    blocks: list[BlockAnswer] = Field(description="One per key.")
+    blocks: list[BlockResponse] = Field(description="One per key.")
 
 
-class FindAnswer(BaseModel):
+class FindResponse(BaseModel):
     """The namespaces that have any of the keys, those with the longest beginning first."""
 
     keys: int
     looked_in: int = Field(description="Namespaces.")
-    found_in: list[FoundIn]
+    found_in: list[NamespaceHits]
     others: int = Field(description="Further namespaces that have some.")
 
 
-class Prefixes:
+class ChainsAPI:
     """Answers the questions above by asking the master as a client. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
         self._nodes_of = nodes_of
         self._throttle = QueryThrottle()
-        self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
+        self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsReply]] = {}
         """Answers by namespace and count, each with the time until which it is reused."""
 
     @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
-    async def _chains(self, asked: ChainsQuestion) -> ChainsAnswer:
+    async def _chains(self, asked: ChainsRequest) -> ChainsResponse:
         """The chains that are used most."""
         found = await self._ask(asked.namespace or None, asked.key, asked.count)
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         branches = [_branch(row, nodes) for row in found.branches]
-        return ChainsAnswer.model_validate(found._asdict() | {"branches": branches})
+        return ChainsResponse.model_validate(found._asdict() | {"branches": branches})
 
     async def _ask(
         self, namespace: str | None, keys: Sequence[bytes], count: int
-    ) -> calls.ChainsFound:
+    ) -> calls.ChainsReply:
         """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
         check_acting(calls.Chains(Namespace(namespace or "")))
         async with self._throttle.lock:
@@ -173,28 +173,28 @@ class Prefixes:
             return found
 
     @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})
-    async def _blocks(self, asked: BlocksQuestion) -> BlocksAnswer:
+    async def _blocks(self, asked: BlocksRequest) -> BlocksResponse:
         """A block, and those above it."""
         found = await self._client.blocks(
             asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found))
-        return BlocksAnswer(blocks=[_block(each, nodes) for each in found])
+        return BlocksResponse(blocks=[_block(each, nodes) for each in found])
 
     @endpoint("POST", FIND_PATH, {200: "By namespace."})
-    async def _find(self, asked: FindQuestion) -> FindAnswer:
+    async def _find(self, asked: FindRequest) -> FindResponse:
         """Which blocks are stored, and where."""
         readings = keys_of(asked.text)
         names: Sequence[str] = asked.namespaces or ()
         if not names:
             status = await self._client.status(timeout_ms=TIMEOUT_MS)
-            if (who := acting()) is not None:
-                status = shown_status(who, status)
+            if (who := impersonated()) is not None:
+                status = visible_status(who, status)
             largest = heapq.nlargest(
                 FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
             )
             names = [row.name for row in largest]
-        found: list[tuple[str, Sequence[calls.Block]]] = []
+        found: list[tuple[str, Sequence[calls.BlockStatus]]] = []
         for name in dict.fromkeys(names):
             for keys in readings:
                 rows = await self._rows(name, keys)
@@ -205,15 +205,15 @@ class Prefixes:
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in every))
         told = [_found_in(name, rows, nodes) for name, rows in found]
         told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
-        return FindAnswer(
+        return FindResponse(
             keys=len(readings[0]),
             looked_in=len(names),
             found_in=told[:FIND_SHOWN],
             others=len(told[FIND_SHOWN:]),
         )
 
-    async def _rows(self, namespace: str, keys: Sequence[Key]) -> Sequence[calls.Block]:
-        rows: list[calls.Block] = []
+    async def _rows(self, namespace: str, keys: Sequence[Key]) -> Sequence[calls.BlockStatus]:
+        rows: list[calls.BlockStatus] = []
         for start in range(0, len(keys), BLOCKS_MAX):
             rows += await self._client.blocks(
                 keys[start : start + BLOCKS_MAX], namespace=namespace, timeout_ms=TIMEOUT_MS
@@ -221,14 +221,16 @@ class Prefixes:
         return rows
 
 
-def _is_there(row: calls.Block) -> bool:
+def _is_there(row: calls.BlockStatus) -> bool:
     return row.state == "complete"
 
 
-def _found_in(namespace: str, rows: Sequence[calls.Block], nodes: Mapping[int, str]) -> FoundIn:
+def _found_in(
+    namespace: str, rows: Sequence[calls.BlockStatus], nodes: Mapping[int, str]
+) -> NamespaceHits:
     there = [_is_there(row) for row in rows]
     pairs = zip(rows, rows[1:], there, there[1:])
-    return FoundIn(
+    return NamespaceHits(
         namespace=namespace,
         found=sum(there),
         leading=(*there, False).index(False),
@@ -280,12 +282,12 @@ def _as_shown(word: str) -> Key:
     return _as_hex(word) if word[:2] in ("0x", "0X") else key_from_text(word)
 
 
-def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
+def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchResponse:
     nodes = {node: count for node, count in row.replicas_by_node(names).items() if node}
-    return BranchAnswer.model_validate(row._asdict() | {"key": row.last, "nodes": nodes})
+    return BranchResponse.model_validate(row._asdict() | {"key": row.last, "nodes": nodes})
 
 
-def _block(row: calls.Block, names: Mapping[int, str]) -> BlockAnswer:
+def _block(row: calls.BlockStatus, names: Mapping[int, str]) -> BlockResponse:
     nodes = dict.fromkeys(names.get(segment, "") for segment in row.segments)
     told = {"text": row.key, "nodes": [node for node in nodes if node]}
-    return BlockAnswer.model_validate(row._asdict() | told)
+    return BlockResponse.model_validate(row._asdict() | told)

@@ -11,16 +11,16 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
-from kvstore.auth.impersonation import acting
-from kvstore.auth.permissions import shown_status
+from kvstore.auth.impersonation import impersonated
+from kvstore.auth.permissions import visible_status
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.client import Client
-from kvstore.diagnostics.evidence import Explained, Report, explain, report_of
+from kvstore.diagnostics.evidence import Explanation, Report, explain, report_of
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
 from kvstore.web.api.lookups import TIMEOUT_MS, QueryThrottle
 from kvstore.web.api.schemas import Shape, shaped
-from kvstore.web.server.operations import Question, endpoint
+from kvstore.web.server.operations import ApiRequest, endpoint
 
 WHY_PATH: Final = "/api/v1/why"
 TRAFFIC_PATH: Final = "/api/v1/traffic"
@@ -29,7 +29,7 @@ ROWS_SHOWN: Final = 300
 """Engines, and namespaces, in one answer about traffic."""
 
 
-class WhyQuestion(Question):
+class DiagnosisRequest(ApiRequest):
     """Where; without both: everywhere."""
 
     namespace: str = Field(default="", description="One namespace.")
@@ -37,11 +37,11 @@ class WhyQuestion(Question):
 
 
 @shaped(Report)
-class WhyAnswer(Shape):
+class DiagnosisResponse(Shape):
     pass
 
 
-class TrafficQuestion(Question):
+class TrafficRequest(ApiRequest):
     namespace: str = Field(default="", description="Empty: all namespaces.")
 
 
@@ -59,19 +59,19 @@ class EngineTraffic(BaseModel):
 
 
 @shaped(calls.NamespaceTraffic, without=("putters", "askers", "misses"))
-class SpaceTraffic(Shape):
+class NamespaceTrafficResponse(Shape):
     pass
 
 
-class TrafficAnswer(BaseModel):
+class TrafficResponse(BaseModel):
     """At most 300 engines, the last active ones, and 300 namespaces, those with most evictions."""
 
     uptime_ms: int
     engines: list[EngineTraffic]
-    namespaces: list[SpaceTraffic]
+    namespaces: list[NamespaceTrafficResponse]
 
 
-class Reasons:
+class DiagnosticsAPI:
     """Answers the questions above by asking the master as a client. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -79,7 +79,7 @@ class Reasons:
         self._throttle = QueryThrottle()
 
     @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
-    async def _why(self, asked: WhyQuestion) -> WhyAnswer:
+    async def _why(self, asked: DiagnosisRequest) -> DiagnosisResponse:
         """Why lookups find nothing."""
         if asked.namespace and asked.model:
             raise InvalidArgumentError("give a namespace or a model, not both")
@@ -89,10 +89,10 @@ class Reasons:
             )
         if not found.parties and (asked.namespace or asked.model):
             raise web.HTTPNotFound(text="neither puts nor questions nor objects there\n")
-        return WhyAnswer.model_validate(report_of(found))
+        return DiagnosisResponse.model_validate(report_of(found))
 
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
-    async def _traffic(self, asked: TrafficQuestion) -> TrafficAnswer:
+    async def _traffic(self, asked: TrafficRequest) -> TrafficResponse:
         """Who puts and asks, and what was evicted."""
         async with self._throttle.lock:
             report = await self._throttle.ask(
@@ -100,18 +100,18 @@ class Reasons:
             )
         spaces = [row for row in report.namespaces if not is_fleet(row.name)]
         rows = heapq.nlargest(ROWS_SHOWN, spaces, key=lambda row: row.evicted)
-        return TrafficAnswer(
+        return TrafficResponse(
             uptime_ms=report.uptime_ms,
             engines=_engines(spaces)[:ROWS_SHOWN],
-            namespaces=[SpaceTraffic.model_validate(row) for row in rows],
+            namespaces=[NamespaceTrafficResponse.model_validate(row) for row in rows],
         )
 
 
-def _explained(client: Client, namespace: str, model: str) -> Explained:
+def _explained(client: Client, namespace: str, model: str) -> Explanation:
     """In a thread of the client; its calls are checked by the rights of the request."""
     status = client.status()
-    if (who := acting()) is not None:
-        status = shown_status(who, status)
+    if (who := impersonated()) is not None:
+        status = visible_status(who, status)
     return explain(client, status, namespace=namespace, model=model)
 
 

@@ -24,8 +24,8 @@ from kvstore.client.client import Client
 from kvstore.drain import DrainOutcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.process.tasks import start_task
-from kvstore.web.api.schemas import Node, Shape, shaped
-from kvstore.web.server.operations import Question, endpoint
+from kvstore.web.api.schemas import NodeDetail, Shape, shaped
+from kvstore.web.server.operations import ApiRequest, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"
@@ -38,13 +38,13 @@ WAIT_S: Final = 60.0
 """How long a drain goes on when nothing moves: the default of ``kvstore drain``, too."""
 
 
-class NodeQuestion(Question):
+class NodeRequest(ApiRequest):
     """Which node."""
 
     node: str = Field(min_length=1, max_length=256, description="Its name.")
 
 
-class DrainQuestion(NodeQuestion):
+class DrainRequest(NodeRequest):
     """Which node to empty. Without ``evict`` and ``discard`` nothing is lost: if other nodes have
     less free memory than it holds, the drain does not begin."""
 
@@ -59,7 +59,7 @@ class DrainQuestion(NodeQuestion):
 
 
 @shaped(DrainOutcome, without=("has_left",))
-class DrainAnswer(Shape):
+class DrainResponse(Shape):
     """How far a drain is. Of the objects, only ``moved_bytes`` is known before it is over."""
 
     state: str = Field(
@@ -70,16 +70,16 @@ class DrainAnswer(Shape):
     error: str = Field(description="Why it failed; else empty.")
 
 
-class NodeAnswer(Node):
+class NodeResponse(NodeDetail):
     """One node."""
 
-    drain: DrainAnswer | None = Field(
+    drain: DrainResponse | None = Field(
         default=None, description="The last one that this server was asked for."
     )
 
 
-class NodesAnswer(BaseModel):
-    nodes: list[NodeAnswer]
+class NodesResponse(BaseModel):
+    nodes: list[NodeResponse]
 
 
 class _StoppedError(Exception):
@@ -89,7 +89,7 @@ class _StoppedError(Exception):
 @dataclass(slots=True)
 class _RunningDrain:
     outcome: DrainOutcome
-    asked: DrainQuestion
+    asked: DrainRequest
     state: str = "moving"
     size: int = 0
     error: str = ""
@@ -121,9 +121,9 @@ class _RunningDrain:
             if self.state == "moving":  # only a bug ends the drain like this; the log shows it
                 self.state, self.error = "failed", "it ended unexpectedly: see the log"
 
-    def answer(self) -> DrainAnswer:
+    def answer(self) -> DrainResponse:
         told = {"state": self.state, "size": self.size, "error": self.error}
-        return DrainAnswer.model_validate(asdict(self.outcome) | told)
+        return DrainResponse.model_validate(asdict(self.outcome) | told)
 
 
 class NodesAPI:
@@ -156,17 +156,17 @@ class NodesAPI:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     @endpoint("GET", NODES_PATH, {200: "All of them."}, is_of_all=True)
-    async def _nodes(self) -> NodesAnswer:
+    async def _nodes(self) -> NodesResponse:
         """The nodes."""
         nodes = (await self._status()).nodes
-        return NodesAnswer(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
+        return NodesResponse(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
 
     @endpoint(
         "GET", DRAIN_PATH,
         {200: "The last drain of this node.", 404: "There was none."},
         is_of_all=True,
     )  # fmt: skip
-    async def _progress(self, asked: NodeQuestion) -> DrainAnswer:
+    async def _progress(self, asked: NodeRequest) -> DrainResponse:
         """How far a drain is."""
         drain = self._drains.get(asked.node)
         if drain is None:
@@ -179,7 +179,7 @@ class NodesAPI:
          507: "Other nodes have too little free memory. Nothing has begun."},
         is_trusted=True,
     )  # fmt: skip
-    async def _drain(self, asked: DrainQuestion) -> DrainAnswer:
+    async def _drain(self, asked: DrainRequest) -> DrainResponse:
         """Move the objects of a node to others, and let the node leave when it is empty. Asked
         again, it says how far that is; other options than the first time change nothing then."""
         check_acting(calls.Drain(asked.node, calls.DrainStep.BEGIN))
@@ -188,7 +188,7 @@ class NodesAPI:
                 await self._begin(asked)
             return self._drains[asked.node].answer()
 
-    async def _begin(self, asked: DrainQuestion) -> None:
+    async def _begin(self, asked: DrainRequest) -> None:
         """Starts draining. Raises KVStoreError: nothing has begun, and the node is as before."""
         if len(self._tasks) >= DRAINS_MAX:
             raise BusyError(f"{DRAINS_MAX} nodes are being drained")
@@ -201,7 +201,7 @@ class NodesAPI:
         self._tasks[asked.node] = work
 
     @endpoint("POST", UNDRAIN_PATH, {204: "Done."}, is_trusted=True)
-    async def _undrain(self, asked: NodeQuestion) -> None:
+    async def _undrain(self, asked: NodeRequest) -> None:
         """Stop draining a node: it takes new objects again."""
         check_acting(calls.Drain(asked.node, calls.DrainStep.UNDO))
         if (task := self._tasks.get(asked.node)) is not None:
@@ -216,7 +216,7 @@ class NodesAPI:
             del self._tasks[node]
 
 
-def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeAnswer:
-    made = NodeAnswer.model_validate(node)
+def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeResponse:
+    made = NodeResponse.model_validate(node)
     made.drain = None if drain is None else drain.answer()
     return made

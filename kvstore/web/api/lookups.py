@@ -18,7 +18,7 @@ from kvstore import calls
 from kvstore.client.async_client import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX, PIN_MS_MAX
 from kvstore.web.api.schemas import KeyText, Shape, shaped
-from kvstore.web.server.operations import HexKey, Question, endpoint
+from kvstore.web.server.operations import ApiRequest, HexKey, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
@@ -61,7 +61,7 @@ class QueryThrottle:
             self._rest_until = ended + min(REST_S, (ended - started) * (1 / SHARE - 1))
 
 
-class MatchQuestion(Question):
+class MatchRequest(ApiRequest):
     """How many of these keys, from the first on, are stored?"""
 
     keys: list[HexKey] = Field(
@@ -75,27 +75,27 @@ class MatchQuestion(Question):
     )
 
 
-class ObjectQuestion(Question):
+class ObjectRequest(ApiRequest):
     """Which object."""
 
     key: HexKey = Field(description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
 
 
-class KeysQuestion(Question):
+class KeysRequest(ApiRequest):
     """Which objects."""
 
     keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
 
 
-class PinQuestion(KeysQuestion):
+class PinRequest(KeysRequest):
     """Which objects to keep from eviction, and for how long."""
 
     seconds: float = Field(gt=0, le=PIN_MS_MAX / 1000, description="From now on.")
 
 
-class MatchAnswer(BaseModel):
+class NamespaceMatch(BaseModel):
     """Of one namespace."""
 
     namespace: str
@@ -104,27 +104,27 @@ class MatchAnswer(BaseModel):
     nodes: list[str] = Field(description="Nodes that hold the last matched block.")
 
 
-class MatchAnswers(BaseModel):
-    matches: list[MatchAnswer]
+class MatchResponse(BaseModel):
+    matches: list[NamespaceMatch]
 
 
-class ExistsAnswer(BaseModel):
+class ExistsResponse(BaseModel):
     exists: list[bool] = Field(description="Per key.")
 
 
-class RemoveAnswer(BaseModel):
+class RemoveResponse(BaseModel):
     removed: list[bool] = Field(description="Per key: whether there was such an object.")
 
 
-class PinAnswer(BaseModel):
+class PinResponse(BaseModel):
     pinned: list[bool] = Field(description="Per key: whether it is there, and pinned now.")
 
 
-class UnpinAnswer(BaseModel):
+class UnpinResponse(BaseModel):
     unpinned: list[bool] = Field(description="Per key: whether it was pinned.")
 
 
-class Place(BaseModel):
+class ReplicaLocation(BaseModel):
     node: str
     segment: int
     offset: int
@@ -132,16 +132,16 @@ class Place(BaseModel):
 
 @shaped(calls.ObjectRow)
 @shaped(calls.ObjectDetail, without=("row", "placements", "epoch"))
-class StatAnswer(Shape):
+class StatResponse(Shape):
     """One object."""
 
     text: KeyText = Field(description="The key as kvstore ls shows it.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
     version: str
-    places: list[Place]
+    places: list[ReplicaLocation]
 
 
-class Api:
+class LookupsAPI:
     """Answers programs by asking the master as a client. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
@@ -149,7 +149,7 @@ class Api:
         self._nodes_of = nodes_of
 
     @endpoint("POST", MATCH_PATH, {200: "In each namespace."})
-    async def _match(self, asked: MatchQuestion) -> MatchAnswers:
+    async def _match(self, asked: MatchRequest) -> MatchResponse:
         """The longest stored prefix."""
         found = await self._client.matches(
             asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
@@ -159,9 +159,9 @@ class Api:
             for namespace, match in zip(asked.namespaces, found, strict=True)
         ]
         names = await self._nodes_of(chain.from_iterable(segments))
-        return MatchAnswers(
+        return MatchResponse(
             matches=[
-                MatchAnswer(
+                NamespaceMatch(
                     namespace=namespace,
                     matched=match.matched,
                     being_written=match.being_written,
@@ -172,15 +172,15 @@ class Api:
         )
 
     @endpoint("POST", EXISTS_PATH, {200: "Per key."})
-    async def _exists(self, asked: KeysQuestion) -> ExistsAnswer:
+    async def _exists(self, asked: KeysRequest) -> ExistsResponse:
         """What is stored."""
         found = await self._client.exists_many(
             asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
-        return ExistsAnswer(exists=found)
+        return ExistsResponse(exists=found)
 
     @endpoint("GET", STAT_PATH, {200: "What is known of it.", 404: "No such object."})
-    async def _stat(self, asked: ObjectQuestion) -> StatAnswer:
+    async def _stat(self, asked: ObjectRequest) -> StatResponse:
         """One object."""
         found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
@@ -193,32 +193,32 @@ class Api:
             "parent": detail.parent.hex() or None,
             "version": f"{detail.version.epoch}.{detail.version.counter}",
             "places": [
-                Place(node=names.get(segment, ""), segment=segment, offset=offset)
+                ReplicaLocation(node=names.get(segment, ""), segment=segment, offset=offset)
                 for segment, offset in places
             ],
         }
-        return StatAnswer.model_validate(detail._asdict() | row._asdict() | told)
+        return StatResponse.model_validate(detail._asdict() | row._asdict() | told)
 
     @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
-    async def _remove(self, asked: KeysQuestion) -> RemoveAnswer:
+    async def _remove(self, asked: KeysRequest) -> RemoveResponse:
         """Remove objects."""
         removed = await self._client.remove_many(asked.keys, namespace=asked.namespace)
-        return RemoveAnswer(removed=removed)
+        return RemoveResponse(removed=removed)
 
     @endpoint(
         "POST", PIN_PATH, {200: "Done.", 507: "Pins hold their share of the pool."},
         is_trusted=True,
     )  # fmt: skip
-    async def _pin(self, asked: PinQuestion) -> PinAnswer:
+    async def _pin(self, asked: PinRequest) -> PinResponse:
         """Keep objects, and those before them in their chains, from eviction."""
         pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
-        return PinAnswer(pinned=pinned)
+        return PinResponse(pinned=pinned)
 
     @endpoint("POST", UNPIN_PATH, {200: "Done."}, is_trusted=True)
-    async def _unpin(self, asked: KeysQuestion) -> UnpinAnswer:
+    async def _unpin(self, asked: KeysRequest) -> UnpinResponse:
         """End the pins of objects."""
         unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
-        return UnpinAnswer(unpinned=unpinned)
+        return UnpinResponse(unpinned=unpinned)
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
         """The segments that hold replicas of the object."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from kvstore import calls
 from kvstore.calls.described import field_texts, types_of
-from kvstore.diagnostics.problems import FoundProblem
+from kvstore.diagnostics.problems import DetectedProblem
 from kvstore.formatting import key_text
 from kvstore.limits import Key
 
@@ -64,23 +64,23 @@ class Shape(BaseModel):
 
 
 @shaped(calls.SegmentStatus)
-class Segment(Shape):
+class SegmentUsage(Shape):
     """Memory of a node, in bytes."""
 
 
 @shaped(calls.NodeStatus)
-class Node(Shape):
+class NodeDetail(Shape):
     """What is known of a node."""
 
-    segments: list[Segment]
+    segments: list[SegmentUsage]
 
 
 @shaped(calls.NamespaceStatus)
-class OtherNamespaces(Shape):
+class OtherNamespacesTotal(Shape):
     namespaces: int = Field(description="How many these are.")
 
 
-@shaped(FoundProblem)
+@shaped(DetectedProblem)
 class Problem(Shape):
     pass
 
@@ -91,7 +91,7 @@ class Namespace(Shape):
 
 
 @shaped(calls.ClusterStatus, without=("next_cursor", "gone", "size", "used"))
-class Status(Shape):
+class StatusResponse(Shape):
     """A master that stands by knows its process, the leader and its own problems only."""
 
     address: str = Field(description="The master's host:port, as its own host reaches it.")
@@ -102,13 +102,13 @@ class Status(Shape):
     leader_page: str = ""
     role: str = ""
     uptime_ms: int = 0
-    nodes: list[Node] = []
+    nodes: list[NodeDetail] = []
     namespaces: list[Namespace] = Field(default=[], description="The largest 300.")
-    other_namespaces: OtherNamespaces | None = None
+    other_namespaces: OtherNamespacesTotal | None = None
     counters: dict[str, int] = {}
 
 
-class CallTimes(BaseModel):
+class CallLatency(BaseModel):
     """One kind of call, in the last ten minutes."""
 
     call: str
@@ -117,7 +117,7 @@ class CallTimes(BaseModel):
     p99_s: float | None
 
 
-class History(BaseModel):
+class HistoryResponse(BaseModel):
     """Lists of one length (but ``calls``), a point every 10 s. null: nothing of it happened."""
 
     every_s: float
@@ -134,16 +134,16 @@ class History(BaseModel):
     used_bytes: list[int]
     size_bytes: list[int]
     objects: list[int]
-    calls: list[CallTimes] = Field(description="The most frequent first.")
+    calls: list[CallLatency] = Field(description="The most frequent first.")
 
 
-class Notices(BaseModel):
+class ClusterEventsResponse(BaseModel):
     run: int = Field(description="Another one is another start of the master.")
     last: int
     notices: list[list[Any]] = Field(description="Number, time, name, fields.")
 
 
-class FleetRecord(BaseModel):
+class FleetRecordResponse(BaseModel):
     fingerprint: str
     loaded: str
     namespaces: list[str]
@@ -154,8 +154,8 @@ class FleetModel(BaseModel):
     engine: str
     model: str
     differing: list[str] = Field(description="Fields in which its records differ.")
-    records: list[FleetRecord]
+    records: list[FleetRecordResponse]
 
 
-class Fleet(BaseModel):
+class FleetResponse(BaseModel):
     models: list[FleetModel]

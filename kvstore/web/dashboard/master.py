@@ -9,19 +9,19 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from kvstore.auth.impersonation import acting_for, check_acting
+from kvstore.auth.impersonation import check_acting, impersonate
 from kvstore.calls import ClusterStatus
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.client import Client
 from kvstore.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet_records import Record, fleets_of
+from kvstore.fleet_records import FleetRecord, fleets_of
 from kvstore.metrics import exposition
 from kvstore.network.limiter import Limiter
 from kvstore.process import logs
 from kvstore.process.tasks import start_task
 from kvstore.process.watched_files import refused_files
-from kvstore.web.ipc_channel import ChildEnd
+from kvstore.web.ipc_channel import ChildChannel
 from kvstore.web.server.serving import Readiness
 
 log = logging.getLogger("kvstore.web")
@@ -49,7 +49,7 @@ NOTICES_MAX: Final = 1_000
 ValueT = TypeVar("ValueT")
 
 
-class MasterSeen(NamedTuple):
+class MasterSample(NamedTuple):
     measured: dict[str, Any]
     """The answer to ``measures``."""
     status: ClusterStatus | None
@@ -60,8 +60,8 @@ class MasterSeen(NamedTuple):
     """Wall clock, milliseconds since 1970."""
 
 
-class Noticed(NamedTuple):
-    """The master's last notices; see ``kvstore.master.cluster_events.NoticeLog.after``."""
+class RecentClusterEvents(NamedTuple):
+    """The master's last notices; see ``kvstore.master.cluster_events.ClusterEventLog.after``."""
 
     run: int
     last: int
@@ -69,7 +69,7 @@ class Noticed(NamedTuple):
     """Number, time, event and fields of each."""
 
 
-class Shared(Generic[ValueT]):
+class CoalescedQuery(Generic[ValueT]):
     """A question that is asked once for all callers who want its answer meanwhile, or within
     ``fresh_s`` after it came, or until asking has taken ``share`` of the time. Those who wait share
     an error, too; the next caller asks again."""
@@ -97,7 +97,7 @@ class Shared(Generic[ValueT]):
 
     async def _answer(self) -> ValueT:
         started, self._fresh_until = time.monotonic(), 0.0
-        with acting_for(None):  # the answer is for all who ask
+        with impersonate(None):  # the answer is for all who ask
             answer = await self._ask()
         ended = time.monotonic()
         self._fresh_until = ended + max(self._fresh_s, (ended - started) * (1 / self._share - 1))
@@ -113,7 +113,7 @@ class ParentMaster:
         *,
         cluster: str,
         pid: int,
-        channel: ChildEnd,
+        channel: ChildChannel,
         scheme: str,
         auth: str = "",
         requests: Limiter[object] | None = None,
@@ -141,14 +141,14 @@ class ParentMaster:
             placements_max=0 if auth else None,
         )  # fmt: skip
         self.client._check_calls(check_acting)
-        self._status = Shared("status", self._store_status, share=SHARE)
-        self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
-        self.seen = Shared("look", self._look, FRESH_S)
+        self._status = CoalescedQuery("status", self._store_status, share=SHARE)
+        self._noticed = RecentClusterEvents(0, 0, deque(maxlen=NOTICES_MAX))
+        self.seen = CoalescedQuery("look", self._look, FRESH_S)
         """The master's measurements, and its status if it leads."""
-        self.notices = Shared("notices", self._note, FRESH_S)
-        self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
+        self.notices = CoalescedQuery("notices", self._note, FRESH_S)
+        self.fleet_records = CoalescedQuery("fleet", self._read_fleet, FLEET_S)
         """The fleet records; empty if they cannot be read."""
-        self.nodes = Shared("nodes", self.client.status, FRESH_S)
+        self.nodes = CoalescedQuery("nodes", self.client.status, FRESH_S)
         """The status of the cluster, whichever master leads."""
 
     async def close(self) -> None:
@@ -173,19 +173,19 @@ class ParentMaster:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def _look(self) -> MasterSeen:
+    async def _look(self) -> MasterSample:
         measured, leader, status = await self._ask("measures"), "", None
         if measured["leads"]:
             status = await self._status()
         else:
             leader = (await self._ask("role"))["leader"]
-        return MasterSeen(measured, status, leader, time.time_ns() // 1_000_000)
+        return MasterSample(measured, status, leader, time.time_ns() // 1_000_000)
 
-    async def _note(self) -> Noticed:
+    async def _note(self) -> RecentClusterEvents:
         while True:
             answer = await self._ask(f"notices {self._noticed.last}")
             if answer["run"] != self._noticed.run:
-                self._noticed = Noticed(answer["run"], 0, deque(maxlen=NOTICES_MAX))
+                self._noticed = RecentClusterEvents(answer["run"], 0, deque(maxlen=NOTICES_MAX))
                 continue
             self._noticed.kept.extend(answer["notices"])
             self._noticed = self._noticed._replace(last=answer["last"])
@@ -219,7 +219,7 @@ class ParentMaster:
             names = (await self.client.status(timeout_ms=SEGMENTS_MS)).nodes_by_segment()
         return names
 
-    async def _read_fleet(self) -> list[Record]:
+    async def _read_fleet(self) -> list[FleetRecord]:
         try:
             status = await self.client.status()
             spaces = fleets_of("", (row.name for row in status.namespaces))

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from aiohttp import web
 from pydantic import Field
 
-from kvstore.auth.validity import Validity
+from kvstore.auth.validity import ValidityPeriod
 from kvstore.calls import ClusterStatus, NamespaceStatus
 from kvstore.diagnostics import problems
 from kvstore.diagnostics.history import EVERY_S, HistoryPoints, sample
 from kvstore.diagnostics.rows import ROWS
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.network.addresses import join_address, split_address
 from kvstore.process.tasks import start_task
 from kvstore.web.api import schemas
 from kvstore.web.server.access_control import HEADERS
 from kvstore.web.server.connection_limiter import Handler
-from kvstore.web.server.operations import Question, endpoint
+from kvstore.web.server.operations import ApiRequest, endpoint
 from kvstore.web.server.serving import Routes
 
 if TYPE_CHECKING:
-    from kvstore.web.dashboard.master import MasterSeen, ParentMaster
+    from kvstore.web.dashboard.master import MasterSample, ParentMaster
 
 log = logging.getLogger("kvstore.web")
 
@@ -77,7 +77,7 @@ _HEAD: Final = """<!doctype html>
 """
 
 
-class NoticesQuestion(Question):
+class ClusterEventsRequest(ApiRequest):
     after: int = Field(default=0, ge=0, lt=10**15, description="The last number that is known.")
 
 
@@ -90,7 +90,7 @@ class Dashboard:
         self._port = port
         self._scheme = scheme
         self._history = HistoryPoints()
-        self._of_engines: list[problems.FoundProblem] = []
+        self._of_engines: list[problems.DetectedProblem] = []
         """Problems of engines, as of the last sample."""
         self._task = start_task("history", self._sample_forever())
 
@@ -116,37 +116,37 @@ class Dashboard:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
 
-    async def _look_at_engines(self, *, leads: bool) -> list[problems.FoundProblem]:
+    async def _look_at_engines(self, *, leads: bool) -> list[problems.DetectedProblem]:
         if not leads:
             return []
         report = await self._master.client.traffic()
         return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
     @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_status(self) -> schemas.Status:
+    async def _answer_status(self) -> schemas.StatusResponse:
         """The cluster."""
         seen = await self._master.seen()
         told: dict[str, Any] = {"address": self._master.address}
         valid = seen.measured["auth_valid"]
-        identity = problems.of_identity(valid and Validity(*valid), seen.at_ms)
+        identity = problems.of_identity(valid and ValidityPeriod(*valid), seen.at_ms)
         if seen.measured["leads"]:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
-            found = problems.of_the_store(seen.status, self._history, seen.at_ms)
+            found = problems.leader_problems(seen.status, self._history, seen.at_ms)
             found += self._of_engines + identity
-            return schemas.Status.model_validate(told | status_of(seen, seen.status, found))
-        return schemas.Status.model_validate(
+            return schemas.StatusResponse.model_validate(told | status_of(seen, seen.status, found))
+        return schemas.StatusResponse.model_validate(
             {
                 **told,
                 **_process(seen),
                 "leader": seen.leader,
                 "leader_page": self._page_of(seen.leader),
-                "problems": [*problems.of_a_standby(seen.leader), *identity],
+                "problems": [*problems.standby_problems(seen.leader), *identity],
             }
         )
 
     @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_history(self) -> Annotated[dict[str, Any], schemas.History]:
+    async def _answer_history(self) -> Annotated[dict[str, Any], schemas.HistoryResponse]:
         """The last hour."""
         return self._history.as_columns(time.time_ns() // 1_000_000)
 
@@ -158,15 +158,15 @@ class Dashboard:
         has_own_bounds=True,
     )
     async def _answer_notices(
-        self, asked: NoticesQuestion
-    ) -> Annotated[dict[str, Any], schemas.Notices]:
+        self, asked: ClusterEventsRequest
+    ) -> Annotated[dict[str, Any], schemas.ClusterEventsResponse]:
         """The last events of the cluster."""
         run, last, kept = await self._master.notices()
         new = [each for each in kept if each[0] > asked.after]
         return {"run": run, "last": last, "notices": new}
 
     @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_fleet(self) -> Annotated[dict[str, Any], schemas.Fleet]:
+    async def _answer_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
         """The engines."""
         return {"models": compared(await self._master.fleet_records())}
 
@@ -179,7 +179,7 @@ class Dashboard:
 
 
 def status_of(
-    seen: MasterSeen, status: ClusterStatus, found: list[problems.FoundProblem]
+    seen: MasterSample, status: ClusterStatus, found: list[problems.DetectedProblem]
 ) -> dict[str, Any]:
     """What a master that leads answers: what ``kvstore status`` shows, and the problems."""
     rows = status.namespaces
@@ -198,7 +198,7 @@ def status_of(
     }
 
 
-def _process(seen: MasterSeen) -> dict[str, Any]:
+def _process(seen: MasterSample) -> dict[str, Any]:
     """What any master knows of its process, whether it leads or not."""
     of_process = ("leads", "epoch", "version", "cluster", "connections")
     return {"at_ms": seen.at_ms, **{name: seen.measured[name] for name in of_process}}
@@ -212,9 +212,9 @@ def _file(body: bytes, kind: str) -> Handler:
     return file
 
 
-def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
+def compared(records: Sequence[FleetRecord]) -> list[dict[str, Any]]:
     """By engine and model: the fields in which its records differ, and each record's values."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    groups: dict[tuple[str, str], list[FleetRecord]] = {}
     for record in records:
         groups.setdefault((record.engine, record.model), []).append(record)
     return [
@@ -223,7 +223,7 @@ def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _compared(group: Sequence[Record]) -> dict[str, Any]:
+def _compared(group: Sequence[FleetRecord]) -> dict[str, Any]:
     told = [
         {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
         for record in group

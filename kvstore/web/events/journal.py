@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.web.ipc_channel import GONE_SIZE, ChildEnd, Event, Frame
+from kvstore.web.ipc_channel import GONE_SIZE, ChildChannel, Event, Frame
 
 JOURNAL_BYTES_MAX: Final = 64 << 20
 """Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
@@ -54,7 +54,7 @@ class EventPosition(NamedTuple):
         return cls(int(epoch), int(number))
 
 
-class Wanted(NamedTuple):
+class EventFilter(NamedTuple):
     """Which events a subscriber wants."""
 
     namespace: str = ""
@@ -147,11 +147,11 @@ class Journal:
 _NO_FRAME: Final = Frame(0, 0, 0, 0, 0, b"")
 
 
-class Streams:
+class EventStreams:
     """Makes what the subscribers of one journal are sent."""
 
     def __init__(
-        self, journal: Journal, channel: ChildEnd, lives: Callable[[], Awaitable[bool]]
+        self, journal: Journal, channel: ChildChannel, lives: Callable[[], Awaitable[bool]]
     ) -> None:
         """``lives``: whether the master answers; the streams of one that hangs end, because another
         one may lead."""
@@ -174,7 +174,7 @@ class Streams:
             under: only objects of namespaces whose names begin so. The whole set is then picked
                 from a survey of the whole store.
         """
-        wanted = Wanted(namespace, under)
+        wanted = EventFilter(namespace, under)
         journal = self._journal
         place = since
         while epoch := journal.epoch:
@@ -200,7 +200,7 @@ class Streams:
             place = EventPosition(epoch, number)
 
     async def _follow(
-        self, epoch: int, number: int, wanted: Wanted
+        self, epoch: int, number: int, wanted: EventFilter
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Texts of the events after ``number``, each with the number it reaches; ends at a gap."""
         journal = self._journal
@@ -221,7 +221,7 @@ class Streams:
                 continue
             due = time.monotonic() + HEARTBEAT_S
 
-    async def _whole(self, epoch: int, wanted: Wanted) -> AsyncGenerator[tuple[int, bytes]]:
+    async def _whole(self, epoch: int, wanted: EventFilter) -> AsyncGenerator[tuple[int, bytes]]:
         """Text of all that is visible, the events meanwhile included. Each piece has the number -1,
         but the last one that of the last event. Ends early, without it, if events are missing."""
         # Until all is told there is no place to resume from, so the subscriber's id is cleared.
@@ -262,7 +262,7 @@ class Streams:
 
 
 @lru_cache(maxsize=64)
-def _text(frame: Frame, skipped: int, wanted: Wanted) -> bytes:
+def _text(frame: Frame, skipped: int, wanted: EventFilter) -> bytes:
     """Text of a frame's events after the first ``skipped``. Subscribers that keep up share it."""
     first = frame.before + 1 + skipped
     return "".join(_lines(frame.epoch, first, _events(frame)[skipped:], wanted)).encode()
@@ -275,7 +275,9 @@ def _events(frame: Frame) -> list[Event]:
     return events
 
 
-def _lines(epoch: int, number: int | None, events: list[Event], wanted: Wanted) -> Iterator[str]:
+def _lines(
+    epoch: int, number: int | None, events: list[Event], wanted: EventFilter
+) -> Iterator[str]:
     """Text of events. ``number``: that of the first event; None: they get no id."""
     for index, event in enumerate(events):
         if not wanted.has(event[0]):

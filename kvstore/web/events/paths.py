@@ -10,15 +10,15 @@ from typing import Annotated, Final
 from aiohttp import web
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvstore.auth.impersonation import acting
+from kvstore.auth.impersonation import impersonated
 from kvstore.auth.permissions import check_events
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
 from kvstore.network.limiter import Limiter
-from kvstore.web.events.journal import EventPosition, Journal, Streams
-from kvstore.web.ipc_channel import ChildEnd
-from kvstore.web.server.access_control import is_still_known
-from kvstore.web.server.operations import Endpoint, Question, endpoint, endpoints_of
+from kvstore.web.events.journal import EventPosition, EventStreams, Journal
+from kvstore.web.ipc_channel import ChildChannel
+from kvstore.web.server.access_control import identity_still_valid
+from kvstore.web.server.operations import ApiRequest, Operation, endpoint, endpoints_of
 from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
@@ -40,7 +40,7 @@ _TRUE: Final = ("1", "true", "yes", "")
 _NONE: Final = "This master has no events."
 
 
-class EventsQuestion(Question):
+class EventsRequest(ApiRequest):
     model_config = ConfigDict(extra="ignore")
 
     namespace: str = Field(default="", description="Empty: all.")
@@ -51,10 +51,10 @@ class EventsQuestion(Question):
     under: str = Field(default="", description="Only namespaces whose names begin so; empty: all.")
 
 
-def not_asked_for() -> list[Endpoint]:
+def disabled_endpoints() -> list[Operation]:
     """The endpoints of ``EventsAPI`` in a master without events: each answers 404."""
 
-    async def refused(request: web.Request, asked: Question) -> web.StreamResponse:
+    async def refused(request: web.Request, asked: ApiRequest) -> web.StreamResponse:
         del request, asked
         raise web.HTTPNotFound(text="this master has no events: start it with --events\n")
 
@@ -65,13 +65,13 @@ class EventsAPI:
     """Serves the events that the parent sends. Use it in one event loop."""
 
     def __init__(
-        self, journal: Journal, channel: ChildEnd, readiness: Callable[[], Awaitable[Readiness]]
+        self, journal: Journal, channel: ChildChannel, readiness: Callable[[], Awaitable[Readiness]]
     ) -> None:
         """``readiness``: says who leads, if this master does not; raises UnavailableError if this
         master hangs."""
         self._readiness = readiness
         self.journal = journal
-        self.streams = Streams(journal, channel, self._lives)
+        self.streams = EventStreams(journal, channel, self._lives)
         self._subscribers = Limiter[object]("events", SUBSCRIBERS_MAX)
 
     async def _lives(self) -> bool:
@@ -93,12 +93,12 @@ class EventsAPI:
         "GET", PATH, {200: "Server-sent events.", 404: _NONE},
         content="text/event-stream", has_own_bounds=True,
     )  # fmt: skip
-    async def _events(self, request: web.Request, asked: EventsQuestion) -> web.StreamResponse:
+    async def _events(self, request: web.Request, asked: EventsRequest) -> web.StreamResponse:
         """What becomes visible in the store and what is gone."""
         since = request.headers.get("Last-Event-ID") or asked.since
         place = EventPosition.parse(since) if since else None
         _check(asked.namespace, asked.under)
-        if (who := acting()) is not None:
+        if (who := impersonated()) is not None:
             check_events(who, asked.namespace, asked.under)
         with self._subscriber(request):
             await self._check_leads()
@@ -109,7 +109,7 @@ class EventsAPI:
 
     @contextlib.contextmanager
     def _subscriber(self, request: web.Request) -> Iterator[None]:
-        slot, who = object(), acting()
+        slot, who = object(), impersonated()
         self._subscribers.acquire(slot, (request.remote or "?") if who is None else who.name)
         try:
             yield
@@ -131,7 +131,7 @@ async def _send(request: web.Request, texts: AsyncGenerator[bytes]) -> web.Strea
         await response.write(RETRY)
         async with contextlib.aclosing(texts):
             async for text in texts:
-                if not is_still_known():
+                if not identity_still_valid():
                     break  # it was revoked
                 if not text:  # an empty chunk would end the body
                     continue

@@ -36,7 +36,7 @@ _UNAVAILABLE: Final = 503
 _MISDIRECTED: Final = 421
 
 
-class Told(NamedTuple):
+class StreamEvent(NamedTuple):
     """One event of the stream."""
 
     name: str
@@ -61,9 +61,10 @@ def follow(
     auth: str = "",
     heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
-) -> Iterator[Told]:
+) -> Iterator[StreamEvent]:
     """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
-    under a ``kvstore.process.cancellation.Stop``, setting the ``Stop`` ends the present connection.
+    under a ``kvstore.process.cancellation.CancelToken``, setting the ``CancelToken`` ends the
+    present connection.
 
     Args:
         addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
@@ -88,7 +89,7 @@ def follow(
         PermissionDeniedError: the token is missing or wrong;
         InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
         ConfigError: ``auth`` cannot be used;
-        ClosedError: the thread's ``Stop`` is set.
+        ClosedError: the thread's ``CancelToken`` is set.
     """
     tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
     name = MASTER_NAME if auth else ""
@@ -129,7 +130,7 @@ def _read(
     headers: dict[str, str],
     tls: Callable[[], ssl.SSLContext],
     name: str,
-) -> Iterator[tuple[Told | None, str]]:
+) -> Iterator[tuple[StreamEvent | None, str]]:
     """Reads one connection. Yields each event (None: a heartbeat), and the place after it.
     ``name``: the name in the master's certificate; empty: that in ``address``."""
     connection = _connect(address, tls, name)
@@ -203,7 +204,7 @@ def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
         yield
 
 
-def _parsed(block: str, place: str) -> tuple[Told | None, str]:
+def _parsed(block: str, place: str) -> tuple[StreamEvent | None, str]:
     name, data = "", ""
     for line in block.split("\n"):
         field, _, value = line.partition(":")
@@ -214,4 +215,4 @@ def _parsed(block: str, place: str) -> tuple[Told | None, str]:
             name = value
         elif field == "data":
             data = value
-    return (Told(name, json.loads(data), place) if data else None), place
+    return (StreamEvent(name, json.loads(data), place) if data else None), place

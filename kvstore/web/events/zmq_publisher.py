@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from kvstore.errors import StartupError, UnavailableError
 from kvstore.process.tasks import start_task
-from kvstore.web.events.journal import HEARTBEAT_S, EventPosition, Journal, Streams
+from kvstore.web.events.journal import HEARTBEAT_S, EventPosition, EventStreams, Journal
 from kvstore.web.ipc_channel import GONE_SIZE, Event
 
 log = logging.getLogger("kvstore.web")
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     payload: zmq.Frame
 
 
-class Publisher:
+class ZmqPublisher:
     """Publishes the events of a journal. Use it in one event loop."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Publisher:
         addresses: str,
         pool: str,
         journal: Journal,
-        streams: Streams,
+        streams: EventStreams,
         fleet: Callable[[], Awaitable[Fleet]],
     ) -> None:
         """

@@ -6,10 +6,9 @@ it as well: behind a proxy on this host every request comes from loopback.
 
 A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
 health and metrics is refused if the request came by a name that the operator does not know
-(``Hosts``), and what needs trust also if the browser says that a page of another site made it.
-There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
-``Authorization``), or read an answer.
-"""
+(``AllowedHosts``), and what needs trust also if the browser says that a page of another site made
+it. There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
+``Authorization``), or read an answer."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from kvstore.auth.credentials import Credentials, shown_identity
-from kvstore.auth.identity import ADMIN, Identity, identity
-from kvstore.auth.impersonation import acting_for
+from kvstore.auth.identity import ADMIN, Identity, validated_identity
+from kvstore.auth.impersonation import impersonate
 from kvstore.auth.permissions import check_numbers
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
-from kvstore.network.tls import Certificate, load_chain, renewing
+from kvstore.network.tls import Certificate, load_chain, reloading_context
 from kvstore.web.server.connection_limiter import Handler
 
 HEADERS: Final = {
@@ -53,20 +52,20 @@ UNKNOWN: Final = (
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
 
-class Advice(NamedTuple):
+class AccessHints(NamedTuple):
     """How the operator of a port lets others in: text that refusals contain."""
 
     names: str
     token: str
 
 
-OF_MASTER: Final = Advice(
+OF_MASTER: Final = AccessHints(
     "or have the master know the name: kvstore-master --http-names NAME",
     "kvstore-master --http-token-file FILE",
 )
 
 
-class Secured(NamedTuple):
+class HttpSecurity(NamedTuple):
     """How a port is protected."""
 
     token: str = ""
@@ -91,15 +90,15 @@ class Secured(NamedTuple):
         if not self.cert:
             return None
         shown = Certificate(self.cert, self.key)
-        return renewing(lambda: shown.value, _loaded)
+        return reloading_context(lambda: shown.value, _loaded)
 
-    def access(self, hosts: Hosts | None) -> Access:
+    def access(self, hosts: AllowedHosts | None) -> AccessControl:
         """Raises ConfigError."""
-        revoked = Revoked(self.revoked) if self.auth else None
-        return Access(hosts, token=self.token, reads=self.reads, revoked=revoked)
+        revoked = RevocationList(self.revoked) if self.auth else None
+        return AccessControl(hosts, token=self.token, reads=self.reads, revoked=revoked)
 
 
-NOT_SECURED: Final = Secured()
+NOT_SECURED: Final = HttpSecurity()
 
 
 def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
@@ -110,14 +109,14 @@ def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
     return context
 
 
-def secured_by(config: HttpConfig) -> Secured:
+def load_security(config: HttpConfig) -> HttpSecurity:
     """Reads the files that the settings name.
 
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
     token = read_token(config.http_token_file) if config.http_token_file else ""
-    secured = Secured(
+    secured = HttpSecurity(
         token, config.http_reads, config.http_cert, config.http_key, config.auth,
         config.auth_revoked,
     )  # fmt: skip
@@ -126,7 +125,7 @@ def secured_by(config: HttpConfig) -> Secured:
     return secured
 
 
-class Hosts:
+class AllowedHosts:
     """The names by which browsers may have reached this port.
 
     A web page from elsewhere can have a name of its own point to this address (DNS rebinding). Its
@@ -153,17 +152,17 @@ class Hosts:
 _STILL: Final[ContextVar[Callable[[], bool]]] = ContextVar("still", default=lambda: True)
 
 
-def is_still_known() -> bool:
+def identity_still_valid() -> bool:
     """Whether who has sent the request that is being answered is still one of ours. For answers
     that last."""
     return _STILL.get()()
 
 
-HTTP_TOKEN: Final = identity("http-token", [ADMIN])
+HTTP_TOKEN: Final = validated_identity("http-token", [ADMIN])
 """Who shows the token of a port, where there are identities."""
 
 
-class Access:
+class AccessControl:
     """The rules of one port. Use it in one event loop at a time.
 
     Where requests have identities, neither loopback nor the settings of reads count: every request
@@ -173,12 +172,12 @@ class Access:
 
     def __init__(
         self,
-        hosts: Hosts | None,
+        hosts: AllowedHosts | None,
         *,
         token: str = "",
         reads: str = "all",
-        advice: Advice = OF_MASTER,
-        revoked: Revoked | None = None,
+        advice: AccessHints = OF_MASTER,
+        revoked: RevocationList | None = None,
     ) -> None:
         """
         Args:
@@ -218,7 +217,9 @@ class Access:
 
     def distrusts(self, request: web.Request) -> web.Response | None:
         """The refusal of a request that is not trusted; None: it is."""
-        return self._misdirected(request) or _forged(request) or self._untrusted(request)
+        return (
+            self._misdirected(request) or _cross_site_refusal(request) or self._untrusted(request)
+        )
 
     def measuring(self, handler: Handler) -> Handler:
         """Guards metrics: the request may read, by whatever name it comes."""
@@ -245,7 +246,7 @@ class Access:
                 return _unauthorized(UNKNOWN)
             still = _STILL.set(lambda: self._who(request) is not None)
             try:
-                with acting_for(who):
+                with impersonate(who):
                     return await handler(request)
             finally:
                 _STILL.reset(still)
@@ -258,7 +259,7 @@ class Access:
             return HTTP_TOKEN
         return None if self._revoked is None else self._certified(request, self._revoked)
 
-    def _certified(self, request: web.Request, revoked: Revoked) -> Identity | None:
+    def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
         """Whose certificate the connection of the request has shown; None: none, or a revoked
         one."""
         transport = request.transport
@@ -324,7 +325,7 @@ def is_loopback(request: web.Request) -> bool:
     return address is not None and address.is_loopback
 
 
-def _forged(request: web.Request) -> web.Response | None:
+def _cross_site_refusal(request: web.Request) -> web.Response | None:
     """The refusal of a request that a browser sent for a page of another site; None: it is not."""
     sites = request.headers.getall("Sec-Fetch-Site", [])
     origins = request.headers.getall("Origin", [])

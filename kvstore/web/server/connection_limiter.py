@@ -72,14 +72,14 @@ _FULL: Final = (
 def connections_max(inflight_max: int) -> int:
     """How many clients may be connected: four per request in flight, if the limit of open files
     allows it. Raises that limit as far as this process may."""
-    files = descriptors.allow(FILES_WANTED)
+    files = descriptors.raise_limit(FILES_WANTED)
     return max(2, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
 
 
 @contextlib.asynccontextmanager
-async def answering(
+async def serving_connections(
     application: web.Application,
-    doors: Doors,
+    doors: ConnectionLimiter,
     listener: socket.socket,
     *,
     tls: ssl.SSLContext | None = None,
@@ -101,7 +101,7 @@ async def answering(
         handler_cancellation=True,
         shutdown_timeout=CUT_S,
         lingering_time=CUT_S,
-        auto_decompress=False,  # ``Doors.middleware`` refuses what would need it
+        auto_decompress=False,  # ``ConnectionLimiter.middleware`` refuses what would need it
         keepalive_timeout=idle_s,
         max_line_size=line_bytes_max,
         max_field_size=line_bytes_max,
@@ -142,7 +142,7 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
     return True
 
 
-class Doors:
+class ConnectionLimiter:
     """Makes the protocol of each new connection of a server, for ``loop.create_server``."""
 
     def __init__(self, connections_max: int) -> None:
@@ -167,7 +167,7 @@ class Doors:
         try:
             self._limiter.wait(handler, partial(self._preempt, handler, None))
         except BusyError:
-            return _Refusal()
+            return _ServiceUnavailable()
         return handler
 
     @web.middleware
@@ -195,7 +195,7 @@ class Doors:
             transport.abort()
 
 
-class _Refusal(asyncio.Protocol):
+class _ServiceUnavailable(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.write(_FULL)

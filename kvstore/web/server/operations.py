@@ -1,7 +1,7 @@
 """Endpoints of ``/api/v1``: each is a method, and its decorator ``endpoint`` names its path.
 
 Requests are checked against the annotations of the method. Annotations and docstring are also what
-the OpenAPI 3.1 document (``Document``) says about the endpoint.
+the OpenAPI 3.1 document (``OpenApiDocument``) says about the endpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.errors import (
 from kvstore.limits import KEY_BYTES_MAX
 from kvstore.web.server.access_control import HEADERS
 from kvstore.web.server.connection_limiter import RETRY_AFTER_S
-from kvstore.web.server.serving import BODY_BYTES_MAX, at_work, read_body
+from kvstore.web.server.serving import BODY_BYTES_MAX, processing_slot, read_body
 
 PATH: Final = "/api/v1/openapi.json"
 
@@ -76,13 +76,13 @@ HexKey = Annotated[
 ]
 
 
-class Question(BaseModel):
+class ApiRequest(BaseModel):
     """The fields of a request: its JSON body, or its query (what follows the ``?``)."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-QuestionT = TypeVar("QuestionT", bound=Question)
+QuestionT = TypeVar("QuestionT", bound=ApiRequest)
 
 
 async def _body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
@@ -124,7 +124,7 @@ Answer = BaseModel | dict[str, Any] | web.StreamResponse | None
 """What an endpoint returns: JSON, a response, or None (no body)."""
 
 
-class Endpoint(NamedTuple):
+class Operation(NamedTuple):
     """One path and method."""
 
     method: str
@@ -133,7 +133,7 @@ class Endpoint(NamedTuple):
     answers: Mapping[int, str]
     """What each status says; the document adds those that every endpoint may answer."""
     answer: Callable[..., Awaitable[Answer]]
-    asked: type[Question] | None
+    asked: type[ApiRequest] | None
     """Fields of the query (what follows the ``?``); of a POST, of the body."""
     takes_request: bool
     content: type[BaseModel] | str | None
@@ -154,7 +154,7 @@ class Endpoint(NamedTuple):
                 found = await self._answer(request)
             else:
                 await read_body(request)
-                async with asyncio.timeout(ANSWER_S), at_work(request):
+                async with asyncio.timeout(ANSWER_S), processing_slot(request):
                     found = await self._answer(request)
         except TimeoutError:
             return _refusal(503, f"no answer within {ANSWER_S:g} s")
@@ -192,8 +192,8 @@ def endpoint(
     is_of_all: bool = False,
     has_own_bounds: bool = False,
 ) -> Callable[[AnswerT], AnswerT]:
-    """Makes a method an endpoint. The method may take the ``request``, and a ``Question`` after it;
-    its docstring is the summary. The fields of ``Endpoint`` say what the arguments are.
+    """Makes a method an endpoint. The method may take the ``request``, and a ``ApiRequest`` after
+    it; its docstring is the summary. The fields of ``Operation`` say what the arguments are.
 
     ``content``: the content type if the method returns no JSON. The shape of JSON is the return
     annotation; of a ``dict``, ``Annotated[dict[str, Any], Shape]``.
@@ -203,7 +203,7 @@ def endpoint(
         signature = inspect.signature(answer, eval_str=True)
         _, *taken = (each.annotation for each in signature.parameters.values())
         told = [signature.return_annotation, *get_args(signature.return_annotation)]
-        answer.__dict__["endpoint"] = Endpoint(
+        answer.__dict__["endpoint"] = Operation(
             method, path, " ".join((answer.__doc__ or "").split()), answers, answer,
             next(filter(_is_model, taken), None), web.Request in taken,
             content or next(filter(_is_model, told), None), is_trusted, is_of_all,
@@ -214,7 +214,7 @@ def endpoint(
     return described
 
 
-def endpoints_of(owner: object) -> list[Endpoint]:
+def endpoints_of(owner: object) -> list[Operation]:
     """The endpoints of an object; those of a class can only be described, and cannot answer."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [
@@ -254,10 +254,10 @@ _GUARDED: Final[Mapping[int, str]] = {
 }
 
 
-class Document:
+class OpenApiDocument:
     """The OpenAPI document of all endpoints, its own included."""
 
-    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
+    def __init__(self, endpoints: Iterable[Operation]) -> None:
         schemas: dict[str, Any] = {}
         paths: dict[str, Any] = {}
         for each in [*endpoints, *endpoints_of(self)]:
@@ -278,7 +278,7 @@ class Document:
         return self.document
 
 
-def _operation(each: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(each: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     is_body = each.method == "POST"
     guarded = _GUARDED if each.is_trusted else {401: _GUARDED[401]}
     answers = {**_ALWAYS, **guarded, **(_WITH_JSON if is_body else {}), **each.answers}

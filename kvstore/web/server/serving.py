@@ -1,4 +1,5 @@
-"""Serves a port for HTTP: health, readiness and metrics, as ``Answers`` gives them, and routes."""
+"""Serves a port for HTTP: health, readiness and metrics, as ``ProcessStatus`` gives them, and
+routes."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.limiter import Limiter, WaitPreemptedError
 from kvstore.network.listeners import listen
-from kvstore.port_probe import what_answers
-from kvstore.web.server.access_control import HEADERS, NOT_SECURED, Access, Secured
+from kvstore.port_probe import identify_service
+from kvstore.web.server.access_control import HEADERS, NOT_SECURED, AccessControl, HttpSecurity
 from kvstore.web.server.connection_limiter import (
     BUFFER_BYTES,
     RETRY_AFTER_S,
-    Doors,
+    ConnectionLimiter,
     Handler,
-    answering,
     connections_max,
+    serving_connections,
 )
 
 log = logging.getLogger("kvstore.web")
@@ -83,7 +84,7 @@ class Readiness(NamedTuple):
     reason: str
 
 
-class Answers(NamedTuple):
+class ProcessStatus(NamedTuple):
     """What a process says of itself. Both raise UnavailableError: it does not answer in time."""
 
     readiness: Callable[[], Awaitable[Readiness]]
@@ -115,7 +116,7 @@ def bind(host: str, port: int, *, is_given: bool, flag: str = "--http-port") -> 
                 )
             return listener
         if time.monotonic() >= patience:
-            by = what_answers(join_address(host, port))
+            by = identify_service(join_address(host, port))
             said = f": {by} answers there" if by else ""
             raise AddressInUseError(
                 f"port {port} for HTTP is taken on {host}{said}",
@@ -138,11 +139,11 @@ class Route(NamedTuple):
 @contextlib.asynccontextmanager
 async def serving(
     listener: socket.socket,
-    answers: Answers,
+    answers: ProcessStatus,
     routes: Iterable[Route] = (),
     *,
-    access: Access,
-    secured: Secured = NOT_SECURED,
+    access: AccessControl,
+    secured: HttpSecurity = NOT_SECURED,
     requests: Limiter[object] | None = None,
 ) -> AsyncIterator[None]:
     """Serves health, readiness, metrics and ``routes`` inside the block. Closes ``listener``.
@@ -153,14 +154,14 @@ async def serving(
         requests: ``request_limiter()``, if its refusals are for metrics.
 
     Raises:
-        ConfigError: as ``Secured.tls``.
+        ConfigError: as ``HttpSecurity.tls``.
     """
     tls = secured.tls()
-    doors = Doors(connections_max(REQUESTS_MAX))
+    doors = ConnectionLimiter(connections_max(REQUESTS_MAX))
     limiter = request_limiter() if requests is None else requests
-    bounded = Requests(limiter, access).middleware
+    bounded = RequestLimiter(limiter, access).middleware
     application = _application(answers, [doors.middleware, bounded], routes, access)
-    async with answering(
+    async with serving_connections(
         application, doors, listener, tls=tls, idle_s=IDLE_CONNECTION_S,
         line_bytes_max=LINE_BYTES_MAX, log=log,
     ):  # fmt: skip
@@ -173,10 +174,10 @@ def request_limiter() -> Limiter[object]:
     return Limiter("http", max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2)))
 
 
-class Requests:
+class RequestLimiter:
     """The requests under way on one port. Use it in one event loop."""
 
-    def __init__(self, limiter: Limiter[object], access: Access) -> None:
+    def __init__(self, limiter: Limiter[object], access: AccessControl) -> None:
         self._limiter = limiter
         self._access = access
         self._unread = Limiter[asyncio.Timeout]("unread answers", UNREAD_BYTES)
@@ -241,7 +242,7 @@ async def read_body(request: web.Request) -> bytes:
         raise BusyError(f"the body did not come within {BODY_S:g} s") from None
 
 
-def at_work(request: web.Request) -> asyncio.Semaphore:
+def processing_slot(request: web.Request) -> asyncio.Semaphore:
     """The semaphore to hold while a request is worked on, but not while waiting for its client."""
     return request.app[_WORK]
 
@@ -254,10 +255,10 @@ async def _protect(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _application(
-    answers: Answers,
+    answers: ProcessStatus,
     middlewares: Sequence[Middleware],
     routes: Iterable[Route],
-    access: Access,
+    access: AccessControl,
 ) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request

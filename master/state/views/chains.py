@@ -21,10 +21,10 @@ from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key
 from kvstore.master.state.background_jobs import DRAW
-from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.effects import DeferredReply, SendReply
 from kvstore.master.state.records import NEVER_MS, NamespaceTable, ObjectRecord
-from kvstore.master.state.state_context import Common
-from kvstore.master.state.traffic import Tip
+from kvstore.master.state.state_context import StateContext
+from kvstore.master.state.traffic import MatchTip
 
 STEPS = 6_000
 """Records that one slice walks over: 1 ms."""
@@ -58,7 +58,7 @@ _NEVER: Final = 1 << 62
 class _WalkStart:
     """A block from which a chain may be walked."""
 
-    def __init__(self, record: ObjectRecord, tip: Tip | None) -> None:
+    def __init__(self, record: ObjectRecord, tip: MatchTip | None) -> None:
         self.record = record
         self.matched = 0 if tip is None else tip.matched
         self.first_ms = _NEVER if tip is None else tip.first_ms
@@ -91,7 +91,7 @@ class _OpenBranch:
         self.places: dict[int, int] = {}
 
 
-class _ChainQuestion:
+class _ChainQuery:
     """A question, and how far its answer is made."""
 
     def __init__(self, ticket: int, names: list[str], count: int) -> None:
@@ -116,21 +116,21 @@ class _ChainQuestion:
         self.whole = True
 
 
-class ChainView:
+class ChainQueries:
     """See the module."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
         self._jobs = common.jobs
-        self._questions: deque[_ChainQuestion] = deque()
+        self._questions: deque[_ChainQuery] = deque()
 
     # --- calls --------------------------------------------------------------------------------
 
-    def find(self, now_ms: int, request: calls.Chains) -> Later:
+    def find(self, now_ms: int, request: calls.Chains) -> DeferredReply:
         """
         Raises:
             BusyError: too many such questions wait.
@@ -142,7 +142,7 @@ class ChainView:
             )
         count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
-        question = _ChainQuestion(self._common.ticket(), [] if request.keys else names, count)
+        question = _ChainQuery(self._common.ticket(), [] if request.keys else names, count)
         table = self._forest.table(request.namespace)
         if request.keys and table is not None:
             known = dict(self._tips(request.namespace))
@@ -152,7 +152,7 @@ class ChainView:
                     question.found.append(_WalkStart(record, known.get(key)))
         self._questions.append(question)
         self._jobs.due |= DRAW
-        return Later(question.ticket)
+        return DeferredReply(question.ticket)
 
     def _names(self) -> list[str]:
         """The namespaces that were used last, and others if those are few."""
@@ -163,13 +163,13 @@ class ChainView:
             names[name] = None
         return list(islice(names, SPACES_MAX))
 
-    def _tips(self, namespace: str) -> list[tuple[Key, Tip]]:
+    def _tips(self, namespace: str) -> list[tuple[Key, MatchTip]]:
         spaces = self._common.traffic.spaces(namespace)
         return spaces[0].tips.items() if spaces else []
 
-    def blocks(self, now_ms: int, request: calls.Blocks) -> calls.BlocksFound:
+    def blocks(self, now_ms: int, request: calls.Blocks) -> calls.BlocksReply:
         table = self._forest.table(request.namespace)
-        found: list[calls.Block] = []
+        found: list[calls.BlockStatus] = []
         record: ObjectRecord | None = None
         for key in request.keys:
             record = None if table is None else table.get(key)
@@ -179,17 +179,17 @@ class ChainView:
             if record is None:
                 break
             found.append(self._block(now_ms, record.key, record))
-        return calls.BlocksFound(found)
+        return calls.BlocksReply(found)
 
-    def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.Block:
+    def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.BlockStatus:
         if record is None:
-            return calls.Block(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
+            return calls.BlockStatus(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
         there = self._pool.is_there(record, now_ms)
         segments: list[int] = []
         if there:
             segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]
         state = "complete" if there else "being_written" if record.writer else "missing"
-        return calls.Block(
+        return calls.BlockStatus(
             key=key,
             state=state,
             parent=b"" if record.parent is None else record.parent.key,
@@ -223,7 +223,7 @@ class ChainView:
         else:
             self._answer(now_ms, question)
 
-    def _look(self, now_ms: int, question: _ChainQuestion) -> None:
+    def _look(self, now_ms: int, question: _ChainQuery) -> None:
         """Looks for tips in the next namespaces."""
         steps = 0
         while question.names and steps < LOOKS:
@@ -240,7 +240,7 @@ class ChainView:
             steps += self._look_at_newest(question, table)
         question.found = _best(question.found, question.count)
 
-    def _look_at_newest(self, question: _ChainQuestion, table: NamespaceTable) -> int:
+    def _look_at_newest(self, question: _ChainQuery, table: NamespaceTable) -> int:
         """Finds leaves among the records that were added last. Returns how many it looked at."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
@@ -253,7 +253,7 @@ class ChainView:
                     question.found.append(_WalkStart(record, None))
         return steps
 
-    def _choose(self, now_ms: int, question: _ChainQuestion) -> None:
+    def _choose(self, now_ms: int, question: _ChainQuery) -> None:
         """Chooses the tips from which chains are walked."""
         chosen = _best(question.found, question.count)
         question.found = []
@@ -264,7 +264,7 @@ class ChainView:
         for tip in chosen:
             question.marks[tip.record] = None
 
-    def _walk(self, now_ms: int, question: _ChainQuestion) -> None:
+    def _walk(self, now_ms: int, question: _ChainQuery) -> None:
         """Goes on with the walks, over up to ``STEPS`` records."""
         steps = min(STEPS, question.steps_left)
         question.steps_left -= steps
@@ -335,7 +335,7 @@ class ChainView:
                 question.branch.cut = True
                 question.branch = None
 
-    def _begin(self, question: _ChainQuestion, last: ObjectRecord) -> _OpenBranch | None:
+    def _begin(self, question: _ChainQuery, last: ObjectRecord) -> _OpenBranch | None:
         """Begins a branch that ends at ``last``; None: there are too many, so the walks end."""
         if len(question.branches) == BRANCHES_MAX:
             question.whole = False
@@ -348,7 +348,7 @@ class ChainView:
         question.branch, question.at = branch, last
         return branch
 
-    def _answer(self, now_ms: int, question: _ChainQuestion) -> None:
+    def _answer(self, now_ms: int, question: _ChainQuery) -> None:
         """Puts the branches in order, each after the one above it, and answers."""
         roots: list[_OpenBranch] = []
         for branch in question.branches:
@@ -369,17 +369,15 @@ class ChainView:
         for number, branch in enumerate(ordered, 1):
             branch.number = number
             branch.below = []  # leaves no reference cycle
-        self._finish(now_ms, question, [_told(branch, now_ms) for branch in ordered])
+        self._finish(now_ms, question, [_to_branch(branch, now_ms) for branch in ordered])
 
-    def _finish(
-        self, now_ms: int, question: _ChainQuestion, branches: Sequence[calls.Branch]
-    ) -> None:
+    def _finish(self, now_ms: int, question: _ChainQuery, branches: Sequence[calls.Branch]) -> None:
         common = self._common
         self._questions.popleft()
         self._jobs.note(DRAW, bool(self._questions))
         uptime_ms = now_ms - common.started_ms
-        reply = calls.ChainsFound(common.epoch, uptime_ms, branches, question.whole)
-        common.effect(Answer(question.ticket, reply))
+        reply = calls.ChainsReply(common.epoch, uptime_ms, branches, question.whole)
+        common.effect(SendReply(question.ticket, reply))
 
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
@@ -416,7 +414,7 @@ def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
     return ordered
 
 
-def _told(branch: _OpenBranch, now_ms: int) -> calls.Branch:
+def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
     places = sorted(branch.places.items(), key=lambda place: -place[1])[:SEGMENTS_TOLD]
     return calls.Branch(
         namespace=branch.last.namespace,

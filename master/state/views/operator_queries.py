@@ -10,8 +10,8 @@ from kvstore.master.state import liveness
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
-from kvstore.master.state.state_context import Common
-from kvstore.master.state.traffic import ClientRow, Space
+from kvstore.master.state.state_context import StateContext
+from kvstore.master.state.traffic import ClientRow, NamespaceTrafficRecord
 from kvstore.tenants import UNBOUNDED
 
 LIST_ROWS_MAX = 1_000
@@ -33,10 +33,10 @@ _NAMESPACES = 1 << 63
 """This bit is set in a cursor that has passed the nodes."""
 
 
-class Report:
+class OperatorQueries:
     """Answers the queries from the state of one master."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: StateContext) -> None:
         self._common = common
 
     def status(self, now_ms: int, request: calls.Status) -> calls.ClusterStatus:
@@ -70,7 +70,7 @@ class Report:
             tenants=[] if request.cursor else _tenants(common),
         )
 
-    def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.Listed:
+    def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.ListObjectsReply:
         common = self._common
         if request.namespace:
             table = common.forest.table(request.namespace)
@@ -86,7 +86,7 @@ class Report:
         for index, shard in enumerate(shards_from(tables, first), first):
             for record in islice(shard.values(), position, None):
                 if len(rows) == limit or common.forest.steps >= steps_max:
-                    return calls.Listed(rows, index << _POSITION_BITS | position)
+                    return calls.ListObjectsReply(rows, index << _POSITION_BITS | position)
                 position += 1
                 common.forest.steps += 1
                 if record.key.startswith(request.prefix) and (
@@ -94,7 +94,7 @@ class Report:
                 ):
                     rows.append(_row(common, record, now_ms))
             position = 0
-        return calls.Listed(rows, 0)
+        return calls.ListObjectsReply(rows, 0)
 
     def stat_object(self, now_ms: int, request: calls.StatObject) -> calls.ObjectDetail:
         common = self._common
@@ -129,14 +129,16 @@ class Report:
             next_cursor=cursor if cursor < len(spaces) else 0,
         )
 
-    def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
+    def describe_segments(
+        self, now_ms: int, request: calls.DescribeSegments
+    ) -> calls.DescribeSegmentsReply:
         del now_ms
         known = self._common.pool.segments
         asked = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
-        return calls.Segments(self._common.epoch, [describe(known[i]) for i in asked])
+        return calls.DescribeSegmentsReply(self._common.epoch, [describe(known[i]) for i in asked])
 
 
-def _tenants(common: Common) -> list[calls.TenantStatus]:
+def _tenants(common: StateContext) -> list[calls.TenantStatus]:
     tenants = common.pool.tenants
     if tenants is None:
         return []
@@ -160,7 +162,7 @@ def _tenants(common: Common) -> list[calls.TenantStatus]:
     return sorted(rows)
 
 
-def _counters(common: Common) -> list[calls.Counter]:
+def _counters(common: StateContext) -> list[calls.Counter]:
     pool = common.pool
     counters = {
         **common.counters,
@@ -174,7 +176,9 @@ def _counters(common: Common) -> list[calls.Counter]:
     return [calls.Counter(name, value) for name, value in counters.items()]
 
 
-def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
+def _namespaces(
+    common: StateContext, place: int, left: int, rows: list[calls.NamespaceStatus]
+) -> int:
     """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
     for table in islice(known.values(), place, min(place + left, len(known))):
@@ -183,7 +187,9 @@ def _namespaces(common: Common, place: int, left: int, rows: list[calls.Namespac
     return _NAMESPACES | place + left if place + left < len(known) else 0
 
 
-def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffic:
+def _traffic(
+    common: StateContext, space: NamespaceTrafficRecord, now_ms: int
+) -> calls.NamespaceTraffic:
     table = common.forest.table(space.name)
     askers = space.askers.all()
     missed = sorted((row for row in askers if row.missed), key=lambda row: -row.missed_ms)
@@ -234,7 +240,7 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
     )
 
 
-def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
+def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not common.pool.is_there(record, now_ms):
         described = "being_written"
     else:
@@ -250,7 +256,7 @@ def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     )
 
 
-def _node(common: Common, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
+def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
     segments = common.membership.segments[node.name]
     described = common.membership.state_of(node, now_ms)
     if node.draining and described == liveness.ALIVE:

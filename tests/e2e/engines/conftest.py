@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.engines import models
 from tests.e2e.engines.engine import Engine
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 
 if importlib.util.find_spec("vllm") is None:
@@ -36,14 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Preloaded]:
-    preloaded = Preloaded()
+def preloaded() -> Iterator[ForkServer]:
+    preloaded = ForkServer()
     yield preloaded
     preloaded.close()
 
 
 @pytest.fixture(scope="session")
-def make_model(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+def make_model(preloaded: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """A tiny model on disk; each kind is made once. Arguments: as of ``models``."""
     made: dict[tuple[str, ...], Path] = {}
 
@@ -67,14 +67,14 @@ def llama(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(preloaded: Preloaded, make_model: MakeModel) -> Iterator[Engine]:
+def plain(preloaded: ForkServer, make_model: MakeModel) -> Iterator[Engine]:
     """An engine of the same model without any connector: what is right."""
     with Engine(preloaded, make_model(), None) as plain:
         yield plain
 
 
 @pytest.fixture
-def engine(preloaded: Preloaded) -> Iterator[StartEngine]:
+def engine(preloaded: ForkServer) -> Iterator[StartEngine]:
     """Starts engines, which end with the test."""
     started: list[Engine] = []
 

@@ -56,7 +56,7 @@ OURS = {
 }
 
 
-class Substitute:
+class ConnectorPlugin:
     """A pytest plugin: their helpers make configurations that name this connector."""
 
     def __init__(self, model: str) -> None:
@@ -101,7 +101,7 @@ def inside() -> int:
     ]
     for name in OTHERS:
         options += ["--deselect", f"{UNIT}/{name}"]
-    return int(pytest.main([*options, *files], plugins=[Substitute(model)]))
+    return int(pytest.main([*options, *files], plugins=[ConnectorPlugin(model)]))
 
 
 if __name__ == "__main__":

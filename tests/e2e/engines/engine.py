@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 from examples import fleet as servers
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 
 ROOT = Path(__file__).parents[3]
 START_S = 180.0
@@ -39,7 +39,7 @@ class Engine:
     """The handle. ``close`` ends it, whatever happened to it."""
 
     def __init__(
-        self, preloaded: Preloaded, model: Path, transfer: dict[str, object] | None,
+        self, preloaded: ForkServer, model: Path, transfer: dict[str, object] | None,
         **arguments: object,
     ) -> None:  # fmt: skip
         """

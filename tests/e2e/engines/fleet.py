@@ -18,7 +18,7 @@ import pytest
 from examples import fleet as servers
 from examples.fleet import MODEL, RequestError, counters
 from tests.e2e.engines.engine import transfer_config
-from tests.e2e.engines.preloaded import Fork, Preloaded
+from tests.e2e.engines.preloaded import Fork, ForkServer
 from tests.support.processes import free_port
 from tests.support.wait import until
 
@@ -33,7 +33,7 @@ class Process:
     """A server with a port and a health page. Its log is a file."""
 
     def __init__(
-        self, preloaded: Preloaded, module: str, arguments: Sequence[str], log: Path, health: str
+        self, preloaded: ForkServer, module: str, arguments: Sequence[str], log: Path, health: str
     ) -> None:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
@@ -94,7 +94,7 @@ class Process:
 class Fleet:
     """Starts them all at once; ``close`` ends them."""
 
-    def __init__(self, preloaded: Preloaded, model: Path, master: str, directory: Path) -> None:
+    def __init__(self, preloaded: ForkServer, model: Path, master: str, directory: Path) -> None:
         self._preloaded = preloaded
         self._model = model
         self._master = master

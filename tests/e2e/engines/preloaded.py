@@ -1,7 +1,7 @@
 """Processes of vLLM that need not import it: forks of one that has.
 
 Importing vLLM is most of what a small engine's start costs: 8 s of CPU out of 11, and once more for
-each process that ``vllm serve`` starts. ``Preloaded`` starts ``python -m
+each process that ``vllm serve`` starts. ``ForkServer`` starts ``python -m
 tests.e2e.engines.preloaded SOCKET``, which imports it once, touches no tensor, imports nothing of
 kvstore that runs in an engine, and forks a process for each one that is asked for. What is forked
 runs a module as ``python -m`` would, with an environment, descriptors and a session of its own.
@@ -49,7 +49,7 @@ IMPORTED = (
 """What every engine here needs; what else it needs it imports itself."""
 
 
-class Preloaded:
+class ForkServer:
     """The process that is forked; ``close`` ends it, and what it forked lives on."""
 
     def __init__(self) -> None:

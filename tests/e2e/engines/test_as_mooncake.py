@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine
-from tests.e2e.engines.preloaded import ENVIRONMENT, ROOT, Preloaded
+from tests.e2e.engines.preloaded import ENVIRONMENT, ROOT, ForkServer
 from tests.e2e.engines.test_engine import WHOLE, cached, tokens
 from tests.support.cluster import Cluster
 from tests.support.wait import until
@@ -28,7 +28,7 @@ BUILT_IN = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 """Without a module path: the connector that vLLM brings."""
 
 
-class AsMooncake(Preloaded):
+class AsMooncake(ForkServer):
     """Starts ``kvstore as-mooncake -- python -m module``: a fork would not read PYTHONPATH."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from examples.fleet import MODEL, forget
 from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.fleet import Fleet, Process, ask
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 from tests.support.wait import until
 
@@ -25,7 +25,7 @@ Proxy = Callable[[list[Process], list[Process]], Process]
 
 @pytest.fixture(scope="module")
 def fleet(
-    preloaded: Preloaded, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
+    preloaded: ForkServer, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
     fleet = Fleet(preloaded, llama, shared.address, tmp_path_factory.mktemp("fleet"))
     for role in ("kv_producer", "kv_consumer"):
@@ -39,7 +39,7 @@ def fleet(
 
 
 @pytest.fixture
-def proxy(fleet: Fleet, preloaded: Preloaded, shared: Cluster, tmp_path: Path) -> Iterator[Proxy]:
+def proxy(fleet: Fleet, preloaded: ForkServer, shared: Cluster, tmp_path: Path) -> Iterator[Proxy]:
     """Starts proxies that all have the same secret."""
     secret = tmp_path / "secret"
     secret.touch(0o600)

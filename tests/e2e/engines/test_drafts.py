@@ -17,7 +17,7 @@ from examples.tiny import BLOCK_TOKENS
 from kvstore import Client
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine, transfer_config
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 
 WHOLE = 4 * BLOCK_TOKENS
@@ -43,7 +43,7 @@ def make_draft(folder: Path, llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(
-    preloaded: Preloaded, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
+    preloaded: ForkServer, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Engine]]:
     """Without a draft model, and with one."""
     model = str(make_draft(tmp_path_factory.mktemp("drafts") / "eagle", llama))

@@ -12,7 +12,7 @@ from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.fleet import Fleet
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 from tests.support.wait import until
 
@@ -22,7 +22,7 @@ WHOLE = 4 * BLOCK_TOKENS
 
 
 @pytest.fixture
-def fleet(preloaded: Preloaded, store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(preloaded: ForkServer, store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
     fleet = Fleet(preloaded, llama, store.address, tmp_path)
     yield fleet
     fleet.close()

@@ -17,7 +17,7 @@ from examples.fleet import MODEL, forget
 from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.fleet import Fleet, Process, ask
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 
 Body = dict[str, Any]
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(
-    preloaded: Preloaded, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
+    preloaded: ForkServer, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("pair")
     fleet = Fleet(preloaded, llama, shared.address, directory)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.e2e.engines.test_engine import cached, tokens
 from tests.support.cluster import Cluster
 
@@ -26,7 +26,9 @@ def recurrent(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(preloaded: Preloaded, recurrent: Path, shared: Cluster) -> Iterator[tuple[Engine, Engine]]:
+def pair(
+    preloaded: ForkServer, recurrent: Path, shared: Cluster
+) -> Iterator[tuple[Engine, Engine]]:
     """One that cuts prompts into chunks of two blocks, and one with settings of its own."""
     transfer = transfer_config(shared.address)
     with (

@@ -15,7 +15,7 @@ import pytest
 from kvstore import Client
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
-from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 
 SMALL, LARGE = 32, 64
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=["ranks", "blocks"])
 def pair(
-    request: pytest.FixtureRequest, preloaded: Preloaded, llama: Path, shared: Cluster
+    request: pytest.FixtureRequest, preloaded: ForkServer, llama: Path, shared: Cluster
 ) -> Iterator[Pair]:
     """Of one rank and of two; or of small blocks, without a setting, and of large ones."""
     shards: dict[str, Any] = {"tp_shards": 2} if request.param == "ranks" else {}

@@ -63,7 +63,7 @@ def stored(store: Cluster) -> list[str]:
     return [each.name for each in store.status().namespaces if each.name.startswith(ENGINE)]
 
 
-class Direct:
+class TierHarness:
     """The tier of an engine, called as vLLM's manager calls it, with jobs of our choice."""
 
     def __init__(self, engine: Engine) -> None:
@@ -234,7 +234,7 @@ def test_workers_that_cannot_be_identified_or_reached_share_nothing(
 
 
 def test_a_load_that_finds_some(start: Start, store: Cluster) -> None:
-    direct = Direct(start())
+    direct = TierHarness(start())
     keys = [direct.key(index) for index in range(6)]
     direct.rows[:6] = np.arange(6, dtype=np.uint8)[:, None]
     assert direct.store(keys, list(range(6))).success
@@ -256,7 +256,7 @@ def test_chunks_of_a_request_with_an_item_that_its_client_names_are_not_shared(
     start: Start,
 ) -> None:
     engine = start()
-    direct, request = Direct(engine), engine.request(prompt(1))
+    direct, request = TierHarness(engine), engine.request(prompt(1))
     keys = [direct.key(0), direct.key(1)]
     assert direct.store(keys[:1], [0]).success
     request.mm_features = [Mock(mm_hash="0f" * 32, identifier="0x" + "0f" * 32)]
@@ -266,7 +266,7 @@ def test_chunks_of_a_request_with_an_item_that_its_client_names_are_not_shared(
 
 
 def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None:
-    direct = Direct(start())
+    direct = TierHarness(start())
     keys = [direct.key(index) for index in range(3)]
     assert direct.store(keys[:2], [0, 1]).success
     (name,) = stored(store)
@@ -275,7 +275,7 @@ def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None
 
 
 def test_a_store_and_a_load_under_way_while_caches_are_reset(start: Start) -> None:
-    direct = Direct(start(pool=64))
+    direct = TierHarness(start(pool=64))
     keys = [direct.key(index) for index in range(40)]
     assert direct.store(keys[:20], list(range(20))).success
     numbers = [direct.submit(keys[:20], list(range(40, 60)), load=True)]
@@ -291,7 +291,7 @@ def test_events_tell_what_was_stored(start: Start, store: Cluster) -> None:
     engine = start(more={"enable_kv_events": True})
     assert engine.tier._events is None, "vLLM publishes no events in this configuration"
     engine.tier._events = []
-    direct = Direct(engine)
+    direct = TierHarness(engine)
     keys = [direct.key(index) for index in range(3)]
     direct.store(keys, [0, 1, 2])
     (event,) = engine.tier.take_events()
@@ -333,7 +333,7 @@ def test_the_store_is_killed_in_the_middle_and_comes_back(start: Start, store: C
 @pytest.mark.parametrize("who", ["master", "node"])
 def test_a_store_that_hangs(start: Start, store: Cluster, who: str) -> None:
     engine = start(more={"transports": ["tcp"]})
-    direct = Direct(engine)
+    direct = TierHarness(engine)
     keys = [direct.key(index) for index in range(8)]
     assert direct.store(keys, list(range(8))).success
     assert direct.lookup(*keys) == [LookupResult.HIT] * 8
@@ -369,7 +369,7 @@ def test_a_store_that_hangs(start: Start, store: Cluster, who: str) -> None:
 
 
 def test_a_lookup_is_given_up_before_other_calls(start: Start, store: Cluster) -> None:
-    direct = Direct(start())
+    direct = TierHarness(start())
     assert direct.lookup(direct.key(0)) == [LookupResult.MISS]
     store.master_server.freeze()
     try:
@@ -382,7 +382,7 @@ def test_a_lookup_is_given_up_before_other_calls(start: Start, store: Cluster) -
 
 def test_reset_and_end_while_the_store_hangs(start: Start, store: Cluster) -> None:
     engine = start(more={"transports": ["tcp"]})
-    direct = Direct(engine)
+    direct = TierHarness(engine)
     store.nodes[0].freeze()
     try:
         numbers = [direct.submit([direct.key(index)], [index], load=False) for index in range(12)]

@@ -14,7 +14,7 @@ from bench.tables import LMCACHE_ROWS
 from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.kvstore_driver import own_store
 from kvstore.bench.processes import ChildError, Children
-from kvstore.bench.rows import SHM, TCP, Row
+from kvstore.bench.rows import SHM, TCP, ComparisonCase
 from kvstore.bench.session import EXIST
 
 POOL = 256 << 20
@@ -27,7 +27,7 @@ roomy = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def measured(
-    children: Children, on_mooncake: bool, address: str, rows: list[Row]
+    children: Children, on_mooncake: bool, address: str, rows: list[ComparisonCase]
 ) -> Iterator[ClientProcess]:
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode

@@ -12,7 +12,7 @@ import torch
 
 from kvstore import AsyncClient, Client
 from kvstore.device.cuda import CUDADriver
-from kvstore.device.driver import Way
+from kvstore.device.driver import Direction
 from kvstore.device.drivers import driver_of
 from kvstore.memory.process_memory import cuda_device_at
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
@@ -139,10 +139,10 @@ def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:
                 tensor = gpu.empty(len(host))
                 gpu.finish()
                 at = tensor.data_ptr() + runs
-                _wait(driver, driver.copy(Way.LOAD, at, host.ctypes.data + runs, sizes))
+                _wait(driver, driver.copy(Direction.LOAD, at, host.ctypes.data + runs, sizes))
                 host[:] = 0
                 backwards = host.ctypes.data + runs[::-1]
-                _wait(driver, driver.copy(Way.SAVE, backwards, at[::-1], sizes))
+                _wait(driver, driver.copy(Direction.SAVE, backwards, at[::-1], sizes))
                 assert (host == expected).all()
             finally:
                 driver._batch = before

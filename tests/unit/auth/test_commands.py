@@ -19,8 +19,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvstore.auth import ca, certificates
 from kvstore.auth.certificates import inspect, loaded, names_of
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.identity import Identity, identity, identity_of
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.identity import Identity, identity_of, validated_identity
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.cli import auth as commands
 from kvstore.cli.main import cli
 from kvstore.cli.options import run
@@ -129,7 +129,7 @@ def test_init_writes_a_folder_that_only_its_owner_reads(kv: Shell) -> None:
 def test_issue_writes_a_file_that_a_process_can_use(there: Shell) -> None:
     out = there.done("issue", "e", *ENGINE, "--read", "shown", "--write", "log", "--days", "30")
     found = identity_in("e.auth")
-    assert found == identity(
+    assert found == validated_identity(
         "e", ["engine"], reads=("llama/*", "shown"), writes=("llama/*", "log"), number=found.number
     )
     assert found.number in out
@@ -294,7 +294,7 @@ def test_revoke_adds_the_numbers_of_a_name_or_one_number(there: Shell) -> None:
     assert "Copy kvstore-authority/revoked to" in there.done("revoke", "e")
     there.done("revoke", identity_in("f2").number)
     there.done("revoke", "e")
-    file = Revoked(str(FOLDER / "revoked"))
+    file = RevocationList(str(FOLDER / "revoked"))
     assert [file.has(identity_in(name)) for name in ("e1", "e2", "f1", "f2")] == [
         True, True, False, True,
     ]  # fmt: skip

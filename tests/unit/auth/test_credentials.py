@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("files_at_once")
 
 
 @pytest.fixture(scope="module")
-def signer() -> certificates.Signer:
+def signer() -> certificates.SigningAuthority:
     return identities.authority()
 
 
 @pytest.fixture
-def path(tmp_path: Path, signer: certificates.Signer) -> Path:
+def path(tmp_path: Path, signer: certificates.SigningAuthority) -> Path:
     return write(tmp_path / "e.auth", content(signer, ENGINE))
 
 
@@ -39,12 +39,14 @@ def test_a_file_and_a_folder_say_the_same(tmp_path: Path, path: Path) -> None:
     assert "PRIVATE" not in repr(pems) + str(pems) + repr(Credentials(str(path)))
 
 
-def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path, signer: certificates.Signer) -> None:
+def test_a_folder_as_kubernetes_mounts_it(
+    tmp_path: Path, signer: certificates.SigningAuthority
+) -> None:
     """Each file is a link to ..data, which is a link to a folder that is replaced."""
     mount = tmp_path / "mount"
     mount.mkdir()
 
-    def publish(name: str) -> credentials.Pems:
+    def publish(name: str) -> credentials.PemBundle:
         pems = certificates.issue(signer, ENGINE, NOW).pems
         identities.folder(mount / name, pems)
         (mount / "..new").symlink_to(name)
@@ -61,14 +63,14 @@ def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path, signer: certificates.S
     assert tuple(found.pems()) == tuple(second)
 
 
-Change = Callable[[Path, certificates.Signer], object]
+Change = Callable[[Path, certificates.SigningAuthority], object]
 
 
 def text(before: str, after: str) -> Change:
     return lambda path, _: path.write_text(path.read_text().replace(before, after))
 
 
-def _other_key(path: Path, signer: certificates.Signer) -> None:
+def _other_key(path: Path, signer: certificates.SigningAuthority) -> None:
     own, other = read(str(path)), certificates.issue(signer, ENGINE, NOW).pems
     path.write_bytes(path.read_bytes().replace(own.key, other.key))
 
@@ -87,7 +89,7 @@ def _other_key(path: Path, signer: certificates.Signer) -> None:
     ],
 )  # fmt: skip
 def test_a_file_that_is_of_no_use_is_refused(
-    path: Path, signer: certificates.Signer, change: Change, says: str
+    path: Path, signer: certificates.SigningAuthority, change: Change, says: str
 ) -> None:
     change(path, signer)
     with pytest.raises(ConfigError, match=says) as refused:
@@ -113,7 +115,7 @@ def test_the_mode_of_a_folders_key_counts(tmp_path: Path, path: Path) -> None:
 
 
 def test_a_name_cannot_end_the_part_before_the_authorities(
-    tmp_path: Path, signer: certificates.Signer
+    tmp_path: Path, signer: certificates.SigningAuthority
 ) -> None:
     """The word was looked for anywhere, also in the text before the key."""
     whole = b"Authorities: see below; " + content(signer, ENGINE)
@@ -134,7 +136,7 @@ def name_of(found: Credentials) -> str:
 
 
 def test_a_replaced_file_counts_from_then_on(
-    path: Path, signer: certificates.Signer, caplog: pytest.LogCaptureFixture
+    path: Path, signer: certificates.SigningAuthority, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvstore.files")
     found = Credentials(str(path))
@@ -151,7 +153,7 @@ def test_a_replaced_file_counts_from_then_on(
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.0])
 def test_a_half_written_file_keeps_the_old_one(
-    path: Path, signer: certificates.Signer, kept: float, caplog: pytest.LogCaptureFixture
+    path: Path, signer: certificates.SigningAuthority, kept: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = Credentials(str(path))
     new = content(signer, ENGINE._replace(name="other"))
@@ -164,7 +166,7 @@ def test_a_half_written_file_keeps_the_old_one(
     assert name_of(found) == "other"
 
 
-def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.Signer) -> None:
+def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.SigningAuthority) -> None:
     """chmod changes neither time, size nor inode, so the new file was not looked at again."""
     found = Credentials(str(path))
     write(path.with_name("new"), content(signer, ENGINE._replace(name="other"))).chmod(0o644)
@@ -175,7 +177,7 @@ def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.Signer
 
 
 def test_a_server_serves_with_what_is_there_now(
-    tmp_path: Path, path: Path, signer: certificates.Signer
+    tmp_path: Path, path: Path, signer: certificates.SigningAuthority
 ) -> None:
     """Certificate and authorities: those of the moment of the handshake."""
     master = write(tmp_path / "m.auth", content(signer, MASTER))

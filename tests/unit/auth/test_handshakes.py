@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from kvstore.auth import certificates
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials, channel_options
 from tests.support import identities
 from tests.support.identities import ENGINE, MASTER, NODE, NOW, credentials, shake
@@ -22,7 +22,7 @@ WITHIN_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def signer() -> certificates.Signer:
+def signer() -> certificates.SigningAuthority:
     return identities.authority()
 
 
@@ -83,7 +83,7 @@ def both(client: Credentials, server: Credentials, name: str = MASTER_NAME) -> N
 
 
 def test_peers_of_one_authority_accept_each_other(
-    tmp_path: Path, signer: certificates.Signer
+    tmp_path: Path, signer: certificates.SigningAuthority
 ) -> None:
     master, node, engine = (credentials(tmp_path, signer, w) for w in (MASTER, NODE, ENGINE))
     for client in (master, node, engine):
@@ -93,7 +93,9 @@ def test_peers_of_one_authority_accept_each_other(
     assert {end.version() for end in ends} == {"TLSv1.3"}
 
 
-def test_grpc_hands_on_who_the_peer_is(tmp_path: Path, signer: certificates.Signer) -> None:
+def test_grpc_hands_on_who_the_peer_is(
+    tmp_path: Path, signer: certificates.SigningAuthority
+) -> None:
     with serving(credentials(tmp_path, signer, MASTER)) as address:
         found = call(address, credentials(tmp_path, signer, ENGINE))
     assert found.startswith("kvstore:engine/e?id=")
@@ -111,7 +113,7 @@ def test_grpc_hands_on_who_the_peer_is(tmp_path: Path, signer: certificates.Sign
     ],
 )
 def test_another_role_and_another_time_are_refused(
-    tmp_path: Path, signer: certificates.Signer, name: str, server: Wanted,
+    tmp_path: Path, signer: certificates.SigningAuthority, name: str, server: CertificateRequest,
     client_days_ago: int, server_days_ago: int,
 ) -> None:  # fmt: skip
     with pytest.raises(ssl.SSLError):
@@ -123,7 +125,7 @@ def test_another_role_and_another_time_are_refused(
 
 
 def test_another_authority_is_refused_by_both_ends(
-    tmp_path: Path, signer: certificates.Signer
+    tmp_path: Path, signer: certificates.SigningAuthority
 ) -> None:
     """Until either file trusts both, as docs/security.md says of a new CA."""
     other, trusted = identities.authority(), certificates.pem(signer.certificate)
@@ -148,7 +150,7 @@ def test_another_authority_is_refused_by_both_ends(
     both(Credentials(client.path), Credentials(server.path))
 
 
-def test_tls_1_2_is_refused(tmp_path: Path, signer: certificates.Signer) -> None:
+def test_tls_1_2_is_refused(tmp_path: Path, signer: certificates.SigningAuthority) -> None:
     master, engine = (credentials(tmp_path, signer, each) for each in (MASTER, ENGINE))
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -164,7 +166,7 @@ def test_tls_1_2_is_refused(tmp_path: Path, signer: certificates.Signer) -> None
 
 
 def test_a_client_without_a_certificate_is_refused(
-    tmp_path: Path, signer: certificates.Signer
+    tmp_path: Path, signer: certificates.SigningAuthority
 ) -> None:
     master = credentials(tmp_path, signer, MASTER)
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -175,7 +177,7 @@ def test_a_client_without_a_certificate_is_refused(
         ask(address, grpc.ssl_channel_credentials(master.pems().authorities))
 
 
-def test_no_session_is_resumed(tmp_path: Path, signer: certificates.Signer) -> None:
+def test_no_session_is_resumed(tmp_path: Path, signer: certificates.SigningAuthority) -> None:
     """Who resumes shows no certificate: it may have expired since."""
     master, engine = (credentials(tmp_path, signer, each) for each in (MASTER, ENGINE))
     client, _ = shake(engine.client(), master.server())

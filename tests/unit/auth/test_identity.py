@@ -11,10 +11,10 @@ from kvstore.auth.identity import (
     NODE,
     ROLES,
     check_pattern,
-    identity,
     identity_of,
     matches,
     parse,
+    validated_identity,
 )
 from kvstore.errors import InvalidArgumentError
 
@@ -41,7 +41,7 @@ def test_a_uri_says_all_of_an_identity(
     nodes: tuple[str, ...],
     number: str,
 ) -> None:
-    who = identity(
+    who = validated_identity(
         name, roles, reads=reads, writes=writes, nodes=nodes if NODE in roles and nodes else ALL,
         number=number,
     )  # fmt: skip
@@ -144,11 +144,11 @@ def test_what_is_no_pattern_is_refused(pattern: str) -> None:
 def test_a_role_or_a_name_that_is_none_is_refused() -> None:
     for roles in ([], ["root"], ["engine", "root"]):
         with pytest.raises(InvalidArgumentError, match="role"):
-            identity("x", roles)
+            validated_identity("x", roles)
     for name in ("", "a b", "a\nb", "x" * 65, "\ud800"):
         with pytest.raises(InvalidArgumentError, match="name"):
-            identity(name, ["engine"])
+            validated_identity(name, ["engine"])
 
 
 def test_how_it_is_shown() -> None:
-    assert identity("x", ["node", "engine"]).shown == "engine+node x"
+    assert validated_identity("x", ["node", "engine"]).shown == "engine+node x"

@@ -9,14 +9,14 @@ from typing import Final, get_args
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import ALL, ENGINE, NODE, ROLES, Identity, identity
+from kvstore.auth.identity import ALL, ENGINE, NODE, ROLES, Identity, validated_identity
 from kvstore.auth.permissions import (
     RULES,
     check,
     check_events,
     check_node,
     map_rights,
-    shown_status,
+    visible_status,
 )
 from kvstore.calls import MapRight, Request
 from kvstore.errors import PermissionDeniedError
@@ -25,14 +25,16 @@ from kvstore.limits import Key, Namespace
 OWN, READ_ONLY, WRITE_ONLY, FOREIGN, EMPTY = "mine/a", "shown/a", "log/a", "theirs/a", ""
 
 WHO: Final[dict[str, Identity]] = {
-    "admin": identity("a", ["admin"]),
-    "master": identity("m", ["master"]),
-    "node": identity("n", ["node"], nodes=["host-7"]),
-    "engine": identity("e", ["engine"], reads=["mine/*", "shown/*"], writes=["mine/*", "log/*"]),
+    "admin": validated_identity("a", ["admin"]),
+    "master": validated_identity("m", ["master"]),
+    "node": validated_identity("n", ["node"], nodes=["host-7"]),
+    "engine": validated_identity(
+        "e", ["engine"], reads=["mine/*", "shown/*"], writes=["mine/*", "log/*"]
+    ),
     # May read alone.
-    "reader": identity("r", ["engine"], reads=["mine/*"]),
+    "reader": validated_identity("r", ["engine"], reads=["mine/*"]),
     # Patterns give it nothing: it is no engine.
-    "observer": identity("o", ["observer"], reads=ALL, writes=ALL),
+    "observer": validated_identity("o", ["observer"], reads=ALL, writes=ALL),
 }
 
 # Columns: own, read only, write only, foreign, empty namespace; of calls without a namespace one.
@@ -163,7 +165,7 @@ def test_a_match_names_many_namespaces_and_needs_all() -> None:
 
 
 def test_roles_add_up() -> None:
-    both = identity("x", [NODE, ENGINE], writes=["a"], nodes=["host-7"])
+    both = validated_identity("x", [NODE, ENGINE], writes=["a"], nodes=["host-7"])
     assert may(both, request(calls.Remove, "a"))
     assert not may(both, request(calls.Remove, "b"))
     assert may(both, request(calls.Drain, "host-7"))
@@ -213,7 +215,7 @@ def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
     rows = [calls.NamespaceStatus(name, 1, 1) for name in (OWN, READ_ONLY, WRITE_ONLY, FOREIGN)]
     status = calls.ClusterStatus(1, "", 0, [], rows, [])
     seen = {
-        role: [each.name for each in shown_status(who, status).namespaces]
+        role: [each.name for each in visible_status(who, status).namespaces]
         for role, who in WHO.items()
     }
     everything = [row.name for row in rows]
@@ -233,7 +235,7 @@ def test_an_engine_sees_no_count_of_what_others_do() -> None:
     node = calls.NodeStatus("n", "h", "alive", "", 0, (), stored_bytes=1, read_bytes=2)
     status = status._replace(nodes=[node._replace(written_bytes=3)])
     for role, who in WHO.items():
-        shown = shown_status(who, status)
+        shown = visible_status(who, status)
         (its,) = shown.nodes
         seen = bool(shown.counters), (its.stored_bytes, its.read_bytes, its.written_bytes)
         is_engine = role in ("engine", "reader")
@@ -248,7 +250,8 @@ def test_an_engine_sees_no_tenant_but_its_own() -> None:
     rows[0] = rows[0]._replace(namespaces=())
     status = calls.ClusterStatus(1, "", 0, [], [], [], tenants=rows)
     seen = {
-        role: [each.name for each in shown_status(who, status).tenants] for role, who in WHO.items()
+        role: [each.name for each in visible_status(who, status).tenants]
+        for role, who in WHO.items()
     }
     everything = ["", "mine", "theirs"]
     assert seen == {
@@ -271,10 +274,10 @@ def test_an_engine_sees_no_tenant_but_its_own() -> None:
         (WHO["engine"], MapRight.READ | MapRight.WRITE),
         (WHO["reader"], MapRight.READ),
         (WHO["observer"], 0),
-        (identity("w", ["engine"], writes=["mine/*"]), MapRight.WRITE),
-        (identity("e", ["engine"], reads=["*"], writes=["a*"]), 7),
-        (identity("e", ["engine"], reads=["a", "*"], writes=["*"]), 15),
-        (identity("both", ["engine", "node"], writes=["a"]), 7),
+        (validated_identity("w", ["engine"], writes=["mine/*"]), MapRight.WRITE),
+        (validated_identity("e", ["engine"], reads=["*"], writes=["a*"]), 7),
+        (validated_identity("e", ["engine"], reads=["a", "*"], writes=["*"]), 15),
+        (validated_identity("both", ["engine", "node"], writes=["a"]), 7),
     ],
 )
 def test_what_an_identity_may_do_with_memory_of_all_namespaces(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.auth.identity import identity
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.identity import validated_identity
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.errors import ConfigError
 from kvstore.process.watched_files import refused_files
 
 
-def has(file: Revoked, number: str = "9c41f0aa52e3b817") -> bool:
-    return file.has(identity("x", ["engine"], reads=["a"], number=number))
+def has(file: RevocationList, number: str = "9c41f0aa52e3b817") -> bool:
+    return file.has(validated_identity("x", ["engine"], reads=["a"], number=number))
 
 
 @pytest.mark.usefixtures("files_at_once")
@@ -21,7 +21,7 @@ def test_a_list_that_lacks_numbers_changes_nothing(tmp_path: Path) -> None:
     """A list that was emptied, or was cut on a full disk, let in a revoked identity."""
     path = tmp_path / "revoked"
     path.touch()
-    file = Revoked(str(path), kept_s=60)
+    file = RevocationList(str(path), kept_s=60)
     assert not has(file)
     path.write_text("1\n9c41f0aa52e3b817  # decode-7, 2026-11-26\n")
     assert has(file)
@@ -47,9 +47,9 @@ def test_a_number_is_known_as_other_tools_write_it(tmp_path: Path, line: str) ->
     """Was compared as text, and a comment that was not ASCII left the whole file unread."""
     path = tmp_path / "revoked"
     path.write_text(f"# by hand: ü\n\n{line}\n", encoding="utf-8")
-    assert has(Revoked(str(path)))
+    assert has(RevocationList(str(path)))
     path.write_bytes(b"# \xff\n9c41f0aa52e3b817\n")
-    assert has(Revoked(str(path)))
+    assert has(RevocationList(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_without_a_list_no_process_starts(tmp_path: Path, content: str | None, s
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=f"auth_revoked {path} .*{said}"):
-        Revoked(str(path))
+        RevocationList(str(path))

@@ -16,13 +16,13 @@ from cryptography.x509.oid import NameOID
 
 from kvstore.auth import certificates, credentials
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.validity import DAY_S, Validity, validity_of
+from kvstore.auth.validity import DAY_S, ValidityPeriod, validity_of
 from tests.support import identities
 from tests.support.identities import ENGINE, content, write
 
 
 @pytest.fixture(scope="module")
-def signer() -> certificates.Signer:
+def signer() -> certificates.SigningAuthority:
     return identities.authority()
 
 
@@ -30,7 +30,7 @@ Valid = Callable[..., str]
 
 
 @pytest.fixture
-def valid(tmp_path: Path, signer: certificates.Signer) -> Valid:
+def valid(tmp_path: Path, signer: certificates.SigningAuthority) -> Valid:
     """Writes the file of an identity that is valid for a year, which began some days ago."""
 
     def write_it(days_ago: float, days: int = 365) -> str:
@@ -64,7 +64,7 @@ def certificate(since: datetime, until: datetime, names: int = 1) -> str:
 def test_the_times_are_those_of_the_certificate(until: datetime, names: int) -> None:
     since = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
     found = validity_of(certificate(since, until, names))
-    assert found == Validity(since.timestamp(), until.timestamp())
+    assert found == ValidityPeriod(since.timestamp(), until.timestamp())
 
 
 # --- who says it ------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bench.tables import ROWS, TABLES
-from kvstore.bench.harness import Plan, Result, Sample, numbers, page_of
-from kvstore.bench.rows import Row, choose
+from kvstore.bench.harness import ComparisonPlan, Result, Sample, numbers, page_of
+from kvstore.bench.rows import ComparisonCase, choose
 from kvstore.bench.session import GET_VIEW, PUT
 from kvstore.bench.timing import Spread
 
 MACHINE = {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1", "date": "2026-01-02"}
 FOUND = {"machine": MACHINE, "load": [0.25, 0.5]}
-PLAN = Plan(3, 0.5, 1 << 30)
+PLAN = ComparisonPlan(3, 0.5, 1 << 30)
 TABLE = TABLES["mooncake"]
 [AGAIN] = choose("get_again", ROWS)
 
@@ -23,7 +23,7 @@ def samples(*times_us: float, processor_us: tuple[float, ...] = (8.0, 2.0, 0.0))
     return [Sample(100, 1e6 / us, us, 2 * us, shares) for us in times_us]
 
 
-def result(row: Row = AGAIN, ours: float = 10.0, theirs: float = 80.0) -> Result:
+def result(row: ComparisonCase = AGAIN, ours: float = 10.0, theirs: float = 80.0) -> Result:
     found = {
         "kvstore": samples(ours, 2 * ours, ours),
         "Mooncake": samples(theirs, 2 * theirs, theirs, processor_us=(5.0, 5.0, 5.0)),
@@ -59,11 +59,11 @@ def test_a_line_has_times_ratios_and_processor_time() -> None:
 
 
 def test_a_row_of_kvstore_bench_is_of_one_call_and_its_whole_batch() -> None:
-    row = Row(op=PUT, mode="shm", size=1_000_000, batch=64)
+    row = ComparisonCase(op=PUT, mode="shm", size=1_000_000, batch=64)
     assert numbers(row, Sample(3, 500.0, 2000.0, 3000.0, {"client": 1.0, "master": 2.0})) == {
         "system": "kvstore", "mode": "shm", "op": "put", "size_bytes": 1_000_000, "batch": 64,
         "per_second": 32_000.0, "gb_per_second": 32.0, "p50_us": 2000.0, "p99_us": 3000.0,
         "processor_us": 3.0,
     }  # fmt: skip
-    view = Row(op=GET_VIEW, mode="shm", size=4 << 20, batch=64)
+    view = ComparisonCase(op=GET_VIEW, mode="shm", size=4 << 20, batch=64)
     assert numbers(view, Sample(1, 2500.0, 400.0, 400.0, {}))["gb_per_second"] == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.tables import REDIS_ROWS, ROWS, TABLES
-from kvstore.bench.rows import MODES, Row, choose, memory_needed, rows_of_host, size_name
+from kvstore.bench.rows import MODES, ComparisonCase, choose, memory_needed, rows_of_host, size_name
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,7 +71,7 @@ def test_redis_has_the_same_work_on_either_path() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_where_the_work_differs_the_row_says_so(row: Row) -> None:
+def test_where_the_work_differs_the_row_says_so(row: ComparisonCase) -> None:
     assert row.notes
     assert row.peers_op in (PUT, GET, EXIST), "what the peer has"
     if row.peers_op != row.op:

@@ -24,8 +24,8 @@ from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.memory import shm_entries
-from kvstore.memory.header import Header, Owner
-from kvstore.memory.shm_entries import LeftOver
+from kvstore.memory.header import Header, SegmentOwner
+from kvstore.memory.shm_entries import LeftoverSegment
 from tests.support.processes import run_python
 from tests.unit.cli.conftest import KV, Result
 
@@ -283,7 +283,7 @@ def test_status(kv: KV) -> None:
 def test_the_status_names_a_node_that_died_and_puts_that_were_refused(
     kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = [calls.GoneNode("host-b", "h", "silent", 9_000, 7, 0, False)]
+    gone = [calls.DepartedNode("host-b", "h", "silent", 9_000, 7, 0, False)]
     counters = [calls.Counter(f"refused_{of}", 3) for of in ("leased", "pins")]
     seen = store.status()._replace(gone=gone, counters=counters)
     monkeypatch.setattr(store, "status", lambda: seen)
@@ -350,7 +350,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stores that were measured; nothing is measured here."""
     found: list[str] = []
 
-    def measure(table: Table, rows: object, plan: harness.Plan, *_: object) -> NoReturn:
+    def measure(table: Table, rows: object, plan: harness.ComparisonPlan, *_: object) -> NoReturn:
         system = table.systems["kvstore"]
         with system.start(plan.pool_bytes) as servers:
             auth = system.options["auth"]
@@ -481,7 +481,9 @@ def test_asked_wrongly(kv: KV, arguments: list[str], says: str) -> None:
 
 
 def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [LeftOver(f"/dev/shm/kvstore.{each}", each, Owner(each), 1, 1) for each in "ab"]
+    left = [
+        LeftoverSegment(f"/dev/shm/kvstore.{each}", each, SegmentOwner(each), 1, 1) for each in "ab"
+    ]
     monkeypatch.setattr(shm_entries, "left_overs", lambda: left)
     shown = [json.loads(line) for line in kv("--cluster", "b", "clean", "--json").out.splitlines()]
     assert [each["node"] for each in shown] == ["b"]

@@ -10,7 +10,7 @@ import pytest
 
 import kvstore.mooncake_shim
 from kvstore.cli import as_mooncake
-from kvstore.cli.as_mooncake import MEANT, in_own_words
+from kvstore.cli.as_mooncake import MEANT, translate_arguments
 from kvstore.cli.master import command
 from kvstore.config import MasterConfig
 from tests.support.processes import KVSTORE, run_python
@@ -18,7 +18,7 @@ from tests.support.processes import KVSTORE, run_python
 
 def config_of(typed: str) -> tuple[MasterConfig, set[str]]:
     """The settings of the master that is started, and the flags that are named as ignored."""
-    own, ignored = in_own_words(typed.split())
+    own, ignored = translate_arguments(typed.split())
     given = command.make_context("kvstore-master", list(own)).params
     fields = {key: value for key, value in given.items() if key in MasterConfig.model_fields}
     settings = MasterConfig(**{key: value for key, value in fields.items() if value is not None})

@@ -29,7 +29,7 @@ def offers(
     room = SimpleNamespace(f_bavail=shared // 4096, f_blocks=shared // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: room)
     monkeypatch.setattr(host, "memory_available", lambda: free)
-    limits = [] if limit is None else [cgroup.Limit("/sys/fs/cgroup/one", limit, 0)]
+    limits = [] if limit is None else [cgroup.CgroupLimit("/sys/fs/cgroup/one", limit, 0)]
     monkeypatch.setattr(cgroup, "limits", lambda: limits)
 
 

@@ -12,8 +12,8 @@ from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows import allocate, put
 from kvstore.client.flows.write_objects import PutOptions
-from kvstore.client.leases.lease_table import Unneeded
-from kvstore.client.leases.views import Views
+from kvstore.client.leases.lease_table import RedundantAllocation
+from kvstore.client.leases.views import ViewManager
 from kvstore.client.values import Bytes1D, described_as
 from kvstore.clock import uptime
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError
@@ -30,7 +30,7 @@ class Store(World):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.views = Views(self._renew, lease_margin_s=0.2, reads=self.context.leases)
+        self.views = ViewManager(self._renew, lease_margin_s=0.2, reads=self.context.leases)
         self.devices = ClientDevices()
         self.context.pool, self.context.views = cast(Any, self), self.views
         self.context.clock = uptime  # as the views'
@@ -55,12 +55,12 @@ class Store(World):
     def _renew(self, request: calls.Request, seconds: float) -> calls.Reply:
         del seconds
         if isinstance(request, calls.PutRevoke):
-            return calls.Revoked(1)
+            return calls.PutRevokeReply(1)
         raise MasterUnreachableError("the background is quiet here")
 
 
-def renewed(*, key: bool, token: bool) -> calls.Renewed:
-    return calls.Renewed(10_000, 30_000, bytes([key]), bytes([token]))
+def renewed(*, key: bool, token: bool) -> calls.RenewReply:
+    return calls.RenewReply(10_000, 30_000, bytes([key]), bytes([token]))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_commit_that_was_carried_out_is_not_written_again(
 
 def test_a_commit_that_never_came_is_made_again(store: Store, unanswered: Bytes1D) -> None:
     store.answers[calls.Renew] = [renewed(key=False, token=True), renewed(key=True, token=False)]
-    store.answers[calls.Commit] = calls.Committed(STORED)
+    store.answers[calls.Commit] = calls.CommitReply(STORED)
     assert store.put("k", unanswered) is STORED
     assert store.moved == [], "its header stands there, or what it made was removed and wiped"
 
@@ -108,7 +108,7 @@ def test_made_again_under_another_key_it_has_another_header(
     store: Store, unanswered: Bytes1D
 ) -> None:
     store.answers[calls.Renew] = [renewed(key=False, token=True), renewed(key=True, token=False)]
-    store.answers[calls.Commit] = calls.Committed(STORED)
+    store.answers[calls.Commit] = calls.CommitReply(STORED)
     assert store.put("other", unanswered) is STORED
     (transfer,) = store.moved
     assert transfer.deadline is not None
@@ -134,11 +134,11 @@ def test_an_allocation_whose_object_is_there_stays_readable_and_is_no_allocation
     store: Store,
 ) -> None:
     array = store.allocate()
-    store.answers[calls.Commit] = calls.Committed(FOUND)
+    store.answers[calls.Commit] = calls.CommitReply(FOUND)
     assert store.put("k", array) is FOUND
     lease = store.views.of(array)
     assert lease is not None
-    assert lease.what == Unneeded(EPOCH, TOKEN)
+    assert lease.what == RedundantAllocation(EPOCH, TOKEN)
     assert lease.held
     assert store.views.allocation(array.data) is None
     store.segments[1] = store.segments[1]._replace(generation=2)

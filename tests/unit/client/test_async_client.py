@@ -13,7 +13,7 @@ import pytest
 from kvstore import AsyncClient, Client
 from kvstore.client import async_client
 from kvstore.errors import DeadlineExceededError
-from kvstore.process.cancellation import CallStoppedError, current
+from kvstore.process.cancellation import CallCancelledError, current
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ class Question:
                 self.begun.set()
                 assert self.answered.wait(10)
             self.written = True
-        except CallStoppedError:
+        except CallCancelledError:
             self.stopped.set()
             raise
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvstore.client.rpc.channels import Channels
+from kvstore.client.rpc.channels import ChannelPool
 
 ADDRESS = "127.0.0.1:1"
 
@@ -18,14 +18,14 @@ def now() -> list[float]:
 
 
 @pytest.fixture
-def channels(now: list[float]) -> Iterator[Channels]:
-    made = Channels(idle_s=25.0, clock=lambda: now[0])
+def channels(now: list[float]) -> Iterator[ChannelPool]:
+    made = ChannelPool(idle_s=25.0, clock=lambda: now[0])
     yield made
     made.close()
 
 
 def test_an_idle_channel_is_replaced_and_one_in_use_is_not(
-    channels: Channels, now: list[float]
+    channels: ChannelPool, now: list[float]
 ) -> None:
     with channels.lend(ADDRESS, 200.0) as first:
         now[0] += 30.0

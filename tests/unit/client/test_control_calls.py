@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS
-from kvstore.client.flows.control_calls import Match, match_all, match_prefix, remove
+from kvstore.client.flows.control_calls import PrefixMatchResult, match_all, match_prefix, remove
 from kvstore.errors import MasterUnreachableError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from tests.unit.client.world import EPOCH, World
@@ -26,7 +26,7 @@ class Master:
         self.being_written = being_written
         self.asked: list[tuple[list[Namespace], int]] = []
 
-    def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
+    def __call__(self, request: calls.MatchPrefix) -> calls.MatchPrefixReply:
         self.asked.append((list(request.namespaces), len(request.keys)))
         first = int.from_bytes(request.keys[0], "big")
         matches = []
@@ -34,10 +34,10 @@ class Master:
             matched = max(0, min(len(request.keys), self.present[space] - first))
             written = self.being_written if matched < len(request.keys) else 0
             matches.append(calls.PrefixMatch(matched, written, NO_PLACEMENTS))
-        return calls.Matched(EPOCH, 10_000, matches)
+        return calls.MatchPrefixReply(EPOCH, 10_000, matches)
 
 
-def run(master: Master, count: int) -> list[Match]:
+def run(master: Master, count: int) -> list[PrefixMatchResult]:
     world = World()
     world.answers[calls.MatchPrefix] = master
     return world.run(match_prefix(world.context, SPACES[: len(master.present)], keys(count)))
@@ -77,7 +77,7 @@ class States(Master):
         """How many leading keys there are up to each state."""
         self.in_pieces = in_pieces
 
-    def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
+    def __call__(self, request: calls.MatchPrefix) -> calls.MatchPrefixReply:
         first = int.from_bytes(request.keys[0], "big")
         answer = super().__call__(request)
         assert list(request.states) == [Namespace("s")]
@@ -104,7 +104,7 @@ def test_chains_and_states_are_one_question() -> None:
 def test_a_removal_is_asked_again_until_a_node_is_there_that_remembers_it() -> None:
     world = World()
     none_yet = UnavailableError("no node is there")
-    world.answers[calls.Remove] = [none_yet, none_yet, calls.Removed(b"\1")]
+    world.answers[calls.Remove] = [none_yet, none_yet, calls.RemoveReply(b"\1")]
     assert world.run(remove(world.context, SPACES[0], keys(1))) == [True]
     assert len(world.paused) == 2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client.flows.copy_objects import Moved, move_some
+from kvstore.client.flows.copy_objects import MoveProgress, move_page
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, unpack
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from tests.unit.client.world import EPOCH, A, B, N, World, found, grants
 
 AT = SUPERBLOCK_BYTES
@@ -19,15 +19,15 @@ def world_that_moves() -> World:
     world = World()
     world.store(1, AT, A, PAYLOAD, 5)
     sources = found((len(PAYLOAD), 5, [(1, AT)])).placements
-    world.answers[calls.StartMoves] = calls.MovesStarted(
+    world.answers[calls.StartMoves] = calls.StartMovesReply(
         0, 0, 0, 0, 0, [N], [A], sources, grants([PutOutcome.WRITE], [9], [(2, TO)])
     )
-    world.answers[calls.PutEnd] = calls.PutEnded([PutOutcome.STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([PutOutcome.STORED])
     return world
 
 
-def moved(world: World) -> Moved:
-    return world.run(move_some(world.context, "node-1", 0))
+def moved(world: World) -> MoveProgress:
+    return world.run(move_page(world.context, "node-1", 0))
 
 
 def test_an_object_is_copied_with_the_version_of_its_move() -> None:
@@ -52,7 +52,7 @@ def test_memory_that_holds_other_bytes_than_its_header_says_is_corrupt() -> None
 def test_an_object_that_is_evicted_between_its_header_and_its_bytes_is_not_corrupt() -> None:
     world = world_that_moves()
 
-    def evict(move: Move) -> None:
+    def evict(move: RangeCopy) -> None:
         if len(move.buffer) == len(PAYLOAD):  # its header has been read
             world.store(1, AT, B, b"b" * 1000, 6)
             world.before_piece = lambda _: None

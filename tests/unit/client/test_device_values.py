@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.client.devices import ClientDevices
-from kvstore.client.values import encode, encode_all, fillable
+from kvstore.client.values import as_writable, encode, encode_all
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError
@@ -81,11 +81,11 @@ def test_a_list_of_tensors_is_one_value(devices: ClientDevices) -> None:
 
 def test_tensors_to_fill(devices: ClientDevices) -> None:
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    payload, dtype = fillable(there(tensor), devices)
+    payload, dtype = as_writable(there(tensor), devices)
     assert (runs(payload), dtype) == ([(tensor.data_ptr(), 12)], "bfloat16")
-    payload, dtype = fillable([there(tensor), there(tensor)], devices)
+    payload, dtype = as_writable([there(tensor), there(tensor)], devices)
     assert (len(payload), dtype) == (24, "bfloat16")
-    assert fillable(bytearray(3), devices) == ([memoryview(bytearray(3))], "")
+    assert as_writable(bytearray(3), devices) == ([memoryview(bytearray(3))], "")
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_tensors_to_fill(devices: ClientDevices) -> None:
 )
 def test_tensors_that_cannot_be_filled(devices: ClientDevices, buffers: Any) -> None:
     with pytest.raises(BufferMismatchError):
-        fillable(buffers, devices)
+        as_writable(buffers, devices)

@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import read_objects
 from kvstore.client.flows.location_cache import AVOID_FIRST_S
-from kvstore.client.flows.read_objects import ATTEMPTS, Target
+from kvstore.client.flows.read_objects import ATTEMPTS, ReadTarget
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -25,7 +25,7 @@ SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, settl
 
 
 def get(world: World, *keys: Key) -> list[bytes | None]:
-    targets = [Target(key) for key in keys]
+    targets = [ReadTarget(key) for key in keys]
     world.run(read_objects.read(world.context, N, targets))
     return [
         None if target.descriptor is None or target.data is None else target.data.tobytes()
@@ -51,7 +51,7 @@ def test_the_lease_counts_from_before_the_question() -> None:
     world = World()
     world.store(1, 4096, A, b"x", 5)
 
-    def slow(request: calls.Lookup) -> calls.Found:
+    def slow(request: calls.Lookup) -> calls.LookupReply:
         world.now += 0.9
         return found((1, 5, [(1, 4096)]), lease_ms=1_000)
 
@@ -207,7 +207,7 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     world.store(1, 4096, A, b"0123456789", 5)
     world.answers[calls.Lookup] = found((10, 5, [(1, 4096)]))
     pieces = [bytearray(4), bytearray(0), bytearray(3), bytearray(5), bytearray(2)]
-    target = Target(A, [memoryview(piece) for piece in pieces])
+    target = ReadTarget(A, [memoryview(piece) for piece in pieces])
     world.run(read_objects.read(world.context, N, [target]))
     assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
     assert target.data is None

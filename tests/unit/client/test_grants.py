@@ -9,9 +9,9 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows import allocate, write_objects
-from kvstore.client.flows.location_cache import Placed, Replica
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.write_objects import PutOptions
-from kvstore.client.leases.lease_table import Granted
+from kvstore.client.leases.lease_table import AllocationLease
 from kvstore.errors import (
     DeadlineExceededError,
     MasterUnreachableError,
@@ -41,7 +41,7 @@ def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutc
 def test_what_is_there_or_being_written_is_not_written() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([FOUND, WRITE, BEING_WRITTEN], [9], [(2, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     assert put(world, A, B, C) == [FOUND, STORED, BEING_WRITTEN]
     assert world.requests(calls.PutEnd) == [calls.PutEnd(EPOCH, [9])]
     header = unpack(world.memory[2][4096:], 2, 4096)
@@ -52,7 +52,7 @@ def test_what_is_there_or_being_written_is_not_written() -> None:
 def test_each_replica_has_a_header_of_its_own() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096), (2, 8192)], replicas=2)
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     assert put(world, A, options=PutOptions(namespace=N, replicas=2)) == [STORED]
     assert unpack(world.memory[1][4096:], 1, 4096) == unpack(world.memory[2][8192:], 2, 8192)
     assert unpack(world.memory[1][4096:], 1, 4096) is not None
@@ -67,7 +67,7 @@ def test_the_deadline_of_the_writes_counts_from_before_the_question() -> None:
 
     asked_at = world.now
     world.answers[calls.PutStart] = slow
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     put(world, A)
     assert world.moved[0].deadline == pytest.approx(asked_at + 10 - 0.2)
 
@@ -85,7 +85,7 @@ def test_what_could_not_be_written_is_revoked_and_asked_for_again(
         grants([WRITE] * 3, [9, 10, 11], [(1, 4096), (2, 4096), (1, 8192)]),
         grants([WRITE, WRITE], [12, 13], [(2, 8192), (2, 12288)]),
     ]
-    world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED])]
+    world.answers[calls.PutEnd] = [calls.PutEndReply([STORED]), calls.PutEndReply([STORED, STORED])]
     assert put(world, A, B, C) == [STORED] * 3
     assert world.requests(calls.PutRevoke) == [
         calls.PutRevoke(EPOCH, [9], settled, connections),
@@ -131,7 +131,7 @@ def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:
         grants([WRITE], [9], [(17, 4096)]),
         grants([WRITE], [10], [(1, 4096)]),
     ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     assert put(world, A) == [STORED]
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], True)]
 
@@ -139,7 +139,7 @@ def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:
 def test_an_unanswered_end_is_asked_once_more() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([STORED])]
+    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEndReply([STORED])]
     assert put(world, A) == [STORED]
     assert len(world.requests(calls.PutStart)) == 1
 
@@ -147,7 +147,7 @@ def test_an_unanswered_end_is_asked_once_more() -> None:
 def test_an_end_that_had_been_done_is_found() -> None:
     world = World()
     world.answers[calls.PutStart] = [grants([WRITE], [9], [(1, 4096)]), grants([FOUND], [], [])]
-    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([REFUSED])]
+    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEndReply([REFUSED])]
     assert put(world, A) == [FOUND]
 
 
@@ -159,7 +159,7 @@ def test_under_a_new_master_it_is_written_again() -> None:
         return grants([WRITE], [1], [(1, 8192)], epoch=EPOCH + 1)
 
     world.answers[calls.PutStart] = [grants([WRITE], [9], [(1, 4096)]), of_the_new_master]
-    world.answers[calls.PutEnd] = [calls.PutEnded([REFUSED]), calls.PutEnded([STORED])]
+    world.answers[calls.PutEnd] = [calls.PutEndReply([REFUSED]), calls.PutEndReply([STORED])]
     assert put(world, A) == [STORED]
     header = unpack(world.memory[1][8192:], 1, 8192)
     assert header is not None
@@ -181,7 +181,7 @@ def test_a_deadline_that_passes_is_counted() -> None:
         grants([WRITE], [9], [(1, 4096)], deadline_ms=100),
         grants([WRITE], [10], [(1, 4096)]),
     ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     assert put(world, A) == [STORED]
     assert world.context.counters["put_deadlines_passed"] == 1
 
@@ -195,7 +195,8 @@ def test_the_refused_pieces_of_a_chain_keep_their_parents() -> None:
         grants([WRITE, WRITE], [6, 7], [(1, 16384), (1, 20480)]),
     ]
     world.answers[calls.PutEnd] = [
-        calls.PutEnded([STORED]), calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED]),
+        calls.PutEndReply([STORED]), calls.PutEndReply([STORED]),
+        calls.PutEndReply([STORED, STORED]),
     ]  # fmt: skip
     options = PutOptions(namespace=N, chain=True)
     assert put(world, A, B, C, D, options=options) == [STORED] * 4
@@ -212,7 +213,7 @@ def test_what_is_not_a_chain_shares_its_parent_and_is_asked_for_together() -> No
         grants([WRITE] * 3, [1, 2, 3], [(2, 4096), (1, 4096), (2, 8192)]),
         grants([WRITE] * 2, [4, 5], [(1, 8192), (1, 16384)]),
     ]
-    world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED] * 2)]
+    world.answers[calls.PutEnd] = [calls.PutEndReply([STORED]), calls.PutEndReply([STORED] * 2)]
     assert put(world, A, B, C, options=PutOptions(namespace=N, parent=D)) == [STORED] * 3
     asked = [(request.keys, request.parent) for request in world.requests(calls.PutStart)]
     assert asked == [([A, B, C], D), ([A, C], D)]
@@ -220,10 +221,10 @@ def test_what_is_not_a_chain_shares_its_parent_and_is_asked_for_together() -> No
 
 def test_a_put_forgets_where_the_object_was() -> None:
     world = World()
-    place = Placed(1, EPOCH, 1, (Replica(world.segments[1], 0),), world.now + 5)
+    place = LeasedLocation(1, EPOCH, 1, (Replica(world.segments[1], 0),), world.now + 5)
     world.context.placements.remember(N, [A], [place])
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     put(world, A)
     assert world.context.placements.get(N, A) is None
 
@@ -236,7 +237,7 @@ def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
     world.memory[1][4096 : 4096 + 64] = b"x" * 64
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)], deadline_ms=5_000)
     granted, until = world.run(allocate.grant(world.context, N, 100, 0))
-    assert granted == Granted(EPOCH, 9, world.segments[1], 4096, 100)
+    assert granted == AllocationLease(EPOCH, 9, world.segments[1], 4096, 100)
     assert until == pytest.approx(world.now + 4.8)
     assert world.memory[1][4096 : 4096 + 64] == WIPE
 
@@ -258,8 +259,8 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     world = World()
     payload = np.arange(50, dtype=np.uint8)
     world.memory[1][4096 + HEADER_BYTES : 4096 + HEADER_BYTES + 50] = payload.tobytes()
-    world.answers[calls.Commit] = calls.Committed(STORED)
-    granted = Granted(EPOCH, 9, world.segments[1], 4096, 50)
+    world.answers[calls.Commit] = calls.CommitReply(STORED)
+    granted = AllocationLease(EPOCH, 9, world.segments[1], 4096, 50)
     written = bytearray()
 
     def commit(data: bytes) -> None:
@@ -294,8 +295,8 @@ def test_committing_moves_a_header_and_no_payload() -> None:
 def test_a_stamp_is_written_behind_the_header_of_a_commit() -> None:
     world = World()
     payload, stamp = bytes(50), bytes(range(16))
-    world.answers[calls.Commit] = calls.Committed(STORED, stamp)
-    granted = Granted(EPOCH, 9, world.segments[1], 4096, 50)
+    world.answers[calls.Commit] = calls.CommitReply(STORED, stamp)
+    granted = AllocationLease(EPOCH, 9, world.segments[1], 4096, 50)
     end = 4096 + 64 + len(N) + len(A) + len(items((A, payload)).descriptors[0])
 
     def commit() -> PutOutcome:
@@ -322,7 +323,7 @@ def test_each_extent_of_a_put_gets_its_own_stamp() -> None:
     world.answers[calls.PutStart] = granted._replace(
         capabilities=bytes(4 * 32), stamps=b"".join(stamps)
     )
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED] * 2)
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED] * 2)
     assert put(world, A, B, C) == [STORED, FOUND, STORED]
     end = 64 + len(N) + len(A) + len(items((A, b"")).descriptors[0])
     starts = [(number, at + end) for number, at in places]

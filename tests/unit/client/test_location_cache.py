@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.client.flows.location_cache import (
     AVOID_FIRST_S,
     AVOID_QUICK_S,
-    Placed,
+    LeasedLocation,
     PlacementCache,
     Replica,
     SegmentTable,
@@ -24,8 +24,8 @@ class Clock:
         return self.now
 
 
-def placed(until: float) -> Placed:
-    return Placed(5, 1, 1, (Replica(segment(1), 4096),), until)
+def placed(until: float) -> LeasedLocation:
+    return LeasedLocation(5, 1, 1, (Replica(segment(1), 4096),), until)
 
 
 def test_a_placement_is_believed_until_its_promise_ends_and_not_at_that_moment() -> None:

@@ -9,9 +9,9 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import control_calls, read_objects
 from kvstore.client.flows.get import lookup
-from kvstore.client.flows.read_objects import Target
+from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.leases.read_leases import IDLE_S
-from kvstore.client.leases.views import Views
+from kvstore.client.leases.views import ViewManager
 from kvstore.clock import uptime
 from kvstore.limits import Key
 from tests.unit.client.world import EPOCH, A, B, N, World, found
@@ -30,7 +30,7 @@ def world() -> World:
 
 
 def get(world: World, *keys: Key) -> None:
-    targets = [Target(key) for key in keys]
+    targets = [ReadTarget(key) for key in keys]
     world.run(read_objects.read(world.context, N, targets))
     assert all(target.placed is not None for target in targets)
 
@@ -46,7 +46,7 @@ def test_a_get_releases_its_lease_with_the_next_call(world: World) -> None:
 
 
 def test_a_failed_get_releases_its_lease_too(world: World) -> None:
-    flow = read_objects.read(world.context, N, [Target(A)])
+    flow = read_objects.read(world.context, N, [ReadTarget(A)])
     next(flow)
     with pytest.raises(KeyboardInterrupt):
         flow.throw(KeyboardInterrupt())
@@ -65,10 +65,12 @@ def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world:
 
 
 def test_exists_and_match_are_released_by_the_reads_after_them(world: World) -> None:
-    world.answers[calls.Exists] = calls.Existing(b"\1\0")
+    world.answers[calls.Exists] = calls.ExistsReply(b"\1\0")
     world.run(control_calls.exists(world.context, N, [A, B], leases=True))
     none = calls.NO_PLACEMENTS
-    world.answers[calls.MatchPrefix] = calls.Matched(EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)])
+    world.answers[calls.MatchPrefix] = calls.MatchPrefixReply(
+        EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)]
+    )
     world.run(control_calls.match_prefix(world.context, [N], [A, B]))
     get(world, A)
     assert world.context.leases.take() == [1, 3]
@@ -80,14 +82,14 @@ def test_without_another_call_a_thread_releases(world: World) -> None:
     asked: list[tuple[calls.Request, float]] = []
     leases = world.context.leases
     leases._clock = uptime
-    views: Views
+    views: ViewManager
 
     def ask(request: calls.Request, seconds: float) -> calls.Reply:
         asked.append((request, uptime()))
         views.stop_renewing()
         return calls.ReleaseReply()
 
-    views = Views(ask, lease_margin_s=0.1, reads=leases)
+    views = ViewManager(ask, lease_margin_s=0.1, reads=leases)
     began = uptime()
     get(world, A)
     [thread] = views._started

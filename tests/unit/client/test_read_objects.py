@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.flows import read_objects
-from kvstore.client.flows.read_objects import ATTEMPTS, Target
+from kvstore.client.flows.read_objects import ATTEMPTS, ReadTarget
 from kvstore.errors import BufferMismatchError, NodeUnreachableError, UnsupportedValueError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
@@ -30,7 +30,7 @@ def place(
 
 
 def read(world: World, *keys: bytes) -> list[bytes | None]:
-    targets = [Target(Key(key)) for key in keys]
+    targets = [ReadTarget(Key(key)) for key in keys]
     world.run(read_objects.read(world.context, NS, targets))
     return [None if target.data is None else target.data.tobytes() for target in targets]
 
@@ -186,7 +186,7 @@ def test_scattered_buffers_are_filled_in_order_and_no_further() -> None:
     place(world, b"a", b"0123456789")
     world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     parts = [bytearray(4), bytearray(3), bytearray(b"xxxxx")]
-    target = Target(Key(b"a"), [memoryview(part) for part in parts])
+    target = ReadTarget(Key(b"a"), [memoryview(part) for part in parts])
     world.run(read_objects.read(world.context, NS, [target]))
     assert parts == [b"0123", b"456", b"789xx"]
 
@@ -197,6 +197,8 @@ def test_a_buffer_that_is_too_small_is_refused_before_a_byte_moves() -> None:
     world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     buffer = bytearray(9)
     with pytest.raises(BufferMismatchError) as caught:
-        world.run(read_objects.read(world.context, NS, [Target(Key(b"a"), [memoryview(buffer)])]))
+        world.run(
+            read_objects.read(world.context, NS, [ReadTarget(Key(b"a"), [memoryview(buffer)])])
+        )
     assert (caught.value.fields["size_bytes"], caught.value.fields["buffer_bytes"]) == (10, 9)
     assert buffer == bytes(9)

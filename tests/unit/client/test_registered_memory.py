@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client
-from kvstore.client.registered_memory import RegisteredMemory
+from kvstore.client.registered_memory import RegisteredBuffers
 from kvstore.client.values import encode, writable
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
@@ -70,7 +70,7 @@ def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
     assert memory_at(address + which * PAGE, 1).readonly
     beside = address + (4 if which == 0 else 0) * PAGE
     assert not memory_at(beside, PAGE).readonly
-    lent = RegisteredMemory()
+    lent = RegisteredBuffers()
     lent.add(memory_at(address, 5 * PAGE))
     with pytest.raises(BufferMismatchError, match="writable"):
         writable(lent.at(address + 7, 100))
@@ -80,7 +80,7 @@ def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
 
 
 def test_parts_are_lent_of_one_region_only() -> None:
-    registered = RegisteredMemory()
+    registered = RegisteredBuffers()
     array = np.arange(200, dtype=np.uint8)
     left, right = memoryview(array[:100]), memoryview(array[100:])  # type: ignore[arg-type]
     start = address_of(left)
@@ -95,7 +95,7 @@ def test_parts_are_lent_of_one_region_only() -> None:
 
 
 def test_what_overlaps_is_refused_and_what_was_taken_back_is_unknown() -> None:
-    registered = RegisteredMemory()
+    registered = RegisteredBuffers()
     array = np.zeros(100, np.uint8)
     whole = memoryview(array)  # type: ignore[arg-type]
     registered.add(whole[20:60])
@@ -131,9 +131,9 @@ def test_unregister_waits_for_all_that_the_transports_may_still_write_to(
         assert waited == [list(range(8, 16)), list(range(64)), list(range(8))]
 
 
-def on_devices() -> tuple[RegisteredMemory, Device, list[int]]:
+def on_devices() -> tuple[RegisteredBuffers, Device, list[int]]:
     """Two neighbouring regions and a third of one device, one of another, one of the host."""
-    registered = RegisteredMemory()
+    registered = RegisteredBuffers()
     device, other = (Device(FakeDriver(name), ring_bytes=8) for name in "ab")
     starts = [1 << 20, (1 << 20) + 100, 1 << 30]
     for start in starts:

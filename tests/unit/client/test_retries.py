@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import calls, port_probe
-from kvstore.calls import Joined
+from kvstore.calls import JoinReply
 from kvstore.client.rpc.retries import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
@@ -22,18 +22,18 @@ from kvstore.client.rpc.retries import (
     SILENCE_S,
     Action,
     Attempts,
-    CarrierBrokenError,
-    Identify,
+    Backoff,
+    ConnectionBrokenError,
+    FindLeader,
     JoinAt,
     LaneUnreachableError,
-    Locate,
-    MasterLink,
-    OnGrpc,
-    OnLane,
+    MasterConnectionState,
+    ProbePort,
+    SendOnGrpc,
+    SendOnLane,
     TokenRefusedError,
-    WaitStep,
     attempts,
-    late,
+    deadline_error,
     parse_addresses,
 )
 from kvstore.errors import (
@@ -69,12 +69,12 @@ class World:
     def __init__(self, address: str = "m:1", *, lane: bool = True) -> None:
         self.now = 100.0
         self.epoch = 1
-        self.link = MasterLink(address, lane=lane, rng=random.Random(1))
+        self.link = MasterConnectionState(address, lane=lane, rng=random.Random(1))
         self.story: list[str] = []
-        self.waits: list[WaitStep] = []
+        self.waits: list[Backoff] = []
 
-    def joined(self) -> Joined:
-        return Joined(self.epoch, 5, "", b"token%d" % self.epoch, 1, 1, "0")
+    def joined(self) -> JoinReply:
+        return JoinReply(self.epoch, 5, "", b"token%d" % self.epoch, 1, 1, "0")
 
     def run(
         self,
@@ -82,7 +82,7 @@ class World:
         answer: Answer,
         *,
         timeout_s: float = 10.0,
-        broken: CarrierBrokenError | NotLeaderError | None = None,
+        broken: ConnectionBrokenError | NotLeaderError | None = None,
     ) -> bytes:
         """Drives a flow; ``answer`` says what comes of each step."""
         flow: Attempts = attempts(self.link, call, self.now + timeout_s, lambda: self.now, broken)
@@ -100,7 +100,7 @@ class World:
 
     def _do(self, step: Action, answer: Answer) -> bytes | str | Exception:
         self.now += 0.001
-        if isinstance(step, WaitStep):
+        if isinstance(step, Backoff):
             assert step.seconds > 0
             self.now += step.seconds
             self.waits.append(step)
@@ -109,8 +109,8 @@ class World:
         if isinstance(outcome, str):
             self.story.append(type(step).__name__)
             return outcome
-        if isinstance(step, Locate) and isinstance(outcome, bytes):
-            self.story.append("Locate")
+        if isinstance(step, FindLeader) and isinstance(outcome, bytes):
+            self.story.append("FindLeader")
             return outcome.decode()
         self.story.append(type(step).__name__ + ("!" if isinstance(outcome, Exception) else ""))
         if isinstance(step, JoinAt) and not isinstance(outcome, Exception):
@@ -123,30 +123,30 @@ def script(*outcomes: bytes | str | Exception) -> Answer:
     return lambda step: rest.pop(0)
 
 
-def gone(*, sent: bool = False) -> CarrierBrokenError:
-    return CarrierBrokenError("connection refused", sent=sent)
+def gone(*, sent: bool = False) -> ConnectionBrokenError:
+    return ConnectionBrokenError("connection refused", sent=sent)
 
 
 def test_the_first_call_joins_and_takes_the_lane() -> None:
     world = World()
     assert world.run(EXISTS, script(b"", b"reply")) == b"reply"
     assert world.run(EXISTS, script(b"again")) == b"again"
-    assert world.story == ["JoinAt", "OnLane", "OnLane"]
+    assert world.story == ["JoinAt", "SendOnLane", "SendOnLane"]
 
 
 def test_a_call_of_operators_needs_no_join() -> None:
     world = World()
     assert world.run(STATUS, script(b"reply")) == b"reply"
-    assert world.story == ["OnGrpc"]
+    assert world.story == ["SendOnGrpc"]
 
 
 def test_a_last_attempt_that_is_late_does_not_hide_that_no_master_was_there() -> None:
     world = World()
     with pytest.raises(MasterUnreachableError) as caught:
-        world.run(STATUS, script(gone(), late(world.link, "Status")))
+        world.run(STATUS, script(gone(), deadline_error(world.link, "Status")))
     assert "m:1: connection refused" in caught.value.message
     with pytest.raises(DeadlineExceededError):
-        world.run(STATUS, script(late(world.link, "Status")))
+        world.run(STATUS, script(deadline_error(world.link, "Status")))
 
 
 def test_without_a_call_the_flow_only_joins() -> None:
@@ -165,7 +165,7 @@ def test_an_idempotent_call_is_sent_again_after_a_new_join() -> None:
     world = World()
     world.run(EXISTS, script(b"", b"reply"))
     assert world.run(EXISTS, script(gone(sent=True), b"", b"reply")) == b"reply"
-    assert world.story[2:] == ["OnLane!", "JoinAt", "OnLane"]
+    assert world.story[2:] == ["SendOnLane!", "JoinAt", "SendOnLane"]
 
 
 def test_an_unsent_call_is_sent_again_whatever_it_is() -> None:
@@ -178,7 +178,7 @@ def test_a_call_that_the_same_master_may_have_done_is_not_sent_again() -> None:
     with pytest.raises(MasterUnreachableError, match="may have executed the call") as caught:
         world.run(PUT_START, script(b"", gone(sent=True), b""))
     assert caught.value.fields["sent"] == 1
-    assert world.story == ["JoinAt", "OnLane!", "JoinAt"]
+    assert world.story == ["JoinAt", "SendOnLane!", "JoinAt"]
 
 
 def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() -> None:
@@ -250,7 +250,7 @@ def test_a_master_that_answers_an_error_is_not_asked_again() -> None:
 def test_silence_until_the_deadline_is_that() -> None:
     world = World()
     with pytest.raises(DeadlineExceededError):
-        world.run(EXISTS, script(late(world.link, "Join")))
+        world.run(EXISTS, script(deadline_error(world.link, "Join")))
 
 
 def test_an_unreachable_lane_is_left_alone_for_a_while() -> None:
@@ -258,10 +258,10 @@ def test_an_unreachable_lane_is_left_alone_for_a_while() -> None:
     unreachable = LaneUnreachableError("filtered")
     assert world.run(EXISTS, script(b"", unreachable, b"reply")) == b"reply"
     assert world.run(EXISTS, script(b"reply")) == b"reply"
-    assert world.story == ["JoinAt", "OnLane!", "OnGrpc", "OnGrpc"]
+    assert world.story == ["JoinAt", "SendOnLane!", "SendOnGrpc", "SendOnGrpc"]
     world.now += LANE_RETRY_S
     world.run(EXISTS, script(b"reply"))
-    assert world.story[-1] == "OnLane"
+    assert world.story[-1] == "SendOnLane"
 
 
 def test_a_silent_lane_is_tried_again_soon() -> None:
@@ -270,7 +270,7 @@ def test_a_silent_lane_is_tried_again_soon() -> None:
     world.run(EXISTS, script(b"", silent, b"reply"))
     world.now += LANE_SILENT_RETRY_S
     world.run(EXISTS, script(b"reply"))
-    assert world.story[-1] == "OnLane"
+    assert world.story[-1] == "SendOnLane"
 
 
 def test_a_lane_with_another_token_is_tried_at_once() -> None:
@@ -278,11 +278,11 @@ def test_a_lane_with_another_token_is_tried_at_once() -> None:
     world.run(EXISTS, script(b"", LaneUnreachableError("filtered"), b"reply"))
     world.epoch = 2
     world.run(EXISTS, script(gone(), b"", b"reply"))
-    assert world.story[3:] == ["OnGrpc!", "JoinAt", "OnLane"]
+    assert world.story[3:] == ["SendOnGrpc!", "JoinAt", "SendOnLane"]
 
 
 def test_an_unreachable_lane_is_warned_of_once() -> None:
-    link = MasterLink("m:1", lane=True)
+    link = MasterConnectionState("m:1", lane=True)
     link.accept(World().joined(), "m:1")
     assert link.lane_warning() is None
     link.lane_failed(0.0, "filtered")
@@ -297,24 +297,24 @@ def test_an_unreachable_lane_is_warned_of_once() -> None:
 def test_a_refused_token_means_a_new_master() -> None:
     world = World()
     assert world.run(EXISTS, script(b"", TokenRefusedError("old"), b"", b"reply")) == b"reply"
-    assert world.story == ["JoinAt", "OnLane!", "JoinAt", "OnLane"]
+    assert world.story == ["JoinAt", "SendOnLane!", "JoinAt", "SendOnLane"]
 
 
 def test_a_lane_that_refuses_every_token_is_not_our_masters() -> None:
     world = World()
 
     def answer(step: Action) -> bytes | Exception:
-        return TokenRefusedError("old") if isinstance(step, OnLane) else b"reply"
+        return TokenRefusedError("old") if isinstance(step, SendOnLane) else b"reply"
 
     assert world.run(EXISTS, answer) == b"reply"
-    assert world.story.count("OnLane!") == REFUSALS_MAX + 1
-    assert world.story[-1] == "OnGrpc"
+    assert world.story.count("SendOnLane!") == REFUSALS_MAX + 1
+    assert world.story[-1] == "SendOnGrpc"
 
 
 def test_without_a_lane_everything_goes_over_grpc() -> None:
     world = World(lane=False)
     world.run(EXISTS, script(b"", b"reply"))
-    assert world.story == ["JoinAt", "OnGrpc"]
+    assert world.story == ["JoinAt", "SendOnGrpc"]
 
 
 def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
@@ -324,7 +324,7 @@ def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
     old = gone(sent=True)
     old.generation = world.link.generation - 1
     assert world.run(EXISTS, script(b"reply"), broken=old) == b"reply"
-    assert world.story[2:] == ["OnLane"]
+    assert world.story[2:] == ["SendOnLane"]
 
 
 def stands_by(leader: str = "") -> NotLeaderError:
@@ -401,7 +401,7 @@ def test_a_refusal_before_the_flow_is_followed() -> None:
 def test_a_silent_one_of_several_masters_is_left() -> None:
     world = World("a:1,b:2")
     world.run(EXISTS, script(b"", b"reply"))
-    silent = CarrierBrokenError("no answer in time", sent=True, silent=True)
+    silent = ConnectionBrokenError("no answer in time", sent=True, silent=True)
     tried, answer = joins(world, lambda step: b"")
     assert world.run(EXISTS, answer, broken=silent) == b"reply"
     assert tried == ["b:2"]
@@ -410,8 +410,11 @@ def test_a_silent_one_of_several_masters_is_left() -> None:
 def test_how_long_silence_is_borne() -> None:
     exists = calls.Exists(Namespace("n"), [Key(b"k")])
     put = calls.Allocate(Namespace("n"), 1, 3_000, "h")
-    alone, several = MasterLink("a:1", lane=True), MasterLink("a:1,b:2", lane=True)
-    in_etcd = MasterLink("etcd://e:1", lane=True)
+    alone, several = (
+        MasterConnectionState("a:1", lane=True),
+        MasterConnectionState("a:1,b:2", lane=True),
+    )
+    in_etcd = MasterConnectionState("etcd://e:1", lane=True)
     assert alone.silence_s(exists) == alone.silence_s(put) == math.inf
     for link in (several, in_etcd):
         assert link.silence_s(exists) == SILENCE_S
@@ -422,7 +425,7 @@ def test_how_long_silence_is_borne() -> None:
 def test_etcd_says_who_leads() -> None:
     world = World("etcd://e:2379")
     assert world.run(EXISTS, script(b"m:1", b"", b"reply")) == b"reply"
-    assert world.story == ["Locate", "JoinAt", "OnLane"]
+    assert world.story == ["FindLeader", "JoinAt", "SendOnLane"]
     assert world.link.address == "m:1"
     assert world.run(STATUS, script(b"reply")) == b"reply"
 
@@ -435,8 +438,8 @@ def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
     answers = script(gone(), gone(), b"m:1", gone(), b"", no_etcd, b"n:2", b"", b"reply")
     assert world.run(EXISTS, answers) == b"reply"
     assert world.story == [
-        "OnLane!", "JoinAt!", "Locate", "JoinAt!",
-        "Locate", "Locate!", "Locate", "JoinAt", "OnLane",
+        "SendOnLane!", "JoinAt!", "FindLeader", "JoinAt!",
+        "FindLeader", "FindLeader!", "FindLeader", "JoinAt", "SendOnLane",
     ]  # fmt: skip
     assert world.link.address == "n:2"
 
@@ -444,14 +447,14 @@ def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
 def test_a_leader_that_another_call_gives_up_meanwhile_is_joined_by_its_address() -> None:
     """Two threads of one client. What one forgets must not leave the other without an address."""
 
-    class Shared(MasterLink):
+    class Shared(MasterConnectionState):
         def follow(self, leader: str) -> None:
             super().follow(leader)
             self.next_address(leader)  # by the other thread, which found it dead
 
     link = Shared("etcd://e:2379", lane=True)
     flow = attempts(link, EXISTS, 10.0, lambda: 0.0)
-    assert isinstance(next(flow), Locate)
+    assert isinstance(next(flow), FindLeader)
     step = flow.send("m:1")
     assert isinstance(step, JoinAt)
     assert step.address == "m:1"
@@ -468,7 +471,9 @@ def test_without_etcd_a_call_ends_at_its_deadline() -> None:
 
 @given(
     events=st.lists(
-        st.sampled_from(["ok", "unsent", "sent", "lane", "token", "busy", "late", "stands by"])
+        st.sampled_from(
+            ["ok", "unsent", "sent", "lane", "token", "busy", "late", "stands by"]
+        )
     ),
     idempotent=st.booleans(),
     addresses=st.sampled_from(["a:1", "a:1,b:2", "etcd://e"]),
@@ -483,8 +488,8 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
     def answer(step: Action) -> bytes | Exception:
         nonlocal doubtful
         event = rest.pop(0) if rest else "unsent"
-        on_lane = isinstance(step, OnLane)
-        if not isinstance(step, JoinAt | Locate):
+        on_lane = isinstance(step, SendOnLane)
+        if not isinstance(step, JoinAt | FindLeader):
             # What may have been done by a master that is still the same is never sent again.
             assert idempotent or not doubtful
             doubtful = event in ("sent", "stands by")
@@ -495,7 +500,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
             "lane": LaneUnreachableError("filtered") if on_lane else gone(),
             "token": TokenRefusedError("old") if on_lane else gone(),
             "busy": BusyError("busy"),
-            "late": late(world.link, "call"),
+            "late": deadline_error(world.link, "call"),
             "stands by": stands_by("b:2"),
         }
         return outcomes[event]
@@ -510,7 +515,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
 
 @given(attempt=st.integers(1, 10_000), seed=st.integers())
 def test_backoff_grows_and_stays_bounded(attempt: int, seed: int) -> None:
-    link = MasterLink("m:1", lane=True, rng=random.Random(seed))
+    link = MasterConnectionState("m:1", lane=True, rng=random.Random(seed))
     longest = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
     assert longest / 2 <= link.backoff_s(attempt) <= longest
 
@@ -534,13 +539,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_steps_are_what_drivers_know() -> None:
-    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Identify, WaitStep}
+    assert set(Action.__args__) == {FindLeader, JoinAt, SendOnLane, SendOnGrpc, ProbePort, Backoff}
 
 
 def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
     """Found by the simulation: the next call went to a master that stands by, and was in doubt."""
     world = World()
-    link = MasterLink("a:1,b:1", lane=True)
+    link = MasterConnectionState("a:1,b:1", lane=True)
     link.accept(world.joined(), "a:1")
     before = link.generation
     link.lost(before)
@@ -553,7 +558,7 @@ def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_sinc
 
 def test_who_has_let_us_in_is_used_although_another_call_has_turned_away_meanwhile() -> None:
     world = World()
-    link = MasterLink("a:1,b:1", lane=True)
+    link = MasterConnectionState("a:1,b:1", lane=True)
     link.next_address("a:1")  # while a join is under way there
     link.accept(world.joined(), "a:1")
     assert link.address == "a:1"
@@ -581,8 +586,8 @@ def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwh
 # --- another port than a master's ----------------------------------------------------------------
 
 
-def not_grpc() -> CarrierBrokenError:
-    return CarrierBrokenError("failed parsing http/2", sent=True, strange=True)
+def not_grpc() -> ConnectionBrokenError:
+    return ConnectionBrokenError("failed parsing http/2", sent=True, strange=True)
 
 
 def test_another_port_of_ours_is_named_at_once() -> None:
@@ -598,13 +603,13 @@ def test_it_is_named_too_if_the_first_call_needs_no_join() -> None:
     with pytest.raises(MasterUnreachableError, match="that is a port for TLS") as caught:
         world.run(STATUS, script(not_grpc(), port_probe.TLS))
     assert "KVSTORE_AUTH=FILE" in caught.value.advice
-    assert world.story == ["OnGrpc!", "Identify"]
+    assert world.story == ["SendOnGrpc!", "ProbePort"]
 
 
 def test_another_program_may_make_room_for_a_master() -> None:
     world = World()
     assert world.run(EXISTS, script(not_grpc(), "", b"", b"reply")) == b"reply"
-    assert world.story == ["JoinAt!", "Identify", "JoinAt", "OnLane"]
+    assert world.story == ["JoinAt!", "ProbePort", "JoinAt", "SendOnLane"]
 
 
 def test_of_several_masters_the_others_are_tried() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.steps import Transfer
-from kvstore.client.transport_selector import Movers
+from kvstore.client.transport_selector import TransportSelector
 from kvstore.clock import uptime
 from kvstore.errors import (
     ClosedError,
@@ -18,9 +18,9 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.process.cancellation import Stop, current
+from kvstore.process.cancellation import CancelToken, current
 from kvstore.transport.base import Transport
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from tests.unit.client.world import segment
 
 
@@ -46,10 +46,10 @@ class FakeTransport(Transport):
     def reaches(self, segment: SegmentInfo) -> bool:
         return segment.segment_id in self.reached
 
-    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         self._move("read", segment, deadline)
 
-    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+    def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         self._move("write", segment, deadline)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
@@ -104,8 +104,8 @@ def tcp() -> FakeTransport:
 
 
 @pytest.fixture
-def movers(shm: FakeTransport, tcp: FakeTransport) -> Iterator[Movers]:
-    movers = Movers(())
+def movers(shm: FakeTransport, tcp: FakeTransport) -> Iterator[TransportSelector]:
+    movers = TransportSelector(())
     movers._transports = [shm, tcp]
     yield movers
     movers.close()
@@ -116,7 +116,7 @@ def transfer(number: int, *, write: bool = False, deadline: float | None = None)
 
 
 def test_the_first_transport_that_reaches_a_segment_moves_it(
-    movers: Movers, shm: FakeTransport, tcp: FakeTransport
+    movers: TransportSelector, shm: FakeTransport, tcp: FakeTransport
 ) -> None:
     assert movers.move([transfer(1)], 5.0) == [None]
     assert movers.move([transfer(2, write=True)], 5.0) == [None]
@@ -124,13 +124,15 @@ def test_the_first_transport_that_reaches_a_segment_moves_it(
     assert tcp.calls == [("write", 2, 5.0)]
 
 
-def test_several_nodes_are_moved_at_the_same_time(movers: Movers, tcp: FakeTransport) -> None:
+def test_several_nodes_are_moved_at_the_same_time(
+    movers: TransportSelector, tcp: FakeTransport
+) -> None:
     tcp.meeting = threading.Barrier(2)
     assert movers.move([transfer(2), transfer(3)], uptime() + 5) == [None, None]
 
 
 def test_an_error_is_the_result_of_its_transfer_alone(
-    movers: Movers, shm: FakeTransport, tcp: FakeTransport
+    movers: TransportSelector, shm: FakeTransport, tcp: FakeTransport
 ) -> None:
     error = tcp.errors[2] = NodeUnreachableError("refused")
     assert movers.move([transfer(1), transfer(2), transfer(3)], 5.0) == [None, error, None]
@@ -138,7 +140,7 @@ def test_an_error_is_the_result_of_its_transfer_alone(
 
 
 def test_nothing_is_moved_any_more_once_a_call_has_raised(
-    movers: Movers, tcp: FakeTransport
+    movers: TransportSelector, tcp: FakeTransport
 ) -> None:
     tcp.errors[2] = ValueError("a bug")
     tcp.stuck = {3}
@@ -148,9 +150,11 @@ def test_nothing_is_moved_any_more_once_a_call_has_raised(
 
 
 @pytest.mark.parametrize("numbers", [[2], [2, 3]])
-def test_a_call_is_cut_short(movers: Movers, tcp: FakeTransport, numbers: list[int]) -> None:
+def test_a_call_is_cut_short(
+    movers: TransportSelector, tcp: FakeTransport, numbers: list[int]
+) -> None:
     tcp.stuck = {2}
-    stop = Stop()
+    stop = CancelToken()
 
     def cut() -> None:
         tcp.begun.wait(10)
@@ -166,7 +170,7 @@ def test_a_call_is_cut_short(movers: Movers, tcp: FakeTransport, numbers: list[i
     assert movers.move([transfer(3)], 5.0) == [None]
 
 
-def test_views_are_of_mapped_memory_only(movers: Movers, shm: FakeTransport) -> None:
+def test_views_are_of_mapped_memory_only(movers: TransportSelector, shm: FakeTransport) -> None:
     mapped = movers.view(segment(1), 0, 6)
     assert mapped is not None
     assert bytes(mapped) == b"mapped"

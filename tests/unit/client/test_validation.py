@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.calls import PutOutcome
-from kvstore.client.validation import duration_ms, flag, sequence, whole, wholes
+from kvstore.client.validation import check_integer, check_integers, duration_ms, flag, sequence
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
 from kvstore.limits import check_key, check_keys, check_namespace
 
@@ -49,7 +49,7 @@ def test_no_durations(given: Any) -> None:
 
 
 def test_whole_numbers() -> None:
-    assert type(whole("n", np.int64(5), 0, 9)) is int
+    assert type(check_integer("n", np.int64(5), 0, 9)) is int
     for given in (
         True,
         np.bool_(True),
@@ -64,14 +64,14 @@ def test_whole_numbers() -> None:
         1 << 5000,
     ):
         with pytest.raises(InvalidArgumentError, match="n is"):
-            whole("n", given, 0, 9)
+            check_integer("n", given, 0, 9)
     with pytest.raises(InvalidArgumentError, match=r"whole number of bytes, not '5' \(str\)"):
-        whole("n", "5", 0, 9, "bytes")
-    assert wholes("n", [1, 2], 0, 9) == [1, 2]
-    assert wholes("n", np.array([1, 2]), 0, 9) == [1, 2]
+        check_integer("n", "5", 0, 9, "bytes")
+    assert check_integers("n", [1, 2], 0, 9) == [1, 2]
+    assert check_integers("n", np.array([1, 2]), 0, 9) == [1, 2]
     for several in ([1, 10], [-1], [1, None], 5, "12"):
         with pytest.raises(InvalidArgumentError):
-            wholes("n", several, 0, 9)
+            check_integers("n", several, 0, 9)
 
 
 def test_flags() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.values import (
-    Encoded,
+    EncodedValue,
     decode,
     described_as,
     encode,
@@ -20,11 +20,11 @@ from kvstore.errors import (
 from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
 
 
-def bytes_of(encoded: Encoded) -> bytearray:
+def bytes_of(encoded: EncodedValue) -> bytearray:
     return bytearray().join(cast("list[memoryview]", encoded.parts))
 
 
-def again(encoded: Encoded) -> object:
+def again(encoded: EncodedValue) -> object:
     return decode(encoded.descriptor, np.frombuffer(bytes_of(encoded), np.uint8))
 
 

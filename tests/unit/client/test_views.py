@@ -13,26 +13,26 @@ import numpy as np
 import pytest
 
 from kvstore import calls
-from kvstore.calls import PutRevoke, Renew, Renewed
+from kvstore.calls import PutRevoke, Renew, RenewReply
 from kvstore.client.leases import lease_table as module
 from kvstore.client.leases.lease_table import (
-    Granted,
+    AllocationLease,
     Lease,
-    LeasedPlace,
+    LeasedExtent,
     LeaseTable,
     Mounted,
-    Named,
+    ObjectLease,
 )
 from kvstore.client.leases.read_leases import ReadLeases
-from kvstore.client.leases.views import Views
+from kvstore.client.leases.views import ViewManager
 from kvstore.client.values import Bytes1D
 from kvstore.clock import uptime
 from kvstore.errors import MasterUnreachableError
 from kvstore.limits import Key
 from tests.unit.client.world import N, segment
 
-GRANTED = Granted(7, 9, segment(1), 4096, 64)
-PLACE = LeasedPlace(bytes(16), 8192)
+GRANTED = AllocationLease(7, 9, segment(1), 4096, 64)
+PLACE = LeasedExtent(bytes(16), 8192)
 
 
 def always() -> bool:
@@ -40,15 +40,19 @@ def always() -> bool:
 
 
 def add(
-    views: Views, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted = always
+    views: ViewManager,
+    array: Bytes1D,
+    held: ObjectLease | AllocationLease,
+    until: float,
+    mounted: Mounted = always,
 ) -> Lease:
-    place = PLACE if isinstance(held, Named) else None
+    place = PLACE if isinstance(held, ObjectLease) else None
     (lease,) = views.add_many([(array, array.ctypes.data, held, until, place, None)], mounted)
     return lease
 
 
-def named(number: int) -> Named:
-    return Named(N, Key(b"key-%d" % number), 7, number)
+def named(number: int) -> ObjectLease:
+    return ObjectLease(N, Key(b"key-%d" % number), 7, number)
 
 
 class Master:
@@ -72,10 +76,10 @@ class Master:
         if self.away:
             raise MasterUnreachableError("away")
         if isinstance(request, PutRevoke):
-            return calls.Revoked(1)
+            return calls.PutRevokeReply(1)
         assert isinstance(request, Renew)
         keys, tokens = bytes([self.held]) * len(request.keys), bytes([1]) * len(request.tokens)
-        return Renewed(self.lease_ms, 2 * self.lease_ms, keys, tokens)
+        return RenewReply(self.lease_ms, 2 * self.lease_ms, keys, tokens)
 
     def wait(self, until: Callable[[list[calls.Request]], bool]) -> None:
         with self._asked:
@@ -88,8 +92,8 @@ def master() -> Master:
 
 
 @pytest.fixture
-def views(master: Master) -> Iterator[Views]:
-    views = Views(master, lease_margin_s=0.05, reads=ReadLeases(0))
+def views(master: Master) -> Iterator[ViewManager]:
+    views = ViewManager(master, lease_margin_s=0.05, reads=ReadLeases(0))
     yield views
     views.close()
 
@@ -110,7 +114,7 @@ def later() -> float:
     return uptime() + 100
 
 
-def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master) -> None:
+def test_a_lease_is_renewed_while_its_memory_lives(views: ViewManager, master: Master) -> None:
     array = memory()
     lease = add(views, array, named(1), soon())
     master.wait(lambda asked: len(asked) >= 2)
@@ -125,7 +129,9 @@ def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master)
     assert len(master.asked) <= count + 1
 
 
-def test_an_allocation_that_became_an_object_is_not_revoked(views: Views, master: Master) -> None:
+def test_an_allocation_that_became_an_object_is_not_revoked(
+    views: ViewManager, master: Master
+) -> None:
     array = memory()
     lease = add(views, array, GRANTED, soon())
     assert views.allocation(array.data) is lease
@@ -140,7 +146,7 @@ def test_an_allocation_that_became_an_object_is_not_revoked(views: Views, master
 
 
 def test_what_the_master_does_not_know_ends_when_its_promise_does(
-    views: Views, master: Master
+    views: ViewManager, master: Master
 ) -> None:
     master.held = False
     array = memory()
@@ -155,7 +161,7 @@ def test_what_the_master_does_not_know_ends_when_its_promise_does(
 
 
 def test_the_lease_counts_from_before_the_question_less_the_margin(
-    views: Views, master: Master
+    views: ViewManager, master: Master
 ) -> None:
     master.lease_ms = 60_000
     array = memory()
@@ -168,7 +174,7 @@ def test_the_lease_counts_from_before_the_question_less_the_margin(
     assert array.size
 
 
-def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) -> None:
+def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: ViewManager) -> None:
     buffer = bytearray(64)
     first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
     lease = add(views, first, named(1), later())
@@ -182,7 +188,7 @@ def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) ->
     assert len(views) == 0
 
 
-def test_an_older_promise_of_the_same_memory_shortens_nothing(views: Views) -> None:
+def test_an_older_promise_of_the_same_memory_shortens_nothing(views: ViewManager) -> None:
     buffer = bytearray(64)
     first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
     lease = add(views, first, named(1), uptime() + 100)
@@ -199,7 +205,7 @@ def twice(size: int = 300) -> tuple[Bytes1D, Bytes1D]:
     return np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
 
 
-def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: Views) -> None:
+def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: ViewManager) -> None:
     lost, newer = twice()
     old = add(views, lost, named(1), uptime() - 1)
     new = add(views, newer, named(2), later())
@@ -214,7 +220,7 @@ def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: Views) -> 
     assert len(views) == 1
 
 
-def test_a_lost_view_stays_lost_when_a_newer_one_lies_around_it(views: Views) -> None:
+def test_a_lost_view_stays_lost_when_a_newer_one_lies_around_it(views: ViewManager) -> None:
     whole = bytearray(300)
     lost = np.frombuffer(memoryview(whole)[100:200], np.uint8)
     newer = np.frombuffer(whole, np.uint8)
@@ -224,7 +230,7 @@ def test_a_lost_view_stays_lost_when_a_newer_one_lies_around_it(views: Views) ->
     assert views.of(newer[100:]) is new
 
 
-def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views) -> None:
+def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: ViewManager) -> None:
     torch = pytest.importorskip("torch")
     arrays, tensors = list(twice()), []
     for number, until in enumerate((uptime() - 1, later())):
@@ -265,7 +271,7 @@ def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views
 
 
 def test_where_the_trace_to_the_array_is_lost_the_promise_that_holds_least_counts(
-    views: Views,
+    views: ViewManager,
 ) -> None:
     """Such as a tensor that a program makes of an array: it has a storage of its own."""
     torch = pytest.importorskip("torch")
@@ -279,7 +285,7 @@ def test_where_the_trace_to_the_array_is_lost_the_promise_that_holds_least_count
     assert views.of(torch.from_numpy(newer)) is new
 
 
-def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: Views) -> None:
+def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: ViewManager) -> None:
     torch = pytest.importorskip("torch")
     lost, newer = twice()
     old = add(views, lost, GRANTED, uptime() - 1)
@@ -291,7 +297,9 @@ def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: Views) -> No
     assert views.allocation(wrapped.data) is old, "it cannot be told whose it is"
 
 
-def test_the_memory_of_a_lost_view_is_not_taken_for_the_allocation_there(views: Views) -> None:
+def test_the_memory_of_a_lost_view_is_not_taken_for_the_allocation_there(
+    views: ViewManager,
+) -> None:
     torch = pytest.importorskip("torch")
     lost, newer = twice()
     add(views, lost, named(1), uptime() - 1)
@@ -300,7 +308,7 @@ def test_the_memory_of_a_lost_view_is_not_taken_for_the_allocation_there(views: 
     assert views.allocation(torch.from_numpy(lost).numpy().data) is None
 
 
-def test_only_memory_within_a_lease_is_found(views: Views) -> None:
+def test_only_memory_within_a_lease_is_found(views: ViewManager) -> None:
     whole = memory(300)
     array = np.frombuffer(whole.data[100:200], np.uint8)
     lease = add(views, array, named(1), later())
@@ -317,7 +325,7 @@ def test_only_memory_within_a_lease_is_found(views: Views) -> None:
 
 
 def test_many_leases_are_renewed_in_batches(
-    views: Views, master: Master, monkeypatch: pytest.MonkeyPatch
+    views: ViewManager, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RENEW_KEYS_MAX", 40)
     master.lease_ms = 60_000
@@ -330,7 +338,7 @@ def test_many_leases_are_renewed_in_batches(
     assert sum(len(request.keys) for request in renewed) >= 100
 
 
-def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Master) -> None:
+def test_a_lease_that_is_due_sooner_wakes_the_thread(views: ViewManager, master: Master) -> None:
     patient, hasty = memory(), memory()
     add(views, patient, named(1), uptime() + 3_600)
     time.sleep(0.05)
@@ -341,7 +349,7 @@ def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Maste
 
 
 def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
-    with contextlib.closing(Views(master, lease_margin_s=0.05, reads=ReadLeases(0))) as views:
+    with contextlib.closing(ViewManager(master, lease_margin_s=0.05, reads=ReadLeases(0))) as views:
         array = memory()
         lease = add(views, array, named(1), soon())
         views.close()
@@ -355,7 +363,7 @@ def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
     assert not any(thread.name == "kvstore-renew" for thread in threading.enumerate())
 
 
-def test_slices_and_reshapes_of_it_keep_the_lease(views: Views) -> None:
+def test_slices_and_reshapes_of_it_keep_the_lease(views: ViewManager) -> None:
     array = memory()
     lease = add(views, array, named(1), later())
     part = array.view(np.float32).reshape(4, 4)[2:]
@@ -367,7 +375,7 @@ def test_slices_and_reshapes_of_it_keep_the_lease(views: Views) -> None:
     assert len(views) == 0
 
 
-def test_a_dropped_allocation_is_given_back(views: Views, master: Master) -> None:
+def test_a_dropped_allocation_is_given_back(views: ViewManager, master: Master) -> None:
     array = memory()
     add(views, array, GRANTED, later())
     del array
@@ -385,7 +393,7 @@ class Mount:
 
 
 def test_a_promise_kept_by_another_replica_is_no_promise_of_this_memory(
-    views: Views, master: Master
+    views: ViewManager, master: Master
 ) -> None:
     """Its node counted as dead and has joined anew, and the master says yes for the other one."""
     mount = Mount()
@@ -413,7 +421,7 @@ def test_an_answer_that_comes_after_the_segment_was_mounted_anew_promises_nothin
     assert lease.seconds_left == 20.0
 
 
-def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> None:
+def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: ViewManager) -> None:
     """The next master grants its memory to others one lease later, and knows nothing of it."""
     mount = Mount()
     array = memory()
@@ -428,7 +436,7 @@ def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> No
 
 @pytest.mark.parametrize("held", [GRANTED, named(1)])
 def test_an_array_that_is_dropped_waits_for_no_lock(
-    views: Views, master: Master, held: Named | Granted
+    views: ViewManager, master: Master, held: ObjectLease | AllocationLease
 ) -> None:
     """The collector drops it wherever it likes: also while the renewing thread has all its locks,
     in that thread."""
@@ -444,7 +452,9 @@ def test_an_array_that_is_dropped_waits_for_no_lock(
         master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
 
 
-def test_what_the_renewing_thread_itself_drops_is_given_back(views: Views, master: Master) -> None:
+def test_what_the_renewing_thread_itself_drops_is_given_back(
+    views: ViewManager, master: Master
+) -> None:
     """A collection runs in the thread that happens to allocate."""
     ours, its = memory(), [memory()]
     add(views, its[0], GRANTED, later())
@@ -456,7 +466,7 @@ def test_what_the_renewing_thread_itself_drops_is_given_back(views: Views, maste
 
 
 def test_the_renewing_thread_outlives_a_bug(
-    views: Views, master: Master, caplog: pytest.LogCaptureFixture
+    views: ViewManager, master: Master, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         master.answering = lambda: None
@@ -472,7 +482,7 @@ def test_the_renewing_thread_outlives_a_bug(
     assert array.size
 
 
-def test_new_views_do_not_put_off_the_renewal_of_others(views: Views, master: Master) -> None:
+def test_new_views_do_not_put_off_the_renewal_of_others(views: ViewManager, master: Master) -> None:
     """Each new one wakes the thread."""
     array = memory()
     lease = add(views, array, named(0), later())
@@ -508,11 +518,11 @@ def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() 
                     renewal.failed(MasterUnreachableError("stalled"))
                 else:
                     broken = False
-                    renewal.answered(Renewed(1_000, 0, b"\1", b""), asked, 0.2)
+                    renewal.answered(RenewReply(1_000, 0, b"\1", b""), asked, 0.2)
         assert is_held(lease), begin
 
 
-def test_what_was_let_go_keeps_no_segment_mapped(views: Views) -> None:
+def test_what_was_let_go_keeps_no_segment_mapped(views: ViewManager) -> None:
     mount = Mount()
     array = memory()
     lease = add(views, array, named(1), later(), mount)
@@ -523,7 +533,7 @@ def test_what_was_let_go_keeps_no_segment_mapped(views: Views) -> None:
     assert not lease.held
 
 
-def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: Views) -> None:
+def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: ViewManager) -> None:
     mount = Mount()
     array = memory()
     lease = add(views, array, named(1), later(), mount)

@@ -37,7 +37,7 @@ def store(world: World, *keys: bytes, **options: object) -> list[PutOutcome]:
 
 def ended(world: World, *replies: list[int]) -> None:
     following = iter(replies)
-    world.answers[calls.PutEnd] = lambda request: calls.PutEnded(next(following))
+    world.answers[calls.PutEnd] = lambda request: calls.PutEndReply(next(following))
 
 
 def test_only_what_was_granted_is_written_and_ended() -> None:
@@ -90,7 +90,7 @@ def test_a_refused_block_is_asked_for_again_alone_with_its_parent() -> None:
 def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
-    world.answers[calls.PutEnd] = calls.PutEnded([REFUSED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([REFUSED])
     with pytest.raises(PutRefusedError) as caught:
         store(world, b"a")
     assert caught.value.retriable
@@ -253,7 +253,7 @@ def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         grants([FOUND, FOUND], [], []),
         grants([FOUND], [], []),
     ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     outcomes = store(world, b"a", b"b", b"c", b"d", b"e", chain=True, parent=Key(b"root"))
     assert outcomes == [STORED, FOUND, FOUND, FOUND, FOUND]
     asked = world.requests(calls.PutStart)
@@ -264,7 +264,7 @@ def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
     first = np.arange(3, dtype=np.int16)
     parts: list[Value] = [first, b"", b"xyz", b"0123"]
     one = Items([Key(b"a")], *encode_all([parts]))
@@ -302,7 +302,7 @@ def pool_of(world: World, size: int) -> None:
         return grants([WRITE] * count, [next(tokens) for _ in range(count)], places)
 
     world.answers[calls.PutStart] = start
-    world.answers[calls.PutEnd] = lambda request: calls.PutEnded([STORED] * len(request.tokens))
+    world.answers[calls.PutEnd] = lambda request: calls.PutEndReply([STORED] * len(request.tokens))
 
 
 def partly(world: World, sizes: list[int], **options: object) -> list[PutOutcome]:

@@ -14,14 +14,14 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome, SegmentInfo
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
-from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.flows.steps import CallMaster, Context, Flow, SleepFor, Transfer
 from kvstore.client.flows.write_objects import Items
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from tests.support.range_copies import moves_of
 
 ResultT = TypeVar("ResultT")
@@ -45,7 +45,7 @@ def items(*pairs: tuple[Key, bytes]) -> Items:
 
 def found(
     *rows: tuple[int, int, list[tuple[int, int]]] | None, lease_ms: int = 10_000, epoch: int = EPOCH
-) -> calls.Found:
+) -> calls.LookupReply:
     """An answer to a lookup: per key (payload bytes, counter, [(segment, offset)]), or a miss."""
     filled = [row or (0, 0, []) for row in rows]
     extents = [extent for _, _, of_row in filled for extent in of_row]
@@ -57,7 +57,7 @@ def found(
         segments=[number for number, _ in extents],
         offsets=[offset for _, offset in extents],
     )
-    return calls.Found(epoch, lease_ms, placements)
+    return calls.LookupReply(epoch, lease_ms, placements)
 
 
 def grants(
@@ -88,16 +88,16 @@ class World:
         self.memory = {number: bytearray(SIZE) for number in self.segments}
         self.failing: dict[int, list[KVStoreError | None]] = {}
         """By segment: what its next transfers end with."""
-        self.before_piece: Callable[[Move], None] = lambda _: None
+        self.before_piece: Callable[[RangeCopy], None] = lambda _: None
         self.after_moves: Callable[[], None] = lambda: None
         self.answers: dict[type, Any] = {
-            calls.DescribeSegments: lambda request: calls.Segments(
+            calls.DescribeSegments: lambda request: calls.DescribeSegmentsReply(
                 self.epoch,
                 [self.segments[each] for each in request.segment_ids if each in self.segments],
             ),
-            calls.ReportFailure: calls.Reported(1),
-            calls.ReportCorrupt: calls.Dropped(1),
-            calls.PutRevoke: calls.Revoked(1),
+            calls.ReportFailure: calls.ReportFailureReply(1),
+            calls.ReportCorrupt: calls.ReportCorruptReply(1),
+            calls.PutRevoke: calls.PutRevokeReply(1),
         }
         self.asked: list[Any] = []
         self.moved: list[Transfer] = []
@@ -154,10 +154,10 @@ class World:
         return [request for request in self.asked if type(request) is kind]
 
     def _do(self, step: object) -> object:
-        if isinstance(step, Ask):
+        if isinstance(step, CallMaster):
             self.asked.append(step.request)
             return self._answer(step.request)
-        if isinstance(step, Pause):
+        if isinstance(step, SleepFor):
             self.paused.append(step.seconds)
             self.now += step.seconds
             return None

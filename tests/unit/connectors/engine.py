@@ -14,9 +14,14 @@ from typing import Any
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.events import BlockEvents
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.messages import Orders, Save, SaveEnd, TransferReport
+from kvstore.connectors.vllm.messages import (
+    SaveCommand,
+    SaveResult,
+    TransferCommands,
+    TransferReport,
+)
 from kvstore.connectors.vllm.metrics import COUNTERS
-from kvstore.connectors.vllm.scheduler_logic import Decisions
+from kvstore.connectors.vllm.scheduler_logic import SchedulerLogic
 
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})
@@ -97,7 +102,7 @@ class Pool:
 
 
 class Asked:
-    """Instead of ``Lookups``: answers what it is told to."""
+    """Instead of ``LookupThread``: answers what it is told to."""
 
     def __init__(self) -> None:
         self.there: dict[str, int | None] = {}
@@ -157,7 +162,7 @@ class Output:
 class Saving:
     """A save under way."""
 
-    save: Save
+    save: SaveCommand
     workers_left: int
     stored: bool = True
 
@@ -182,7 +187,7 @@ class Engine:
         self.asked = Asked()
         self.identity = SimpleNamespace(fingerprint="f", draft="d", is_certain=True)
         self.events = BlockEvents(self.groups, wanted=self.events_wanted)
-        self.side = Decisions(
+        self.side = SchedulerLogic(
             self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip
@@ -270,7 +275,9 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self, scheduled: dict[str, int] | None = None, *, generated: int = 1) -> Orders:
+    def step(
+        self, scheduled: dict[str, int] | None = None, *, generated: int = 1
+    ) -> TransferCommands:
         """Compute so many tokens of each request; ``generated``: by those at their end."""
         scheduled = scheduled or {}
         for request_id, tokens in scheduled.items():
@@ -305,7 +312,7 @@ class Engine:
         saving = self.saving[number]
         self.check_content(saving)
         saving.workers_left -= workers
-        self.side.reported(TransferReport({number: SaveEnd(workers, workers * stored)}))
+        self.side.reported(TransferReport({number: SaveResult(workers, workers * stored)}))
         if not saving.workers_left:
             del self.saving[number]
         self.check()
@@ -347,7 +354,7 @@ class Engine:
         assert self.side.counters.keys() <= COUNTERS.keys()
 
 
-def saved(orders: Orders) -> dict[int, list[int]]:
+def saved(orders: TransferCommands) -> dict[int, list[int]]:
     """Indices of the blocks that are saved, by group."""
     found: dict[int, list[int]] = {}
     for save in orders.saves:

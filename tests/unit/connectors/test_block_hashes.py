@@ -14,7 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvstore.connectors.vllm.block_hashes import BlockHashes, Derived, block_hashes
+from kvstore.connectors.vllm.block_hashes import BlockHashes, HashCache, block_hashes
 
 ALGORITHM = "sha256_cbor"
 SMALL, LARGE = 4, 12
@@ -52,13 +52,13 @@ def image(at: int, length: int) -> MultiModalFeatureSpec:
 def test_they_are_those_of_an_engine_with_smaller_blocks(more: dict[str, Any]) -> None:
     for tokens in (3, 4, 11, 12, 41):
         ours, theirs = request(tokens, LARGE, **more), request(tokens, SMALL, **more)
-        assert smaller().of(ours, Derived()) == theirs.block_hashes
+        assert smaller().of(ours, HashCache()) == theirs.block_hashes
         assert smaller().covered(ours) == BlockHashes(SMALL).covered(theirs)
 
 
 def test_hashes_of_vllm_are_taken_as_they_are() -> None:
     same = request(41, SMALL)
-    assert block_hashes(SMALL, SMALL, ALGORITHM).of(same, Derived()) is same.block_hashes
+    assert block_hashes(SMALL, SMALL, ALGORITHM).of(same, HashCache()) is same.block_hashes
 
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=6))
@@ -67,7 +67,7 @@ def test_they_follow_a_session_that_grows_and_replaces_its_last_tokens(
 ) -> None:
     """As ``Scheduler._update_request_as_session`` does."""
     ours, theirs = request(tokens, LARGE), request(tokens, SMALL)
-    hashes, known = smaller(), Derived()
+    hashes, known = smaller(), HashCache()
     for number, (dropped, added) in enumerate(inputs):
         assert hashes.of(ours, known) == theirs.block_hashes
         for each, size in ((ours, LARGE), (theirs, SMALL)):

@@ -15,7 +15,7 @@ from kvstore.connectors.vllm.connector import (
     _check_executor,
     _check_name,
 )
-from kvstore.connectors.vllm.engine_core import Core, before_reset
+from kvstore.connectors.vllm.engine_core import EngineCoreAccess, before_reset
 from kvstore.connectors.vllm_plugin import register
 from kvstore.errors import ConfigError
 
@@ -34,7 +34,7 @@ class EngineCore:
 
     def __init__(self) -> None:
         self.model_executor = Executor()
-        self.found: Core | None = None
+        self.found: EngineCoreAccess | None = None
         self.scheduler: Any = Scheduler(self)
 
     def collective_rpc(self, method: str) -> Any:
@@ -43,11 +43,11 @@ class EngineCore:
 
 class Scheduler:
     def __init__(self, core: EngineCore) -> None:
-        core.found = Core.above()
+        core.found = EngineCoreAccess.above()
         self.pause_state = SimpleNamespace(name="UNPAUSED")
 
 
-def make() -> tuple[EngineCore, Core]:
+def make() -> tuple[EngineCore, EngineCoreAccess]:
     engine = EngineCore()
     assert engine.found is not None
     return engine, engine.found
@@ -62,7 +62,7 @@ def test_the_engine_core_is_found_among_the_callers() -> None:
 
 
 def test_without_an_engine_core_there_is_none() -> None:
-    assert Core.above() is None
+    assert EngineCoreAccess.above() is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.connectors.vllm import event_listener
-from kvstore.connectors.vllm.event_listener import Heard, Listener
+from kvstore.connectors.vllm.event_listener import EventListener, ReceivedEvents
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web.events import sse_client
 from tests.support.wait import until
@@ -67,8 +67,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def listener(find: Callable[[], str]) -> Iterator[Listener]:
-    each = Listener(find, "vllm/f/", GROUPS)
+def listener(find: Callable[[], str]) -> Iterator[EventListener]:
+    each = EventListener(find, "vllm/f/", GROUPS)
     try:
         yield each
     finally:
@@ -77,14 +77,14 @@ def listener(find: Callable[[], str]) -> Iterator[Listener]:
     assert not each.take().listening
 
 
-def heard(each: Listener, enough: Callable[[Heard], bool]) -> Heard:
+def heard(each: EventListener, enough: Callable[[ReceivedEvents], bool]) -> ReceivedEvents:
     """All that was heard until it is enough."""
     found = each.take()
 
     def more() -> bool:
         nonlocal found
         listens, missed, blocks = each.take()
-        found = Heard(listens, found.missed or missed, found.blocks + blocks)
+        found = ReceivedEvents(listens, found.missed or missed, found.blocks + blocks)
         return enough(found)
 
     until(more)
@@ -98,7 +98,7 @@ def test_it_hears_what_is_gone_and_asks_only_for_its_own_namespaces(place: Place
         assert heard(each, lambda found: found.missed).listening
         connection.sendall(removal(1, b"a") + removal(2, b"b", "vllm/f/g0/p0t9"))
         connection.sendall(removal(3, b"c", "vllm/f/g1/p0t0"))
-        assert heard(each, lambda found: len(found.blocks) == 2) == Heard(
+        assert heard(each, lambda found: len(found.blocks) == 2) == ReceivedEvents(
             listening=True, missed=False, blocks=[(0, b"a"), (1, b"c")]
         )
 
@@ -114,7 +114,7 @@ def test_a_stream_that_ends_is_resumed_and_nothing_counts_as_missed(place: Place
         assert "Last-Event-ID: 7-1" in request
         connection.sendall(removal(2, b"b"))
         found = heard(each, lambda found: bool(found.blocks))
-        assert found == Heard(listening=True, missed=False, blocks=[(0, b"b")])
+        assert found == ReceivedEvents(listening=True, missed=False, blocks=[(0, b"b")])
 
 
 @pytest.mark.parametrize("note", ["gap", "cleared", "whole"])
@@ -213,7 +213,7 @@ def test_it_stops_in_every_state(place: Place) -> None:
         ended.wait(10)
         return ""
 
-    each = Listener(hangs, "vllm/f/", GROUPS)
+    each = EventListener(hangs, "vllm/f/", GROUPS)
     assert begun.wait(10)
     each.stop()  # does not wait for ``find``
     assert each.is_alive

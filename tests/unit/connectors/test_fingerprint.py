@@ -24,7 +24,7 @@ from kvstore.connectors.vllm.fingerprint import (
     weights_id,
     without_draft,
 )
-from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
+from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit
 from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 from kvstore.connectors.vllm_plugin import _note_files
 from kvstore.errors import ConfigError
@@ -288,7 +288,7 @@ def test_with_shards_the_number_of_ranks_does_not_count() -> None:
         caches = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])]
         )
-        split = Split(shards, each)
+        split = PageSplit(shards, each)
         hellos = [
             WorkerIdentity(
                 layout, [0], split.parts(0, rank), rank=rank, weights="as loaded", files=files
@@ -306,7 +306,7 @@ def test_with_shards_the_number_of_ranks_does_not_count() -> None:
 def test_blocks_that_are_cut_are_those_of_smaller_blocks() -> None:
     large, small = cache_config(64), cache_config(16)
     large.kv_cache_groups[0].kv_cache_spec.page_size_bytes = 4 * 1_024
-    described = describe(config(), large, split=Split(0, 1, 16))
+    described = describe(config(), large, split=PageSplit(0, 1, 16))
     assert {**described, "none_hash": ""} == {**describe(config(), small), "none_hash": ""}
     assert describe(config(), large) != described
 

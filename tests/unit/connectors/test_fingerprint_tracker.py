@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvstore.config import ClientConfig
-from kvstore.connectors.vllm.fingerprint_tracker import Identity
+from kvstore.connectors.vllm.fingerprint_tracker import FingerprintTracker
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 
 
 class Workers:
@@ -37,13 +37,13 @@ def workers() -> Workers:
 
 
 @pytest.fixture
-def identity(workers: Workers) -> Identity:
+def identity(workers: Workers) -> FingerprintTracker:
     """Known."""
-    engine = Record("vllm", ("model",), "", (), {"hash_algorithm": "xxhash_cbor"})
+    engine = FleetRecord("vllm", ("model",), "", (), {"hash_algorithm": "xxhash_cbor"})
     client: Any = SimpleNamespace(
         config=ClientConfig(), list_objects=lambda **_: [], put=lambda *_, **__: None
     )
-    made = Identity(client, workers, engine, model_id="", what="blocks")  # type: ignore[arg-type]
+    made = FingerprintTracker(client, workers, engine, model_id="", what="blocks")  # type: ignore[arg-type]
     record = made.take(made.ask(workers.hello))
     assert record is not None
     made.move(record)
@@ -54,7 +54,7 @@ def identity(workers: Workers) -> Identity:
 
 
 def test_doubted_weights_that_seem_equal_are_used_and_certain_once_all_are_read(
-    identity: Identity, workers: Workers
+    identity: FingerprintTracker, workers: Workers
 ) -> None:
     before = identity.fingerprint
     steps = (
@@ -72,7 +72,7 @@ def test_doubted_weights_that_seem_equal_are_used_and_certain_once_all_are_read(
 
 
 def test_doubted_weights_of_which_samples_differ_are_not_used(
-    identity: Identity, workers: Workers
+    identity: FingerprintTracker, workers: Workers
 ) -> None:
     workers.seem_equal[1] = False
     identity.doubt()
@@ -84,7 +84,7 @@ def test_doubted_weights_of_which_samples_differ_are_not_used(
 
 
 def test_weights_that_turn_out_to_differ_are_used_no_longer(
-    identity: Identity, workers: Workers
+    identity: FingerprintTracker, workers: Workers
 ) -> None:
     identity.doubt()
     identity.recheck(workers.recheck)
@@ -93,7 +93,9 @@ def test_weights_that_turn_out_to_differ_are_used_no_longer(
     assert not identity.fingerprint
 
 
-def test_the_verdict_of_an_earlier_check_says_nothing(identity: Identity, workers: Workers) -> None:
+def test_the_verdict_of_an_earlier_check_says_nothing(
+    identity: FingerprintTracker, workers: Workers
+) -> None:
     for _ in range(2):
         identity.doubt()
         identity.recheck(workers.recheck)

@@ -11,7 +11,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as first_runner
 from vllm.v1.worker.gpu import kv_connector as second_runner
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.messages import Orders
+from kvstore.connectors.vllm.messages import TransferCommands
 
 
 class Worker:
@@ -20,13 +20,13 @@ class Worker:
     def __init__(self, seen: list[str]) -> None:
         self._seen = seen
 
-    def begin(self, orders: Orders) -> None:
+    def begin(self, orders: TransferCommands) -> None:
         self._seen.append("begin")
 
-    def load(self, orders: Orders) -> None:
+    def load(self, orders: TransferCommands) -> None:
         self._seen.append("load")
 
-    def save(self, orders: Orders) -> None:
+    def save(self, orders: TransferCommands) -> None:
         self._seen.append("save")
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
@@ -88,7 +88,7 @@ def test_a_step_begins_before_its_forward_pass_is_queued(
 ) -> None:
     """And loads are ordered after it: a mark that they made then would wait for the step."""
     step = SimpleNamespace(
-        kv_connector_metadata=Orders(), has_sync_kv_loads=False, finished_req_ids=set()
+        kv_connector_metadata=TransferCommands(), has_sync_kv_loads=False, finished_req_ids=set()
     )
     runner(step, lambda: seen.append("forward"))
     assert seen == ["begin", "forward", "load", "save"]
@@ -99,7 +99,7 @@ def test_saves_come_after_the_pass_of_a_draft_model(
 ) -> None:
     monkeypatch.setattr(first_runner, "has_kv_transfer_group", lambda: True)
     step = SimpleNamespace(
-        kv_connector_metadata=Orders(), has_sync_kv_loads=False, finished_req_ids=set()
+        kv_connector_metadata=TransferCommands(), has_sync_kv_loads=False, finished_req_ids=set()
     )
     first_with_a_draft_model(step, lambda: seen.append("draft"))
     assert seen == ["begin", "load", "draft", "save"]

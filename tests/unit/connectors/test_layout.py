@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, split_of, stored_order
+from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit, split_of, stored_order
 from kvstore.connectors.vllm.pages import survey
 from kvstore.errors import ConfigError
 from tests.unit.connectors.vllm_caches import FULL, LATENT, WINDOW, Model
@@ -126,8 +126,8 @@ def caches_of(*specs: KVCacheSpec, replicas: int = 1) -> Any:
 def test_ranks_hold_equal_numbers_of_shards() -> None:
     assert split_of(0, caches_of(FULL), 2) == NOT_SPLIT
     assert NOT_SPLIT.parts(1, 3) == ["p1t3"]
-    assert split_of(8, caches_of(FULL, WINDOW), 2) == Split(8, 4)
-    assert split_of(8, caches_of(FULL), 8) == Split(8, 1)
+    assert split_of(8, caches_of(FULL, WINDOW), 2) == PageSplit(8, 4)
+    assert split_of(8, caches_of(FULL), 8) == PageSplit(8, 1)
     with pytest.raises(ConfigError, match="tp_shards=6"):
         split_of(6, caches_of(FULL), 4)
 
@@ -135,7 +135,7 @@ def test_ranks_hold_equal_numbers_of_shards() -> None:
 def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
     """Eight ranks of a model with two heads."""
     split = split_of(2, caches_of(FULL, replicas=4), 8)
-    assert split == Split(2, 1)
+    assert split == PageSplit(2, 1)
     assert [split.parts(0, rank // 4) for rank in (0, 3, 4, 7)] == [
         ["p0s0"], ["p0s0"], ["p0s1"], ["p0s1"],
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
 def test_blocks_are_cut_into_equal_objects() -> None:
     large = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float16)
     split = split_of(2, caches_of(FULL, large), 1, 16)
-    assert split == Split(2, 2, 16)
+    assert split == PageSplit(2, 2, 16)
     assert [split.cuts(16), split.cuts(64), NOT_SPLIT.cuts(64)] == [1, 4, 1]
     assert split_of(0, caches_of(FULL), 2, 16) == NOT_SPLIT, "that is what it stores anyway"
     with pytest.raises(ConfigError, match="block_tokens=24: blocks of 16 and 64 tokens"):
@@ -156,7 +156,7 @@ def test_blocks_are_cut_into_equal_objects() -> None:
 
 
 def test_latent_attention_is_not_split_and_states_cannot_be() -> None:
-    assert split_of(8, caches_of(LATENT, replicas=8), 8) == Split(1, 1)
+    assert split_of(8, caches_of(LATENT, replicas=8), 8) == PageSplit(1, 1)
     state = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     with pytest.raises(ConfigError, match="recurrent"):
         split_of(2, caches_of(FULL, state), 2)

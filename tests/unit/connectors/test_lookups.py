@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.flows.control_calls import Match, Reach
+from kvstore.client.flows.control_calls import EngineMatchResult, PrefixMatchResult
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
@@ -18,7 +18,7 @@ from kvstore.connectors.vllm.lookups import (
     FRESH_S,
     PENDING_MAX,
     STEP_PATIENCE_S,
-    Lookups,
+    LookupThread,
     PendingLookup,
 )
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
@@ -44,7 +44,7 @@ class Store:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[bytes], list[str]]] = []
-        self.answers: list[Sequence[Match] | Exception] = []
+        self.answers: list[Sequence[PrefixMatchResult] | Exception] = []
         """The next ones; the last is repeated."""
         self.state = 0
         self.go_on = threading.Event()
@@ -53,14 +53,14 @@ class Store:
 
     def __call__(
         self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
-    ) -> Reach:
+    ) -> EngineMatchResult:
         self.asked.append((list(keys), [*chains, *states]))
         self.entered.release()
         assert self.go_on.wait(LONG_S)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return Reach(
+        return EngineMatchResult(
             min((match.matched for match in answer), default=len(keys)),
             any(match.being_written for match in answer),
             self.state,
@@ -84,19 +84,19 @@ def store() -> Store:
     return Store()
 
 
-Start = Callable[..., Lookups]
+Start = Callable[..., LookupThread]
 
 
 @pytest.fixture
 def start(store: Store, clock: Clock) -> Iterator[Start]:
-    started: list[Lookups] = []
+    started: list[LookupThread] = []
 
     def start(
         groups: Groups = PLAIN,
         namespaces: dict[int, list[str]] | None = None,
         deadline_s: float = DEADLINE_S,
-    ) -> Lookups:
-        lookups = Lookups(
+    ) -> LookupThread:
+        lookups = LookupThread(
             store, groups, deadline_s=deadline_s, writers_wait_s=WRITERS_WAIT_S, clock=clock
         )
         lookups.start(namespaces or {group: [f"n{group}"] for group in groups.block_tokens})
@@ -113,7 +113,7 @@ def hashes(number: int) -> list[bytes]:
     return [b"h%d" % index for index in range(number)]
 
 
-def answered(lookups: Lookups, lookup: PendingLookup) -> int:
+def answered(lookups: LookupThread, lookup: PendingLookup) -> int:
     assert lookup.done.wait(LONG_S)
     tokens = lookups.tokens(lookup)
     assert tokens is not None
@@ -132,7 +132,7 @@ def pass_time(clock: Clock, until: threading.Event, seconds: float) -> float:
 
 
 def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
-    store.answers = [[Match(3, 0)]]
+    store.answers = [[PrefixMatchResult(3, 0)]]
     lookups = start()
     lookup = lookups.want("r", hashes(5))
     assert answered(lookups, lookup) == 48
@@ -144,14 +144,14 @@ def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
 
 
 def test_what_a_worker_lacks_is_not_there(start: Start, store: Store) -> None:
-    store.answers = [[Match(5, 0), Match(2, 0), Match(4, 0)]]
+    store.answers = [[PrefixMatchResult(5, 0), PrefixMatchResult(2, 0), PrefixMatchResult(4, 0)]]
     lookups = start(namespaces={0: ["a", "b", "c"]})
     assert answered(lookups, lookups.want("r", hashes(5))) == 32
     assert store.asked[0][1] == ["a", "b", "c"]
 
 
 def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, store: Store) -> None:
-    store.answers = [[Match(5, 0)], [Match(2, 0)]]
+    store.answers = [[PrefixMatchResult(5, 0)], [PrefixMatchResult(2, 0)]]
     lookups = start(HYBRID)
     assert answered(lookups, lookups.want("r", hashes(5))) == 64
     assert store.asked == [(hashes(5), ["n0"]), ([b"h1", b"h3"], ["n1"])]
@@ -161,7 +161,7 @@ def test_chains_and_states_are_one_question_at_the_end_of_which_a_state_is(
     start: Start, store: Store
 ) -> None:
     groups = replace(PLAIN, block_tokens={0: 16, 1: 16, 2: 16}, recurrent=frozenset({0, 2}))
-    store.answers, store.state = [[Match(5, 0)]], 3
+    store.answers, store.state = [[PrefixMatchResult(5, 0)]], 3
     lookups = start(groups)
     assert answered(lookups, lookups.want("r", hashes(6))) == 48
     assert store.asked == [(hashes(6), ["n1", "n0", "n2"])]
@@ -172,7 +172,7 @@ def test_chains_and_states_are_one_question_at_the_end_of_which_a_state_is(
 def test_states_are_asked_for_where_a_hit_may_end(start: Start, store: Store) -> None:
     """Blocks of the chain are smaller than those of the states."""
     groups = replace(HYBRID, recurrent=frozenset({1}))
-    store.answers, store.state = [[Match(5, 0)], []], 1
+    store.answers, store.state = [[PrefixMatchResult(5, 0)], []], 1
     lookups = start(groups)
     assert answered(lookups, lookups.want("r", hashes(6))) == 32
     assert store.asked == [(hashes(6), ["n0"]), ([b"h1", b"h3"], ["n1"])]
@@ -187,14 +187,14 @@ def test_a_model_without_attention_has_states_alone(start: Start, store: Store) 
 
 
 def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
-    store.answers = [[Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start(HYBRID)
     assert answered(lookups, lookups.want("r", hashes(1))) == 0
 
 
 def test_one_question_at_a_time_is_asked_for_a_request(start: Start, store: Store) -> None:
     store.hold()
-    store.answers = [[Match(2, 0)]]
+    store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
     lookup = lookups.want("r", hashes(2))
     assert lookups.want("r", hashes(2)) is lookup
@@ -205,7 +205,7 @@ def test_one_question_at_a_time_is_asked_for_a_request(start: Start, store: Stor
 
 
 def test_an_old_answer_is_asked_anew(start: Start, store: Store, clock: Clock) -> None:
-    store.answers = [[Match(2, 0)], [Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(2, 0)], [PrefixMatchResult(1, 0)]]
     lookups = start()
     assert answered(lookups, lookups.want("r", hashes(2))) == 32
     clock.now += FRESH_S - 0.01
@@ -222,7 +222,7 @@ def test_there_is_no_answer_until_the_deadline_and_then_it_is_nothing(
     start: Start, store: Store, clock: Clock
 ) -> None:
     store.hold()
-    store.answers = [[Match(2, 0)]]
+    store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
     lookup = lookups.want("r", hashes(2))
     store.wait_until_asked()
@@ -241,7 +241,7 @@ def test_what_a_prefiller_says_it_stores_is_waited_for_before_the_first_answer(
 ) -> None:
     """On a busy host the master's answer may take longer than the deadline of other lookups."""
     store.hold()
-    store.answers = [[Match(2, 0)]]
+    store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
     lookup = lookups.want("r", hashes(2), 32)
     assert lookups.tokens(lookup) is None
@@ -265,7 +265,7 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
             return False
 
     store.hold()
-    store.answers = [[Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
     wanted = [lookups.want(f"r{number}", hashes(1)) for number in range(200)]
     store.wait_until_asked()
@@ -286,7 +286,7 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
 
 def test_no_more_than_so_many_questions_wait(start: Start, store: Store) -> None:
     store.hold()
-    store.answers = [[Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
     for number in range(PENDING_MAX):
         assert not lookups.want(f"r{number}", hashes(1)).done.is_set()
@@ -301,7 +301,11 @@ def test_no_more_than_so_many_questions_wait(start: Start, store: Store) -> None
 def test_blocks_that_are_being_written_are_waited_for(
     start: Start, store: Store, clock: Clock
 ) -> None:
-    store.answers = [[Match(1, 1)], [Match(1, 1)], [Match(3, 0)]]
+    store.answers = [
+        [PrefixMatchResult(1, 1)],
+        [PrefixMatchResult(1, 1)],
+        [PrefixMatchResult(3, 0)],
+    ]
     lookups = start()
     lookup = lookups.want("r", hashes(4))
     assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
@@ -311,7 +315,7 @@ def test_blocks_that_are_being_written_are_waited_for(
 
 
 def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: Clock) -> None:
-    store.answers = [[Match(2, 1)]]
+    store.answers = [[PrefixMatchResult(2, 1)]]
     lookups = start()
     lookup = lookups.want("r", hashes(4))
     waited = pass_time(clock, lookup.done, 10 * WRITERS_WAIT_S)
@@ -323,7 +327,11 @@ def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: 
 def test_what_a_prefiller_has_announced_is_waited_for(
     start: Start, store: Store, clock: Clock
 ) -> None:
-    store.answers = [[Match(0, 0)], [Match(1, 0)], [Match(3, 0)]]
+    store.answers = [
+        [PrefixMatchResult(0, 0)],
+        [PrefixMatchResult(1, 0)],
+        [PrefixMatchResult(3, 0)],
+    ]
     lookups = start()
     lookup = lookups.want("r", hashes(4), 3 * 16 + 5)
     assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
@@ -335,7 +343,7 @@ def test_what_a_prefiller_has_announced_is_waited_for(
 def test_what_can_not_be_hit_is_not_waited_for(
     start: Start, store: Store, being_written: int
 ) -> None:
-    store.answers = [[Match(2, being_written)], [Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(2, being_written)], [PrefixMatchResult(1, 0)]]
     lookups = start(HYBRID)
     lookup = lookups.want("r", hashes(3), 1_000)
     assert answered(lookups, lookup) == 32
@@ -346,7 +354,7 @@ def test_what_can_not_be_hit_is_not_waited_for(
 # --- a store that does not answer -----------------------------------------------------------------
 
 
-def failures(lookups: Lookups, number: int) -> None:
+def failures(lookups: LookupThread, number: int) -> None:
     for index in range(number):
         lookup = lookups.want(f"failing {index}", hashes(1))
         assert answered(lookups, lookup) == 0
@@ -379,7 +387,7 @@ def test_questions_that_wait_when_the_breaker_opens_are_not_asked(
 
 
 def test_a_bug_in_asking_does_not_end_the_thread(start: Start, store: Store) -> None:
-    store.answers = [ValueError("a bug of ours"), [Match(1, 0)]]
+    store.answers = [ValueError("a bug of ours"), [PrefixMatchResult(1, 0)]]
     lookups = start()
     broken = lookups.want("r", hashes(1))
     assert answered(lookups, broken) == 0
@@ -392,7 +400,7 @@ def test_a_bug_in_asking_does_not_end_the_thread(start: Start, store: Store) -> 
 
 def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
     store.hold()
-    store.answers = [[Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
     first = lookups.want("first", hashes(1))
     store.wait_until_asked()
@@ -410,7 +418,7 @@ def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
 
 def test_closing_answers_what_waits_and_leaves_no_thread(start: Start, store: Store) -> None:
     store.hold()
-    store.answers = [[Match(1, 1)]]
+    store.answers = [[PrefixMatchResult(1, 1)]]
     lookups = start()
     wanted = [lookups.want(f"r{number}", hashes(2)) for number in range(5)]
     store.wait_until_asked()
@@ -441,7 +449,7 @@ def test_an_errand_gives_its_result_or_its_error(start: Start) -> None:
 
 def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Store) -> None:
     store.hold()
-    store.answers = [[Match(1, 0)]]
+    store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
     lookups.want("r", hashes(1))
     store.wait_until_asked()
@@ -456,7 +464,7 @@ def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Sto
 
 
 def test_after_a_move_only_the_new_namespaces_are_asked(start: Start, store: Store) -> None:
-    store.answers = [[Match(3, 0)]]
+    store.answers = [[PrefixMatchResult(3, 0)]]
     lookups = start()
     before = lookups.want("r", hashes(5))
     assert answered(lookups, before) == 48

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvstore.config import ClientConfig, ConnectorConfig
-from kvstore.connectors.engine.mooncake_config import IGNORED, MEANT, in_own_words
+from kvstore.connectors.engine.mooncake_config import IGNORED, MEANT, translate_config
 
 log = logging.getLogger("kvstore.test")
 
@@ -23,8 +23,8 @@ def test_a_dictionary_of_mooncakes_keys() -> None:
         "local_hostname": "h", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp",
         "master_server_addr": "m:1", "global_segment_size": "3gb", "rdma_devices": "mlx5_0",
     }  # fmt: skip
-    assert in_own_words(given, log) == {"master": "m:1", "memory": "3GiB"}
-    assert in_own_words({**given, "protocol": "rdma"}, log) == {
+    assert translate_config(given, log) == {"master": "m:1", "memory": "3GiB"}
+    assert translate_config({**given, "protocol": "rdma"}, log) == {
         "master": "m:1", "memory": "3GiB", "protocol": "rdma", "device_name": "mlx5_0",
         "metadata_server": "P2PHANDSHAKE",
     }  # fmt: skip
@@ -33,5 +33,5 @@ def test_a_dictionary_of_mooncakes_keys() -> None:
 def test_own_settings_count_more(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvstore.test")
     given = {"master": None, "master_server_address": "m:1", "memory": "1GiB", "mode": "embedded"}
-    assert in_own_words(given, log) == {"master": "m:1", "memory": "1GiB"}
+    assert translate_config(given, log) == {"master": "m:1", "memory": "1GiB"}
     assert caplog.messages == [f"key_ignored key=mode reason={IGNORED['mode']}"]

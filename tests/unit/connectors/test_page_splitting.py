@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
-from kvstore.connectors.vllm.page_splitting import CutPages, Cutter
+from kvstore.connectors.vllm.page_splitting import PageSplitter, SplitPages
 from kvstore.connectors.vllm.pages import CPUPages, survey
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import config, stored
@@ -89,12 +89,12 @@ class Worker:
         if cuts == 1:
             pieces = [survey(caches, where, shard, shards)]
         else:
-            cutter = Cutter(tokens, self.layers, self.dtype)
+            cutter = PageSplitter(tokens, self.layers, self.dtype)
             pieces = [
                 survey(caches, where, shard, shards, partial(cutter.piece, index))
                 for index in range(cuts)
             ]
-        pages: Any = CutPages([CPUPages(each) for each in pieces])
+        pages: Any = SplitPages([CPUPages(each) for each in pieces])
         groups = Groups(
             hash_block_tokens=tokens, scheduler_block_tokens=self.block,
             block_tokens={0: self.block}, object_tokens=tokens,
@@ -172,10 +172,10 @@ def test_layers_that_do_not_write_tokens_one_by_one_are_refused() -> None:
 def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
     large, small = Worker(8, in_rows), Worker(4, in_rows, total=16)
     caches = {"l0": large.cache, "l1": small.cache[:3]}
-    cutter = Cutter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
+    cutter = PageSplitter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
     where = config(["l0"], ["l1"], blocks=3)
     pieces = [survey(caches, where, piece=partial(cutter.piece, index)) for index in range(2)]
-    pages: Any = CutPages([CPUPages(each) for each in pieces])
+    pages: Any = SplitPages([CPUPages(each) for each in pieces])
     assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
     assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]
 
@@ -190,5 +190,5 @@ def test_zeros_are_written_to_pieces_that_have_such_objects() -> None:
             zero=lambda group, blocks, after, deadline: told.append((name, list(blocks))),
         )  # fmt: skip
 
-    CutPages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
+    SplitPages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
     assert told == [("b", [1, 2])]

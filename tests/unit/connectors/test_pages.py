@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm.pages import CPUPages, Geometry, Page, pages_of, survey
+from kvstore.connectors.vllm.pages import CacheGeometry, CPUPages, Page, pages_of, survey
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
@@ -142,9 +142,9 @@ class Storage:
         return 100
 
 
-def elsewhere(*devices: str) -> Geometry:
+def elsewhere(*devices: str) -> CacheGeometry:
     storages: Any = [Storage(each) for each in devices]
-    return Geometry(storages, {0: [Page(0, 0, 10, 10)]}, "layout")
+    return CacheGeometry(storages, {0: [Page(0, 0, 10, 10)]}, "layout")
 
 
 def test_the_copying_device_is_the_one_that_has_the_cache() -> None:

@@ -14,7 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import scheduler_logic
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
+from kvstore.connectors.vllm.messages import (
+    LoadCommand,
+    Run,
+    SaveCommand,
+    SaveResult,
+    TransferCommands,
+    TransferReport,
+)
 from kvstore.limits import TTL_MS_MAX
 from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
 
@@ -71,7 +78,7 @@ def test_a_load_names_the_blocks_after_those_that_are_here() -> None:
     tables = engine.tables["r"].tables
     hashes = request.block_hashes
     assert engine.step().loads == [
-        Load("r", [
+        LoadCommand("r", [
             Run(0, hashes[4:8], tables[0][4:8], 4, hashes[3]),
             Run(1, [hashes[5], hashes[7]], tables[1][2:4], 2, hashes[3]),
         ])
@@ -154,7 +161,7 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     engine.report(save.number)
     assert engine.pool.used == 0
     assert engine.pool.freed[-3:] == save.runs[0].block_ids[::-1], "the prefix is evicted last"
-    engine.side.reported(TransferReport({save.number: SaveEnd(3, 3)}))
+    engine.side.reported(TransferReport({save.number: SaveResult(3, 3)}))
     engine.check()
     assert engine.side.take_counters() == {}
 
@@ -455,7 +462,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     (save,) = engine.side.orders(engine.scheduled({"r": 20})).saves
     expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
     assert save.runs[0].keys == expected
-    engine.side.reported(TransferReport({save.number: SaveEnd(1, 1)}))
+    engine.side.reported(TransferReport({save.number: SaveResult(1, 1)}))
     (told,) = engine.events.take()
     assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
     assert told.lora_name == "adapter"
@@ -566,7 +573,7 @@ STATES = Groups(
 )  # fmt: skip
 
 
-def computed(engine: Engine, tokens: int, *offers: tuple[int, int, int]) -> list[Save]:
+def computed(engine: Engine, tokens: int, *offers: tuple[int, int, int]) -> list[SaveCommand]:
     """The saves of a step that computes so many tokens of "r", in which vLLM offers these states:
     group, block, and tokens before the state."""
     for _, block_id, _ in offers:
@@ -578,7 +585,7 @@ def computed(engine: Engine, tokens: int, *offers: tuple[int, int, int]) -> list
     return saves
 
 
-def states(save: Save) -> list[tuple[int, int, int]]:
+def states(save: SaveCommand) -> list[tuple[int, int, int]]:
     """Group, block, and index of the block, of the states in a save."""
     assert all(run.parent is None for run in save.runs if run.group in STATES.recurrent)
     return [
@@ -596,7 +603,7 @@ def test_a_state_that_vllm_offers_is_saved_under_the_hash_at_its_end() -> None:
     assert [run.keys for run in save.runs[-2:]] == [[request.block_hashes[3]]] * 2
     assert [len(run.keys) for run in save.runs if run.group == 0] == [5]
     assert engine.side.take_counters()["saved_states"] == 1
-    engine.side.reported(TransferReport({save.number: SaveEnd(1, 1)}))
+    engine.side.reported(TransferReport({save.number: SaveResult(1, 1)}))
     assert [event.group_idx for event in engine.events.take()] == [0], "a state is no block"
     assert engine.finish(request) == {"stored_tokens": 16}
 
@@ -617,7 +624,7 @@ def test_a_state_whose_save_failed_is_promised_to_nobody() -> None:
     engine = Engine(groups=STATES)
     request = engine.add("r", 21)
     (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
-    engine.side.reported(TransferReport({save.number: SaveEnd(1, 0)}))
+    engine.side.reported(TransferReport({save.number: SaveResult(1, 0)}))
     assert engine.finish(request) is None
 
 
@@ -697,7 +704,7 @@ def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -
     engine.finish(second)
     engine.side.drained({saves[1]})
     assert engine.side.pinned_blocks == engine.pool.used == 2, "one worker still reads the second"
-    engine.side.reported(TransferReport(dict.fromkeys(saves, SaveEnd(1, 1))))
+    engine.side.reported(TransferReport(dict.fromkeys(saves, SaveResult(1, 1))))
     assert engine.side.pinned_blocks == engine.pool.used == 0
     assert not engine.side.has_pinned
 
@@ -791,7 +798,7 @@ class Scheduling(RuleBasedStateMachine):
         orders = engine.step(scheduled)
         self.check_loads(orders, ordered)
 
-    def check_loads(self, orders: Orders, ordered: dict[str, int]) -> None:
+    def check_loads(self, orders: TransferCommands, ordered: dict[str, int]) -> None:
         assert [load.request_id for load in orders.loads] == list(ordered)
         for load in orders.loads:
             request = self.engine.requests[load.request_id]

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from kvstore.connectors.vllm import weights
 from kvstore.connectors.vllm.weights import (
-    Adapters,
-    LiveWeights,
+    LoraAdapters,
+    WeightMonitor,
     WorkerWeights,
     attention_of,
     draft_layers,
@@ -125,10 +125,10 @@ def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) 
         assert words(swapped.contiguous().view(-1))[-1] != words(rows.view(-1))[-1], "another order"
 
 
-def live(model: nn.Module) -> LiveWeights:
+def live(model: nn.Module) -> WeightMonitor:
     parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
     worker = SimpleNamespace(rank=0, model_runner=None, get_model=lambda: model)
-    return LiveWeights(worker, SimpleNamespace(parallel_config=parallel))
+    return WeightMonitor(worker, SimpleNamespace(parallel_config=parallel))
 
 
 def test_weights_that_stayed_are_found_equal_in_the_background() -> None:
@@ -304,7 +304,7 @@ def adapter(value: float, scaling: float = 1.0) -> Any:
 def test_adapters_are_known_by_what_is_loaded() -> None:
     manager = Manager()
     runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
-    adapters = Adapters(SimpleNamespace(rank=3, model_runner=runner))
+    adapters = LoraAdapters(SimpleNamespace(rank=3, model_runner=runner))
     assert adapters.digests() == {}
     assert not adapters.have_changed()
     manager.loaded[1] = adapter(1.0)

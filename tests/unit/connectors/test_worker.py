@@ -16,13 +16,13 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
-    Load,
-    Orders,
+    LoadCommand,
     Run,
-    Save,
-    SaveEnd,
-    StillUnderWay,
+    SaveCommand,
+    SaveResult,
+    TransferCommands,
     TransferReport,
+    UnfinishedTransfers,
     namespace,
 )
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
@@ -130,9 +130,9 @@ def run(group: int, block_ids: list[int], *, first: int = 0, name: str = "k") ->
     return Run(group, keys, block_ids, first, parent)
 
 
-def reports(worker: WorkerSide, number: int) -> dict[int, SaveEnd]:
+def reports(worker: WorkerSide, number: int) -> dict[int, SaveResult]:
     """Of so many saves."""
-    ended: dict[int, SaveEnd] = {}
+    ended: dict[int, SaveResult] = {}
 
     def ready() -> bool:
         report = worker.take_report()
@@ -144,15 +144,15 @@ def reports(worker: WorkerSide, number: int) -> dict[int, SaveEnd]:
 
 
 def save(worker: WorkerSide, *runs: Run) -> bool:
-    worker.save(Orders("f", [], [Save(1, list(runs))], "1"))
-    return reports(worker, 1) == {1: SaveEnd(1, 1)}
+    worker.save(TransferCommands("f", [], [SaveCommand(1, list(runs))], "1"))
+    return reports(worker, 1) == {1: SaveResult(1, 1)}
 
 
 def load(
     worker: WorkerSide, *runs: Run, draft: str = "1"
 ) -> tuple[TransferReport | None, set[int]]:
     """What is reported beyond its arrival, and the bad blocks."""
-    worker.begin(Orders("f", [Load("r", list(runs))], [], draft))
+    worker.begin(TransferCommands("f", [LoadCommand("r", list(runs))], [], draft))
     arrived: set[str] = set()
     failed: set[str] = set()
 
@@ -270,7 +270,7 @@ def test_other_fingerprints_and_parts_see_nothing(start: Start, store: kvstore.C
     cache = Cache(1)
     worker = start(cache.pages)
     assert save(worker, run(0, [1]))
-    worker.begin(Orders("g", [Load("r", [run(0, [2])])], []))
+    worker.begin(TransferCommands("g", [LoadCommand("r", [run(0, [2])])], []))
     until(lambda: bool(worker.take_bad_blocks()))
 
 
@@ -368,9 +368,9 @@ def test_a_store_that_is_full_is_asked_again(
 
 def test_without_a_master_every_order_is_reported(start: Start) -> None:
     worker = start(Cache(1).pages, master=NOWHERE, timeout_ms=50)
-    orders = Orders("f", [], [])
-    orders.loads = [Load(f"r{index}", [run(0, [index + 1])]) for index in range(8)]
-    orders.saves = [Save(index, [run(0, [index + 1])]) for index in range(8)]
+    orders = TransferCommands("f", [], [])
+    orders.loads = [LoadCommand(f"r{index}", [run(0, [index + 1])]) for index in range(8)]
+    orders.saves = [SaveCommand(index, [run(0, [index + 1])]) for index in range(8)]
     worker.begin(orders)
     worker.save(orders)
     arrived: set[str] = set()
@@ -387,7 +387,7 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
     until(ready)
     assert failed == arrived
     assert report.failed_loads == dict.fromkeys(arrived, 0)
-    assert set(report.saves.values()) == {SaveEnd(1, 0)}
+    assert set(report.saves.values()) == {SaveResult(1, 0)}
     assert worker.take_bad_blocks() == set(range(1, 9))
     stats = worker.take_stats()
     assert stats is not None
@@ -403,8 +403,10 @@ def test_a_rank_with_the_bytes_of_another_reports_at_once(
     start: Start, store: kvstore.Client
 ) -> None:
     worker = start(Cache(1).pages, saves=False)
-    worker.save(Orders("f", [], [Save(1, [run(0, [1])]), Save(2, [run(0, [2])])]))
-    assert worker.take_report() == TransferReport({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)})
+    worker.save(
+        TransferCommands("f", [], [SaveCommand(1, [run(0, [1])]), SaveCommand(2, [run(0, [2])])])
+    )
+    assert worker.take_report() == TransferReport({1: SaveResult(1, 1), 2: SaveResult(1, 1)})
     assert not store.exists(b"k0", namespace=namespace("f", 0, "p0t0"))
 
 
@@ -413,16 +415,16 @@ def test_a_save_that_has_waited_too_long_is_dropped(
 ) -> None:
     held = Held(Cache(1))
     worker = start(held, pin_timeout_ms=60_000)
-    worker.save(Orders("f", [], [Save(1, [run(0, [1])])]))
+    worker.save(TransferCommands("f", [], [SaveCommand(1, [run(0, [1])])]))
     assert held.asked.wait(LONG_S)
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() - 61)  # ordered a minute ago
-    worker.save(Orders("f", [], [Save(2, [run(0, [2], name="late")])]))
+    worker.save(TransferCommands("f", [], [SaveCommand(2, [run(0, [2], name="late")])]))
     monkeypatch.undo()
-    worker.save(Orders("f", [], [Save(3, [run(0, [3], name="fresh")])]))
+    worker.save(TransferCommands("f", [], [SaveCommand(3, [run(0, [3], name="fresh")])]))
     held.go_on.set()
     ended = reports(worker, 3)
-    assert ended == {1: SaveEnd(1, 1), 2: SaveEnd(1, 0), 3: SaveEnd(1, 1)}
+    assert ended == {1: SaveResult(1, 1), 2: SaveResult(1, 0), 3: SaveResult(1, 1)}
     name = namespace("f", 0, "p0t0")
     assert store.exists_many([b"k0", b"late0", b"fresh0"], namespace=name) == [True, False, True]
 
@@ -445,16 +447,16 @@ def test_draining_waits_for_saves_that_have_begun_and_gives_up_the_others(
     monkeypatch.setattr(module, "DRAIN_S", 0.05)
     held = Held(Cache(1))
     worker = start(held)
-    saves = [Save(number, [run(0, [1], name=f"n{number}-")]) for number in range(3)]
-    worker.save(Orders("f", [], saves))
+    saves = [SaveCommand(number, [run(0, [1], name=f"n{number}-")]) for number in range(3)]
+    worker.save(TransferCommands("f", [], saves))
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
-    report = TransferReport({0: SaveEnd(1, 1), 1: SaveEnd(1, 0), 2: SaveEnd(1, 0)})
-    assert worker.drain() == StillUnderWay(report, set(), set())
+    report = TransferReport({0: SaveResult(1, 1), 1: SaveResult(1, 0), 2: SaveResult(1, 0)})
+    assert worker.drain() == UnfinishedTransfers(report, set(), set())
     releasing.join()
     assert save(worker, run(0, [2], name="later"))
-    assert worker.drain() == StillUnderWay(None, set(), set())
+    assert worker.drain() == UnfinishedTransfers(None, set(), set())
 
 
 def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
@@ -467,12 +469,14 @@ def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
     assert save(worker, run(0, [1]), run(1, [1]))
     held.go_on.clear()
     held.asked.clear()
-    begun = [Load(f"begun{index}", [run(1, [2 + index])]) for index in range(module.LOAD_THREADS)]
-    worker.begin(Orders("f", [*begun, Load("waits", [run(0, [2])])], []))
+    begun = [
+        LoadCommand(f"begun{index}", [run(1, [2 + index])]) for index in range(module.LOAD_THREADS)
+    ]
+    worker.begin(TransferCommands("f", [*begun, LoadCommand("waits", [run(0, [2])])], []))
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
-    assert worker.drain() == StillUnderWay(TransferReport({}, {"waits": 0}), set(), set())
+    assert worker.drain() == UnfinishedTransfers(TransferReport({}, {"waits": 0}), set(), set())
     releasing.join()
     assert worker._bad_blocks == {2}
     worker.forget_failures()
@@ -486,7 +490,7 @@ def test_a_suspended_worker_begins_no_transfer_until_it_resumes(
 ) -> None:
     held = Held(Cache(1))
     worker = start(held)
-    worker.save(Orders("f", [], [Save(0, [run(0, [1])])]))
+    worker.save(TransferCommands("f", [], [SaveCommand(0, [run(0, [1])])]))
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
@@ -494,7 +498,7 @@ def test_a_suspended_worker_begins_no_transfer_until_it_resumes(
     worker.suspend()
     assert not worker._saves_left, "the cache is unmapped after this"
     releasing.join()
-    assert worker.take_report() == TransferReport({0: SaveEnd(1, 1)})
+    assert worker.take_report() == TransferReport({0: SaveResult(1, 1)})
     held.asked.clear()
     assert not save(worker, run(0, [2], name="asleep"))
     report, bad = load(worker, run(0, [3]))
@@ -513,8 +517,8 @@ def test_what_does_not_end_is_told_to_whoever_drains(
     monkeypatch.setattr(module, "DRAIN_S", 0.01)
     pages = Held(Cache(1), group=1)
     worker = start(pages, timeout_ms=50)
-    worker.begin(Orders("f", [Load("r", [run(1, [2])])], []))
-    assert worker.drain() == StillUnderWay(None, set(), {"r"})
+    worker.begin(TransferCommands("f", [LoadCommand("r", [run(1, [2])])], []))
+    assert worker.drain() == UnfinishedTransfers(None, set(), {"r"})
     pages.go_on.set()
     until(lambda: "r" in worker._arrived)
 
@@ -563,7 +567,9 @@ def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvsto
     worker = start(Cache(1).pages)
     assert save(worker, run(0, [1]))
     ordered = time.monotonic() - 6
-    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered, ""))
+    worker._loads.put(
+        module._QueuedTransfer(LoadCommand("r", [run(0, [1])]), "f", None, ordered, "")
+    )
     until(lambda: bool(worker._arrived))
     assert worker.take_arrived() == ({"r"}, {"r"})
     assert worker.take_bad_blocks() == {1}
@@ -580,9 +586,9 @@ def test_one_load_that_is_held_up_does_not_hold_up_others(
     assert save(worker, run(0, [1]), run(1, [1]))
     held.go_on.clear()
     held.asked.clear()
-    worker.begin(Orders("f", [Load("slow", [run(1, [2])])], []))
+    worker.begin(TransferCommands("f", [LoadCommand("slow", [run(1, [2])])], []))
     assert held.asked.wait(LONG_S)
-    worker.begin(Orders("f", [Load("quick", [run(0, [2])])], []))
+    worker.begin(TransferCommands("f", [LoadCommand("quick", [run(0, [2])])], []))
     until(lambda: "quick" in worker._arrived)
     held.go_on.set()
     until(lambda: "slow" in worker._arrived)
@@ -607,7 +613,9 @@ def test_closing_gives_up_what_waits_and_leaves_no_thread(
     held = Held(Cache(1))
     worker = start(held)
     for number in range(20):
-        worker.save(Orders("f", [], [Save(number, [run(0, [1], name=f"n{number}-")])]))
+        worker.save(
+            TransferCommands("f", [], [SaveCommand(number, [run(0, [1], name=f"n{number}-")])])
+        )
     assert held.asked.wait(LONG_S)
     closing = threading.Thread(target=worker.close)
     closing.start()

@@ -18,18 +18,18 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
-    Load,
-    Orders,
+    LoadCommand,
     Run,
-    Save,
-    SaveEnd,
+    SaveCommand,
+    SaveResult,
+    TransferCommands,
     TransferReport,
     namespace,
 )
 from kvstore.connectors.vllm.pages import CUDAPages, survey
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.device import device as device_module
-from kvstore.device.driver import Way
+from kvstore.device.driver import Direction
 from kvstore.device.drivers import use
 from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.support.fake_device import COMPUTE, FakeDriver
@@ -106,11 +106,11 @@ class Engine:
     # --- steps ------------------------------------------------------------------------------------
 
     def step(
-        self, loads: Sequence[Load] = (), saves: Sequence[Save] = (),
+        self, loads: Sequence[LoadCommand] = (), saves: Sequence[SaveCommand] = (),
         forward: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """A step as vLLM calls it: loads are ordered after the forward pass was queued."""
-        orders = Orders("f", list(loads), list(saves))
+        orders = TransferCommands("f", list(loads), list(saves))
         self.worker.begin(orders)
         forward()
         self.worker.load(orders)
@@ -123,7 +123,7 @@ class Engine:
 
     def is_stored(self) -> bool:
         """How the one save ends."""
-        found: list[SaveEnd] = []
+        found: list[SaveResult] = []
 
         def ended() -> bool:
             report = self.worker.take_report()
@@ -131,7 +131,7 @@ class Engine:
             return bool(found)
 
         until(ended)
-        return found == [SaveEnd(1, 1)]
+        return found == [SaveResult(1, 1)]
 
 
 def runs(*block_ids: list[int]) -> list[Run]:
@@ -195,7 +195,7 @@ def there_and_back(start: Start, model: Model, seed: int, to: Model | None = Non
     }
     used = {block for run in saved for block in run.block_ids}
     others = [block for block in range(BLOCKS) if block not in used]
-    ours.step(saves=[Save(1, saved)])
+    ours.step(saves=[SaveCommand(1, saved)])
     for block in others:
         ours.kernel(0, block)
     assert ours.is_stored()
@@ -212,7 +212,7 @@ def there_and_back(start: Start, model: Model, seed: int, to: Model | None = Non
             theirs.kernel(run.group, block)  # of the request that had it before
     untouched: dict[int, bytes] = {}
     theirs.step(
-        loads=[Load("r", loaded)],
+        loads=[LoadCommand("r", loaded)],
         forward=lambda: untouched.update({block: theirs.kernel(0, block) for block in others}),
     )
     assert theirs.arrival() == (None, set())
@@ -248,7 +248,7 @@ def test_engines_with_other_orders_of_layers_and_blocks_share(
 def test_a_load_does_not_wait_for_the_step_that_begins(start: Start) -> None:
     engine = start(timeout_ms=2_000)
     content = [engine.kernel(0, block) for block in FROM]
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert engine.is_stored()
 
     def forward() -> None:
@@ -256,7 +256,7 @@ def test_a_load_does_not_wait_for_the_step_that_begins(start: Start) -> None:
         engine.fake.held = {COMPUTE}
         engine.kernel(0, 0)
 
-    engine.step(loads=[Load("r", runs(TO))], forward=forward)
+    engine.step(loads=[LoadCommand("r", runs(TO))], forward=forward)
     assert engine.arrival() == (None, set())
     assert [engine.block(0, block) for block in TO] == content
 
@@ -265,11 +265,11 @@ def test_what_is_missing_is_not_written(start: Start, pool: kvstore.Client) -> N
     engine = start()
     for block in range(BLOCKS):
         engine.kernel(0, block)
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert engine.is_stored()
     before = {block: engine.block(0, block) for block in range(BLOCKS)}
     pool.remove(b"k2", namespace=namespace("f", 0, "p0t0"))
-    engine.step(loads=[Load("r", runs(TO))])
+    engine.step(loads=[LoadCommand("r", runs(TO))])
     assert engine.arrival() == (TransferReport(failed_loads={"r": 2 * 16}), set(TO[2:]))
     engine.fake.finish()
     for block in range(BLOCKS):
@@ -281,11 +281,11 @@ def test_a_load_whose_time_is_over_writes_nothing_later(start: Start) -> None:
     engine = start(timeout_ms=300)
     for block in range(BLOCKS):
         engine.kernel(0, block)
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert engine.is_stored()
     engine.fake.held = {COMPUTE}
     written = [engine.kernel(0, block) for block in range(BLOCKS)]
-    engine.step(loads=[Load("r", runs(TO))])
+    engine.step(loads=[LoadCommand("r", runs(TO))])
     assert engine.arrival() == (TransferReport(failed_loads={"r": 0}), set(TO))
     engine.fake.held.clear()
     engine.fake.finish()
@@ -296,7 +296,7 @@ def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Cl
     engine = start(timeout_ms=300)
     engine.fake.held = {COMPUTE}
     engine.kernel(0, FROM[0])
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert not engine.is_stored()
     assert pool.match_prefix([b"k0"], namespace=namespace("f", 0, "p0t0")) == 0
 
@@ -304,10 +304,10 @@ def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Cl
 def test_a_worker_that_is_closed_waits_for_copies_under_way(start: Start) -> None:
     engine = start()
     content = [engine.kernel(0, block) for block in FROM]
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert engine.is_stored()
-    engine.fake.held = {Way.LOAD}
-    engine.step(loads=[Load("r", runs(TO))])
+    engine.fake.held = {Direction.LOAD}
+    engine.step(loads=[LoadCommand("r", runs(TO))])
     until(lambda: bool(engine.fake.copies_left))
     releasing = threading.Timer(0.2, engine.fake.held.clear)
     releasing.start()
@@ -325,15 +325,15 @@ def test_copies_that_do_not_end_end_the_engine(
     monkeypatch.setattr(device_module, "SETTLE_S", 0.5)
     engine = start(timeout_ms=300)
     engine.kernel(0, FROM[0])
-    engine.step(saves=[Save(1, runs(FROM))])
+    engine.step(saves=[SaveCommand(1, runs(FROM))])
     assert engine.is_stored()
-    engine.fake.held = {Way.LOAD}
-    engine.step(loads=[Load("r", runs(TO))])
+    engine.fake.held = {Direction.LOAD}
+    engine.step(loads=[LoadCommand("r", runs(TO))])
     until(lambda: engine.device.has_failed and not engine.worker._loads_left)
     with pytest.raises(DeviceError, match="did not finish"):
         engine.worker.take_arrived()
     with pytest.raises(DeviceError, match="did not finish"):
-        engine.worker.begin(Orders("f"))
+        engine.worker.begin(TransferCommands("f"))
     engine.fake.held.clear()
     engine.fake.finish()
     engine.device._failed = False  # which keeps page-locked memory for ever

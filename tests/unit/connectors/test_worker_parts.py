@@ -10,9 +10,9 @@ import torch
 
 from kvstore.connectors.vllm import worker_parts as module
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
+from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit
 from kvstore.connectors.vllm.pages import survey
-from kvstore.connectors.vllm.worker_parts import Caches, Parts
+from kvstore.connectors.vllm.worker_parts import Caches, WorkerParts
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import BLOCKS, PAGE, Config, Group, config, layer_by_layer
 
@@ -25,10 +25,10 @@ VLLM: Any = SimpleNamespace(
 )
 
 
-def parts(caches: Caches, *groups: list[str]) -> Parts:
+def parts(caches: Caches, *groups: list[str]) -> WorkerParts:
     cached = config(*groups, blocks=BLOCKS)
     device_of: Any = None
-    return Parts(caches, ["p0t0"], VLLM, cached, GROUPS, NOT_SPLIT, device_of)
+    return WorkerParts(caches, ["p0t0"], VLLM, cached, GROUPS, NOT_SPLIT, device_of)
 
 
 def sizes(of: Any) -> dict[int, int]:
@@ -99,7 +99,9 @@ def test_a_draft_model_may_have_fewer_pieces_of_a_block_than_the_model(
     )
     cached = config(["l0"], ["l1", "l2"], blocks=BLOCKS)
     nothing: Any = None
-    made = Parts(layer_by_layer(3), ["p0t0"], VLLM, cached, groups, Split(0, 1, 4), nothing)
+    made = WorkerParts(
+        layer_by_layer(3), ["p0t0"], VLLM, cached, groups, PageSplit(0, 1, 4), nothing
+    )
     made.divide({"l2"})
     assert sizes(made.of_drafts) == {1: PAGE}
 
@@ -111,5 +113,7 @@ def test_states_that_lie_otherwise_are_refused_on_every_rank_with_shards(shards:
     made: Any = Config([Group(["s"], state)], BLOCKS)
     nothing: Any = None
     with pytest.raises(ConfigError, match="states of layer s"):
-        Parts(caches, ["p0s0", "p0s1"][:shards], VLLM, made, GROUPS, Split(2, shards), nothing)
-    assert Parts(caches, ["p0t0"], VLLM, made, GROUPS, NOT_SPLIT, nothing).of_model
+        WorkerParts(
+            caches, ["p0s0", "p0s1"][:shards], VLLM, made, GROUPS, PageSplit(2, shards), nothing
+        )
+    assert WorkerParts(caches, ["p0t0"], VLLM, made, GROUPS, NOT_SPLIT, nothing).of_model

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.device.copies import Copies, cut, merged
+from kvstore.device.copies import CopyList, merged, split_at_windows
 from kvstore.device.device import Device
-from kvstore.device.memory import DeviceMemory, laid_out
+from kvstore.device.memory import DeviceMemory, layout_copies
 from kvstore.errors import InvalidArgumentError
 from tests.support.fake_device import FakeDriver
 
@@ -24,7 +24,7 @@ def memory(each: Runs) -> DeviceMemory:
     return DeviceMemory(DEVICE, np.array(addresses), np.array(sizes))
 
 
-def pairs(copies: Copies) -> list[tuple[int, int]]:
+def pairs(copies: CopyList) -> list[tuple[int, int]]:
     """Byte by byte: its address on the device, and the other one."""
     return [
         (device + at, other + at)
@@ -45,7 +45,7 @@ def expected(values: list[Runs], places: list[int]) -> list[tuple[int, int]]:
 @given(st.lists(st.tuples(runs, st.integers(0, 10_000)), min_size=1, max_size=5))
 def test_runs_of_a_value_lie_end_to_end_from_its_place(rows: list[tuple[Runs, int]]) -> None:
     values, places = [row[0] for row in rows], [row[1] for row in rows]
-    copies = laid_out([memory(each) for each in values], places)
+    copies = layout_copies([memory(each) for each in values], places)
     assert pairs(copies) == expected(values, places)
 
 
@@ -53,8 +53,8 @@ def test_runs_of_a_value_lie_end_to_end_from_its_place(rows: list[tuple[Runs, in
 def test_no_copy_crosses_a_border(rows: list[tuple[Runs, int]], window: int) -> None:
     base = 7
     places = [base + row[1] for row in rows]
-    whole = laid_out([memory(row[0]) for row in rows], places)
-    pieces = cut(whole, base, window)
+    whole = layout_copies([memory(row[0]) for row in rows], places)
+    pieces = split_at_windows(whole, base, window)
     assert pairs(pieces) == pairs(whole)
     assert all(pieces.sizes > 0)
     assert all(
@@ -63,9 +63,9 @@ def test_no_copy_crosses_a_border(rows: list[tuple[Runs, int]], window: int) -> 
 
 
 def test_copies_that_touch_on_both_sides_are_one() -> None:
-    one = Copies(np.array([10, 14, 20]), np.array([110, 114, 120]), np.array([4, 6, 5]))
+    one = CopyList(np.array([10, 14, 20]), np.array([110, 114, 120]), np.array([4, 6, 5]))
     assert [each.tolist() for each in merged(one)] == [[10], [110], [15]]
-    apart = Copies(np.array([10, 14]), np.array([110, 115]), np.array([4, 4]))
+    apart = CopyList(np.array([10, 14]), np.array([110, 115]), np.array([4, 4]))
     assert merged(apart) is apart
 
 
@@ -75,7 +75,7 @@ def test_the_first_bytes_of_a_memory(each: Runs, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, whole.nbytes))
     first = whole.first(size)
     assert len(first) == first.nbytes == size == int(first.sizes.sum())
-    assert pairs(laid_out([first], [0])) == expected([each], [0])[:size]
+    assert pairs(layout_copies([first], [0])) == expected([each], [0])[:size]
     assert len(whole) == sum(length for _, length in each)  # unchanged
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore.device import cuda
-from kvstore.device.cuda import CUDADriver, Probed, probe
-from kvstore.device.driver import Way
+from kvstore.device.cuda import CUDADriver, DeviceInfo, probe
+from kvstore.device.driver import Direction
 from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
 from kvstore.memory.process_memory import cuda_device_at
@@ -155,7 +155,7 @@ def test_one_call_copies_a_batch(library: Recorded) -> None:
     driver = CUDADriver(2)
     assert driver.name == "cuda:2"
     to, source, sizes = arrays(1_000, 50)
-    event = driver.copy(Way.SAVE, addresses(to), addresses(source), sizes)
+    event = driver.copy(Direction.SAVE, addresses(to), addresses(source), sizes)
     assert all(np.array_equal(left, right) for left, right in zip(to, source, strict=True))
     assert library.count("cuMemcpyBatchAsync") == 1
     assert library.count("cuMemcpyAsync") == 0
@@ -176,7 +176,7 @@ def test_saves_and_loads_have_streams_of_their_own(library: Recorded) -> None:
     assert priorities == [0, -5]  # saves yield
     to, source, sizes = arrays(2, 8)
     used = []
-    for way in Way:
+    for way in Direction:
         driver.copy(way, addresses(to), addresses(source), sizes)
         used.append([args for name, args in library.calls if name == "cuEventRecord"][-1][1])
     assert len(set(used)) == 2
@@ -187,7 +187,7 @@ def test_a_driver_without_the_batch_call(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda, "_libraries", [recorded])
     driver = CUDADriver(0)
     to, source, sizes = arrays(5, 9)
-    driver.copy(Way.LOAD, addresses(to), addresses(source), sizes)
+    driver.copy(Direction.LOAD, addresses(to), addresses(source), sizes)
     assert all(np.array_equal(left, right) for left, right in zip(to, source, strict=True))
     assert recorded.count("cuMemcpyAsync") == 5
 
@@ -199,7 +199,7 @@ def test_what_was_queued_before_a_refusal_has_ended(library: Recorded, function:
     library.fails[function] = INVALID
     copy = driver.copy if function == "cuMemcpyBatchAsync" else driver.copy_ordinary
     with pytest.raises(DeviceError, match=rf"{function} .* 8 bytes from 0x"):
-        copy(Way.SAVE, addresses(to), addresses(source), sizes)
+        copy(Direction.SAVE, addresses(to), addresses(source), sizes)
     names = [name for name, _ in library.calls]
     assert "cuStreamSynchronize" in names[names.index(function) :]
 
@@ -232,7 +232,7 @@ def test_which_device_an_address_is_of(library: Recorded, monkeypatch: pytest.Mo
 
 
 def test_what_is_there(library: Recorded) -> None:
-    assert probe() == [Probed("cuda:0", True, True), Probed("cuda:1", True, True)]
+    assert probe() == [DeviceInfo("cuda:0", True, True), DeviceInfo("cuda:1", True, True)]
     library.fails["cuMemHostRegister_v2"] = 2
     assert [each.locks for each in probe()] == [False, False]
     library.fails["cuDeviceGetCount"] = 999

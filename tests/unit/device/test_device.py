@@ -11,12 +11,12 @@ import pytest
 
 from kvstore.clock import uptime
 from kvstore.device import device as module
-from kvstore.device.copies import Copies
+from kvstore.device.copies import CopyList
 from kvstore.device.device import Device
-from kvstore.device.driver import Way
+from kvstore.device.driver import Direction
 from kvstore.device.drivers import driver_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.process.cancellation import Stop
+from kvstore.process.cancellation import CancelToken
 from tests.support.fake_device import FakeDriver
 
 
@@ -25,11 +25,11 @@ def made() -> tuple[FakeDriver, Device]:
     return driver, Device(driver, ring_bytes=8_000)
 
 
-def one_copy(driver: FakeDriver, device: Device) -> Copies:
+def one_copy(driver: FakeDriver, device: Device) -> CopyList:
     there = driver.array(100)
     there[:] = 7
     here = np.frombuffer(device.ring.take(uptime()), np.uint8)
-    return Copies(np.array([there.ctypes.data]), np.array([here.ctypes.data]), np.array([100]))
+    return CopyList(np.array([there.ctypes.data]), np.array([here.ctypes.data]), np.array([100]))
 
 
 def test_work_that_does_not_end_by_the_deadline() -> None:
@@ -45,7 +45,7 @@ def test_work_that_does_not_end_by_the_deadline() -> None:
 def test_a_wait_ends_when_the_call_is_cancelled() -> None:
     driver, device = made()
     driver.is_stuck = True
-    stop = Stop()
+    stop = CancelToken()
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -83,9 +83,9 @@ def test_a_wait_is_for_all_of_its_events(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_copies_under_way_are_waited_for_though_the_call_was_stopped_and_late() -> None:
     driver, device = made()
-    event = device.copy(Way.SAVE, one_copy(driver, device))
+    event = device.copy(Direction.SAVE, one_copy(driver, device))
     driver.is_stuck = True
-    stop = Stop()
+    stop = CancelToken()
     stop.set()
     goes_on = threading.Timer(0.1, lambda: setattr(driver, "is_stuck", False))
     goes_on.start()
@@ -103,7 +103,7 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
     taken = device.ring.taken
     with device.locks.of(segment, lambda: True) as locked:
         assert device.locks.lock(locked, 0, 4_000)
-    event = device.copy(Way.SAVE, copies)
+    event = device.copy(Direction.SAVE, copies)
     driver.is_stuck = True
     with device.slot(uptime()), pytest.raises(DeviceError):
         device.settle(event, uptime())
@@ -111,8 +111,8 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
     driver.is_stuck = False
     uses: tuple[Callable[[], object], ...] = (
         lambda: device.wait([], uptime() + 1),
-        lambda: device.copy(Way.SAVE, copies),
-        lambda: device.copy_ordinary(Way.SAVE, copies),
+        lambda: device.copy(Direction.SAVE, copies),
+        lambda: device.copy_ordinary(Direction.SAVE, copies),
         lambda: device.settle(event, uptime() + 1),
     )
     for use_it in uses:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.device.driver import Way
+from kvstore.device.driver import Direction
 from kvstore.errors import DeviceError
 from tests.support.fake_device import FakeDriver
 
@@ -34,19 +34,19 @@ def test_memory_that_is_not_locked_is_refused() -> None:
     there = driver.array(64)
     here = np.zeros(64, np.uint8)
     with pytest.raises(DeviceError, match="not page-locked"):
-        driver.copy(Way.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 64))
+        driver.copy(Direction.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 64))
     driver.lock(here.ctypes.data, 32)
     driver.lock(here.ctypes.data + 32, 32)
     with pytest.raises(DeviceError, match="not page-locked in one piece"):
-        driver.copy(Way.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 64))
-    driver.copy(Way.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 32))
+        driver.copy(Direction.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 64))
+    driver.copy(Direction.SAVE, *arrays(here.ctypes.data, there.ctypes.data, 32))
     with pytest.raises(AssertionError, match="while a copy may use it"):
         driver.unlock(here.ctypes.data)
     driver.finish()
     driver.unlock(here.ctypes.data)
     other = np.zeros(64, np.uint8)
     with pytest.raises(DeviceError, match="without the device"):
-        driver.copy_ordinary(Way.SAVE, *arrays(here.ctypes.data, other.ctypes.data, 64))
+        driver.copy_ordinary(Direction.SAVE, *arrays(here.ctypes.data, other.ctypes.data, 64))
 
 
 def test_memory_that_drivers_share() -> None:
@@ -56,11 +56,11 @@ def test_memory_that_drivers_share() -> None:
     assert opened != address
     source = reader.array(16)
     source[:] = 7
-    done = reader.copy(Way.SAVE, *arrays(opened + 100, source.ctypes.data, 16))
+    done = reader.copy(Direction.SAVE, *arrays(opened + 100, source.ctypes.data, 16))
     reader.finish()
     assert reader.is_done(done)
     target = owner.array(16)
-    owner.copy(Way.LOAD, *arrays(target.ctypes.data, address + 100, 16))
+    owner.copy(Direction.LOAD, *arrays(target.ctypes.data, address + 100, 16))
     owner.finish()
     assert target.tolist() == [7] * 16
     reader.close(opened)
@@ -68,4 +68,4 @@ def test_memory_that_drivers_share() -> None:
         reader.open("0/0/16")
     owner.free(address)
     with pytest.raises(DeviceError):
-        owner.copy(Way.LOAD, *arrays(target.ctypes.data, address + 100, 16))
+        owner.copy(Direction.LOAD, *arrays(target.ctypes.data, address + 100, 16))

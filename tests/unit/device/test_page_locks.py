@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.device import page_locks as module
-from kvstore.device.page_locks import Locks
+from kvstore.device.page_locks import PageLocks
 from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def segment(size: int) -> memoryview:
 
 def test_windows_are_locked_when_they_are_used_first() -> None:
     driver = FakeDriver()
-    locks = Locks(driver)
+    locks = PageLocks(driver)
     memory = segment(3 * MIB + 100)
     with locks.of(memory, lambda: True) as locked:
         assert locks.lock(locked, 10, 20)
@@ -46,7 +46,7 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
 
 def test_what_the_system_refuses_is_not_asked_again() -> None:
     driver = FakeDriver(lock_max=0)
-    locks = Locks(driver)
+    locks = PageLocks(driver)
     asked: list[int] = []
     lock = driver.lock
 
@@ -63,7 +63,7 @@ def test_what_the_system_refuses_is_not_asked_again() -> None:
 
 def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
     driver = FakeDriver()
-    locks = Locks(driver)
+    locks = PageLocks(driver)
     with locks.of(segment(MIB), lambda: False) as locked:
         assert locks.lock(locked, 0, 10)
         locks.sweep()
@@ -74,7 +74,7 @@ def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
 
 def test_what_a_copy_may_use_for_ever_stays_locked() -> None:
     driver = FakeDriver()
-    locks = Locks(driver)
+    locks = PageLocks(driver)
     with locks.of(segment(MIB), lambda: False) as locked:
         assert locks.lock(locked, 0, 10)
         locks.keep()

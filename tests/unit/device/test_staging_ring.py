@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from kvstore.clock import uptime
-from kvstore.device.staging_ring import SLOTS, Ring
+from kvstore.device.staging_ring import SLOTS, StagingRing
 from kvstore.errors import ClosedError, DeadlineExceededError
 from tests.support.fake_device import FakeDriver
 
 
 def test_slots_are_equal_parts_of_memory_that_is_locked_once() -> None:
     driver = FakeDriver()
-    ring = Ring(driver, SLOTS * 1_000)
+    ring = StagingRing(driver, SLOTS * 1_000)
     assert driver.locked_own_bytes == 0
     slots = [ring.take(uptime()) for _ in range(SLOTS)]
     assert driver.locked_own_bytes == SLOTS * 1_000
@@ -27,7 +27,7 @@ def test_slots_are_equal_parts_of_memory_that_is_locked_once() -> None:
 
 
 def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
-    ring = Ring(FakeDriver(), SLOTS * 8)
+    ring = StagingRing(FakeDriver(), SLOTS * 8)
     slots = [ring.take(uptime()) for _ in range(SLOTS)]
     taken: list[memoryview] = []
     waiting = threading.Thread(target=lambda: taken.append(ring.take(uptime() + 30)))
@@ -39,7 +39,7 @@ def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
 
 def test_memory_in_use_is_not_released() -> None:
     driver = FakeDriver()
-    ring = Ring(driver, SLOTS * 8)
+    ring = StagingRing(driver, SLOTS * 8)
     slot = ring.take(uptime())
     ring.close()
     assert driver.locked_own_bytes
@@ -51,7 +51,7 @@ def test_memory_in_use_is_not_released() -> None:
     with pytest.raises(ClosedError):
         ring.take(uptime() + 30)
 
-    other = Ring(driver, SLOTS * 8)
+    other = StagingRing(driver, SLOTS * 8)
     other.give(other.take(uptime()))
     before = driver.locked_own_bytes
     other.close()
@@ -59,7 +59,7 @@ def test_memory_in_use_is_not_released() -> None:
 
 
 def test_a_wait_for_a_slot_ends_when_the_ring_is_closed() -> None:
-    ring = Ring(FakeDriver(), SLOTS * 8)
+    ring = StagingRing(FakeDriver(), SLOTS * 8)
     for _ in range(SLOTS):
         ring.take(uptime())
     closing = threading.Timer(0.05, ring.close)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from kvstore.calls import SegmentInfo
 from kvstore.diagnostics.cluster import by_shm
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 
 
 def test_a_file_that_was_truncated_is_named() -> None:
-    segment = NodeSegment.create(f"doctor-{os.getpid()}", 1 << 20)
+    segment = OwnedSegment.create(f"doctor-{os.getpid()}", 1 << 20)
     info = SegmentInfo(
         1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
         segment.seed, segment.generation,

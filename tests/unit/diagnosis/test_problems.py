@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.auth.validity import Validity
+from kvstore.auth.validity import ValidityPeriod
 from kvstore.calls import (
     ClusterStatus,
     Counter,
-    GoneNode,
+    DepartedNode,
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
@@ -22,12 +22,12 @@ from kvstore.diagnostics.problems import (
     NODES_NAMED,
     OF_NODES,
     OF_STORE,
-    FoundProblem,
-    of_a_standby,
+    DetectedProblem,
+    leader_problems,
     of_a_status,
     of_engines,
     of_identity,
-    of_the_store,
+    standby_problems,
 )
 from kvstore.diagnostics.rows import ADVICE, PROBLEMS, ROWS
 from tests.unit.diagnosis.test_history import EVERY_MS, histogram, measured
@@ -47,7 +47,7 @@ def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
 
 def gone(name: str, why: str = "silent", **fields: Any) -> ClusterStatus:
     usual = {"gone_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
-    return status(node())._replace(gone=[GoneNode(name, "h", why, **usual | fields)])
+    return status(node())._replace(gone=[DepartedNode(name, "h", why, **usual | fields)])
 
 
 def after(*, now: Any = None, **counters: int) -> HistoryPoints:
@@ -59,8 +59,8 @@ def after(*, now: Any = None, **counters: int) -> HistoryPoints:
 
 def store(
     found: ClusterStatus, history: HistoryPoints | None = None, now_ms: int = EVERY_MS
-) -> list[FoundProblem]:
-    return of_the_store(found, history or HistoryPoints(), now_ms)
+) -> list[DetectedProblem]:
+    return leader_problems(found, history or HistoryPoints(), now_ms)
 
 
 def guaranteed(*names: str) -> ClusterStatus:
@@ -78,7 +78,7 @@ OLD = measured(counters={}, eviction_age_ms=histogram(5e7, 5e7))
 LATE = measured(counters={}, late_us=histogram(*[200_000.0] * 10))
 FULL = node(used=(1 << 30) - 5)
 
-CASES: list[tuple[str, str, str, list[FoundProblem]]] = [
+CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("bad", "KvstoreNodeAlone", "No node has joined: nothing can be stored.", store(status())),
     ("bad", "KvstoreNodeSuspect", "Node b (10.0.0.8:50003) is suspect: not heard of for 2.3 s",
      store(status(node("b", "suspect")))),
@@ -122,8 +122,8 @@ CASES: list[tuple[str, str, str, list[FoundProblem]]] = [
      "nodes had just started, and did not give out memory yet.",
      store(status(node()), after(refused_restarted=2))),
     ("warning", "KvstoreRefusals", "1 call refused", of_a_status(status(node(), refused=1))),
-    ("bad", "KvstoreNoLeader", "No master leads", of_a_standby("")),
-    ("bad", "KvstoreIdentityEnds", "has ended", of_identity(Validity(0, 9), 10_000)),
+    ("bad", "KvstoreNoLeader", "No master leads", standby_problems("")),
+    ("bad", "KvstoreIdentityEnds", "has ended", of_identity(ValidityPeriod(0, 9), 10_000)),
     ("warning", "KvstoreHitRatioLow", "dtype: bfloat16 writes, float16 asks",
      of_engines([writes("vllm/a"), asks("vllm/b")], [record("a"), record("b", dtype="float16")])),
 ]  # fmt: skip
@@ -131,7 +131,7 @@ CASES: list[tuple[str, str, str, list[FoundProblem]]] = [
 
 @pytest.mark.parametrize(("level", "row", "words", "found"), CASES)
 def test_a_problem_has_its_level_words_and_advice(
-    level: str, row: str, words: str, found: list[FoundProblem]
+    level: str, row: str, words: str, found: list[DetectedProblem]
 ) -> None:
     assert [(each.level, each.runbook) for each in found] == [(level, row)]
     assert words in found[0].text
@@ -164,13 +164,13 @@ def test_a_counter_is_a_problem_while_it_is_recent(counter: str) -> None:
         store(gone("f", "left")),
         store(status(FULL), after(now=OLD)),
         store(status(node(used=1 << 20)), after(now=YOUNG)),
-        of_a_standby("10.0.0.1:50001"),
+        standby_problems("10.0.0.1:50001"),
         of_identity(None, 0),
         of_engines([writes("x"), asks("x", objects=8)], []),
         of_engines([], []),
     ],
 )
-def test_nothing_is_wrong(found: list[FoundProblem]) -> None:
+def test_nothing_is_wrong(found: list[DetectedProblem]) -> None:
     assert found == []
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.diagnostics.rows import CAUSES
 from kvstore.diagnostics.why import RULES, Cause, Evidence, diagnose, parties_of, select
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
 
 DESCRIPTION = {"dtype": "bfloat16", "weights": "files 1a", "groups": [{"block_tokens": 16}]}
@@ -49,9 +49,11 @@ def space(
     )  # fmt: skip
 
 
-def record(mark: str, *, engine: str = "vllm", model: str = "/models/m", **changes: Any) -> Record:
+def record(
+    mark: str, *, engine: str = "vllm", model: str = "/models/m", **changes: Any
+) -> FleetRecord:
     description = {**DESCRIPTION, **changes}
-    return Record(engine, (model,), mark * 8, (f"{engine}/{mark}",), description)
+    return FleetRecord(engine, (model,), mark * 8, (f"{engine}/{mark}",), description)
 
 
 def writes(name: str, objects: int = 8, who: str = "prefill", **more: Any) -> NamespaceTraffic:
@@ -73,7 +75,7 @@ def both(name: str, objects: int = 8, *, found: int = 0, **more: Any) -> Namespa
 
 def causes(
     *spaces: NamespaceTraffic,
-    records: Sequence[Record] = (),
+    records: Sequence[FleetRecord] = (),
     namespace: str = "",
     model: str = "",
     **evidence: Any,
@@ -95,7 +97,7 @@ ALONE = space(
 )  # fmt: skip
 
 
-def of(tenant: str, mark: str, **changes: Any) -> Record:
+def of(tenant: str, mark: str, **changes: Any) -> FleetRecord:
     return record(mark, **changes)._replace(namespaces=(of_tenant(tenant, f"vllm/{mark}"),))
 
 
@@ -297,7 +299,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 RECORDS = st.lists(
-    st.builds(Record, st.sampled_from(["vllm", ""]), st.tuples(st.text(max_size=3)),
+    st.builds(FleetRecord, st.sampled_from(["vllm", ""]), st.tuples(st.text(max_size=3)),
               st.text(max_size=3), st.lists(st.sampled_from("abcd")).map(tuple),
               st.dictionaries(st.text(max_size=5), JSON)),
     max_size=4,
@@ -308,7 +310,7 @@ RECORDS = st.lists(
 @given(SPACES, RECORDS, st.dictionaries(st.sampled_from("abcd"), st.text(max_size=3)))
 @pytest.mark.timeout(120)
 def test_whatever_the_evidence_there_is_an_answer(
-    spaces: list[NamespaceTraffic], records: list[Record], elsewhere: dict[str, str]
+    spaces: list[NamespaceTraffic], records: list[FleetRecord], elsewhere: dict[str, str]
 ) -> None:
     """Counts of a stranger's master may contradict each other."""
     found = causes(*spaces, records=records, elsewhere=elsewhere)

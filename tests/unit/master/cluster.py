@@ -14,7 +14,13 @@ from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.effects import (
+    CloseSession,
+    DeferredReply,
+    LogClusterEvent,
+    SendReply,
+    SendToNode,
+)
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
@@ -84,7 +90,7 @@ class Cluster:
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
         self.hangups: list[int] = []
         self.notices: list[str] = []
-        self.noted: list[Notice] = []
+        self.noted: list[LogClusterEvent] = []
         """The same, with their fields."""
         for name, blocks in nodes.items():
             self.join(name, blocks)
@@ -155,7 +161,7 @@ class Cluster:
         self.state.nodes.said(self.now_ms, self.sessions[name], message)
         self._settle()
 
-    def drain(self, name: str, step: calls.DrainStep = calls.DrainStep.BEGIN) -> calls.Drained:
+    def drain(self, name: str, step: calls.DrainStep = calls.DrainStep.BEGIN) -> calls.DrainReply:
         drained = self.state.nodes.drain(self.now_ms, calls.Drain(name, step))
         self._settle()
         return drained
@@ -184,7 +190,7 @@ class Cluster:
         """The nodes do what they were ordered to."""
         orders, self.orders = self.orders, []
         for session, order in orders:
-            self.state.nodes.said(self.now_ms, session, calls.NodeWiped(order.order))
+            self.state.nodes.said(self.now_ms, session, calls.NodeWipeDone(order.order))
         self._settle()
 
     # --- time ---------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ class Cluster:
             self.now_ms = min(self.now_ms + STEP_MS, until_ms)
             for name, session in self.sessions.items():
                 if name not in self.silent:
-                    self.state.nodes.said(self.now_ms, session, calls.NodeBeat(1))
+                    self.state.nodes.said(self.now_ms, session, calls.NodeHeartbeat(1))
             self.state.tick(self.now_ms)
             self.work()
 
@@ -228,7 +234,7 @@ class Cluster:
         request = request._replace(**given)
         result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
-        if not isinstance(result, Later):
+        if not isinstance(result, DeferredReply):
             return result
         answer = self.answers.get(result.ticket)
         if isinstance(answer, calls.Grants):  # what it evicted is wiped already
@@ -250,7 +256,7 @@ class Cluster:
         result = self.state.putting.put_end(self.now_ms, calls.PutEnd(epoch, list(tokens)))
         self._settle()
         reply = self.reply(result)
-        assert isinstance(reply, calls.PutEnded)
+        assert isinstance(reply, calls.PutEndReply)
         return [PutOutcome(outcome) for outcome in reply.outcomes]
 
     def put(self, names: str | Iterable[str], **given: Any) -> None:
@@ -285,7 +291,7 @@ class Cluster:
         above = None if parent is None else Key(parent.encode())
         request = calls.Commit(EPOCH, token, namespace, Key(name.encode()), above, size, overwrite)
         reply = self.reply(self.state.putting.commit(self.now_ms, request))
-        assert isinstance(reply, calls.Committed)
+        assert isinstance(reply, calls.CommitReply)
         return PutOutcome(reply.outcome)
 
     def match(
@@ -343,19 +349,19 @@ class Cluster:
 
     def remove(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> list[int]:
         reply = self.reply(self.remove_later(names, namespace=namespace))
-        assert isinstance(reply, calls.Removed)
+        assert isinstance(reply, calls.RemoveReply)
         return list(reply.removed)
 
     def remove_later(
         self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE
-    ) -> calls.Removed | Later:
+    ) -> calls.RemoveReply | DeferredReply:
         result = self.state.removing.remove(self.now_ms, calls.Remove(namespace, keys_of(names)))
         self._settle()
         return result
 
-    def clear(self, limit: int, namespace: str = NAMESPACE) -> calls.Cleared:
+    def clear(self, limit: int, namespace: str = NAMESPACE) -> calls.ClearReply:
         reply = self.reply(self.state.removing.clear(self.now_ms, calls.Clear(namespace, limit)))
-        assert isinstance(reply, calls.Cleared)
+        assert isinstance(reply, calls.ClearReply)
         return reply
 
     def status(self) -> calls.ClusterStatus:
@@ -368,10 +374,10 @@ class Cluster:
         free = sum(s.allocator.free_bytes for s in self.state.pool.segments.values())
         return free // EXTENT
 
-    def reply(self, result: calls.Reply | Later) -> calls.Reply:
+    def reply(self, result: calls.Reply | DeferredReply) -> calls.Reply:
         """The reply, which must be here by now."""
         self._settle()
-        if not isinstance(result, Later):
+        if not isinstance(result, DeferredReply):
             return result
         if result.ticket not in self.answers:  # somebody may still read on a node that died
             self.after(self.rules.lease_ms)
@@ -387,14 +393,14 @@ class Cluster:
         while self.state.effects:
             for effect in self.state.take_effects():
                 match effect:
-                    case Answer(ticket, result):
+                    case SendReply(ticket, result):
                         assert ticket not in self.answers, "answered twice"
                         self.answers[ticket] = result
-                    case Send(session, calls.MasterWipe() as order):
+                    case SendToNode(session, calls.MasterWipe() as order):
                         self.orders.append((session, order))
-                    case Hangup(session):
+                    case CloseSession(session):
                         self.hangups.append(session)
-                    case Notice(event):
+                    case LogClusterEvent(event):
                         self.notices.append(event)
                         self.noted.append(effect)
                     case _:

@@ -12,22 +12,22 @@ import pytest
 
 from kvstore import calls
 from kvstore.auth.holder_ids import holder_of
-from kvstore.auth.identity import Identity, identity
+from kvstore.auth.identity import Identity, validated_identity
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
-from kvstore.master.authorizer import Gate, caller_of, number_of, token_for
+from kvstore.master.authorizer import Authorizer, assign_client_number, caller_of, token_for
 from kvstore.master.capabilities import MASTER
 from kvstore.master.service import MasterService
-from kvstore.master.state.grants import Pending
+from kvstore.master.state.grants import PendingGrants
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.process.logs import BURST, RateLimit
 from tests.support.certificates import Identities
 from tests.unit.wire.test_request_chunking import service_with
 
-ENGINE = identity("e", ["engine"], reads=["a"], writes=["a"])
-OTHER = identity("o", ["engine"], reads=["a"], writes=["a"])
+ENGINE = validated_identity("e", ["engine"], reads=["a"], writes=["a"])
+OTHER = validated_identity("o", ["engine"], reads=["a"], writes=["a"])
 SECRET = b"s" * 16
 SPACE = Namespace("a")
 
@@ -38,8 +38,8 @@ def identities(tmp_path: Path) -> Identities:
 
 
 @pytest.fixture
-def gate(identities: Identities) -> Gate:
-    return Gate(
+def gate(identities: Identities) -> Authorizer:
+    return Authorizer(
         MasterConfig(auth=identities.file("master"), auth_revoked=str(identities.revoked_file))
     )
 
@@ -48,7 +48,7 @@ def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
     return {"peer_uri": [who.uri.encode()], "ssl_tls_version": [version]}
 
 
-def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
+def test_who_calls_is_in_the_certificate(gate: Authorizer) -> None:
     assert gate.of_grpc(shown(ENGINE)) == ENGINE
     peers: list[tuple[dict[str, list[bytes]], str]] = [
         ({}, "names 0 identities"),
@@ -63,18 +63,18 @@ def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
     assert gate.refused == 4
 
 
-def test_a_token_names_an_identity_and_a_number(gate: Gate) -> None:
+def test_a_token_names_an_identity_and_a_number(gate: Authorizer) -> None:
     token = token_for(SECRET, "name of a client", ENGINE, gate, 7)
     caller = caller_of(token, SECRET, "10.0.0.1", gate)
     assert caller is not None
     assert (caller.identity, caller.name) == (ENGINE, "name of a client 10.0.0.1")
-    assert (caller.holder, caller.number) == (holder_of(ENGINE), number_of(ENGINE, 7))
+    assert (caller.holder, caller.number) == (holder_of(ENGINE), assign_client_number(ENGINE, 7))
     beside = caller_of(token, SECRET, "10.0.0.1", gate, ENGINE._replace(number="next"))
     assert beside is not None
     assert beside.identity == ENGINE._replace(number="next"), "what the connection shows counts"
 
 
-def test_no_other_token_is_one(gate: Gate, identities: Identities) -> None:
+def test_no_other_token_is_one(gate: Authorizer, identities: Identities) -> None:
     token = token_for(SECRET, "c", ENGINE, gate, 7)
     assert caller_of(token, SECRET, "", gate, OTHER) is None, "of another identity"
     assert caller_of(token, b"t" * 16, "", gate) is None, "of another term"
@@ -83,14 +83,14 @@ def test_no_other_token_is_one(gate: Gate, identities: Identities) -> None:
         assert caller_of(changed, SECRET, "", gate) is None, at
     for short in (b"", SECRET, token[:39], SECRET + b"c"):
         assert caller_of(short, SECRET, "", gate) is None
-    again = Gate(MasterConfig(auth=identities.file("master")))
+    again = Authorizer(MasterConfig(auth=identities.file("master")))
     assert caller_of(token, SECRET, "", again) is None, "of another process"
 
 
-def test_a_number_is_of_one_identity(gate: Gate, identities: Identities) -> None:
+def test_a_number_is_of_one_identity(gate: Authorizer, identities: Identities) -> None:
     """Also at a master that has just started, which has seen nobody yet."""
     numbers = []
-    for master in (gate, Gate(MasterConfig(auth=identities.file("master")))):
+    for master in (gate, Authorizer(MasterConfig(auth=identities.file("master")))):
         for who in (ENGINE, ENGINE._replace(number="renewed"), OTHER):
             caller = caller_of(token_for(SECRET, "c", who, master, 7), SECRET, "", master)
             assert caller is not None
@@ -103,7 +103,7 @@ def test_a_number_is_of_one_identity(gate: Gate, identities: Identities) -> None
     caller = caller_of(taken, SECRET, "", gate)
     assert caller is not None
     assert caller.number == theirs, "who shows the number of another gets its own"
-    drawn = {number_of(ENGINE, 0) & 0xFFFF_FFFF for _ in range(4)}
+    drawn = {assign_client_number(ENGINE, 0) & 0xFFFF_FFFF for _ in range(4)}
     assert 0 not in drawn
     assert len(drawn) > 1
 
@@ -124,7 +124,7 @@ def test_who_was_revoked_lately_is_told_to_nodes(
 ) -> None:
     identities.revoked_file.write_text("1\n")
     monkeypatch.setattr("kvstore.master.times.PUT_DEADLINE_MS", 1_000)
-    gate = Gate(
+    gate = Authorizer(
         MasterConfig(
             auth=identities.file("master"), auth_revoked=str(identities.revoked_file),
             lease_ms=1_000,
@@ -149,32 +149,32 @@ def test_who_was_revoked_lately_is_told_to_nodes(
 
 
 @pytest.mark.usefixtures("files_at_once")
-def test_who_is_revoked_is_out(gate: Gate, identities: Identities) -> None:
+def test_who_is_revoked_is_out(gate: Authorizer, identities: Identities) -> None:
     gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
     identities.revoked_file.write_text("77\n")
     revoked = ENGINE._replace(number="77")
     for refused in (
         partial(gate.check, revoked, calls.Exists(SPACE, [Key(b"k")])),
         partial(gate.of_grpc, shown(revoked)),
-        partial(gate.check_node, identity("n", ["node"], number="77"), "n"),
+        partial(gate.check_node, validated_identity("n", ["node"], number="77"), "n"),
     ):
         with pytest.raises(PermissionDeniedError, match="was revoked"):
             refused()
     gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
 
 
-def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
+def test_puts_get_the_number_of_their_caller(gate: Authorizer) -> None:
     caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
     for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
-        owned = gate.own(caller, request, Pending())
+        owned = gate.own(caller, request, PendingGrants())
         assert isinstance(owned, calls.PutStart | calls.Allocate)
         assert owned.client_number == 7
-        assert gate.own(Caller("c"), request, Pending()) is request, "without an identity"
+        assert gate.own(Caller("c"), request, PendingGrants()) is request, "without an identity"
 
 
 def test_no_identity_hides_what_another_removes_or_is_refused(
-    gate: Gate, caplog: pytest.LogCaptureFixture
+    gate: Authorizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Five lines of all together were written in a second."""
     caplog.set_level(logging.INFO, "kvstore.auth")
@@ -216,7 +216,7 @@ def test_no_identity_hides_what_another_removes_or_is_refused(
     ids=["exists", "lookup", "match", "stat", "put", "remove"],
 )
 def test_what_is_refused_is_not_looked_up(
-    gate: Gate,
+    gate: Authorizer,
     monkeypatch: pytest.MonkeyPatch,
     ask: Callable[[list[Key]], calls.Request],
     *,
@@ -228,7 +228,7 @@ def test_what_is_refused_is_not_looked_up(
         state.common.forest.ensure(SPACE, Key(b"k"))
     service = MasterService(state)
     service.gate = gate
-    stranger = Caller("c", identity("s", ["engine"], reads=["b"], writes=["b"]))
+    stranger = Caller("c", validated_identity("s", ["engine"], reads=["b"], writes=["b"]))
     monkeypatch.setattr(service, "_step", lambda *_: pytest.fail("the state was asked"))
     with pytest.raises(PermissionDeniedError):
         service.call(ask([Key(b"k")]), stranger)
@@ -244,7 +244,7 @@ def test_what_is_refused_is_not_looked_up(
     ],
 )
 def test_a_token_of_another_client_is_refused(
-    gate: Gate, request_of: Callable[[list[int]], calls.Request]
+    gate: Authorizer, request_of: Callable[[list[int]], calls.Request]
 ) -> None:
     service = service_with(0)
     service.gate = gate
@@ -255,5 +255,5 @@ def test_a_token_of_another_client_is_refused(
     with pytest.raises(PermissionDeniedError, match="a put of another client"):
         service.call(request_of([1_000_000, *grants.tokens]), theirs)
     ended = service.call(calls.PutEnd(7, grants.tokens), ours)
-    assert isinstance(ended, calls.PutEnded)
+    assert isinstance(ended, calls.PutEndReply)
     assert list(ended.outcomes) == [calls.PutOutcome.STORED]

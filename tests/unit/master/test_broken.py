@@ -13,7 +13,7 @@ from kvstore import calls
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.limits import PROTOCOL_VERSION, Namespace
 from kvstore.master.service import MasterService
-from kvstore.master.state.eviction import LRU
+from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.master_state import MasterState
 from tests.support.invariants import check_invariants
 from tests.unit.master.test_term import EXISTS, JOIN, PUT
@@ -96,12 +96,12 @@ def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
     made = 0
     limit = 100
 
-    def policy() -> LRU:
+    def policy() -> LruPolicy:
         nonlocal made
         made += 1
         if made > limit:
             raise MemoryError
-        return LRU()
+        return LruPolicy()
 
     state = MasterState(epoch=7, policy=policy)
     service = MasterService(state)
@@ -144,7 +144,7 @@ def test_what_a_node_says_that_breaks_the_state_is_the_last() -> None:
 
         async def incoming() -> AsyncIterator[calls.NodeMessage]:
             yield JOIN
-            yield calls.NodeWiped(cast(int, []))  # no number: unhashable
+            yield calls.NodeWipeDone(cast(int, []))  # no number: unhashable
 
         session = cast(Any, service.node_session(incoming()))
         await anext(session)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from kvstore.master.busy_poll import SpinSelector, new_event_loop
-from kvstore.wire.busy_poll_gauge import SpinGauge
+from kvstore.master.busy_poll import BusyPollSelector, new_event_loop
+from kvstore.wire.busy_poll_gauge import BusyPollGauge
 
 
 def test_timers_are_on_time_while_spinning() -> None:
@@ -52,8 +52,8 @@ def test_a_lost_time_slice_ends_the_spinning(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "sched_yield", lose_the_core)
     here, there = socket.socketpair()
-    with here, there, SpinSelector(200) as selector:
-        selector._gauge = SpinGauge(is_crowded=lambda: False)
+    with here, there, BusyPollSelector(200) as selector:
+        selector._gauge = BusyPollGauge(is_crowded=lambda: False)
         selector.register(here, 1)
         for _ in range(100):
             there.send(b"x")
@@ -65,7 +65,7 @@ def test_a_lost_time_slice_ends_the_spinning(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_event_while_spinning_is_returned() -> None:
     here, there = socket.socketpair()
-    with here, there, SpinSelector(1_000_000) as selector:
+    with here, there, BusyPollSelector(1_000_000) as selector:
         selector.register(here, 1)
         there.send(b"x")
         assert selector.select(None)

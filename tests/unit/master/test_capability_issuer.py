@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import identity
-from kvstore.calls import Handover, MapRight, SegmentInfo
+from kvstore.auth.identity import validated_identity
+from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
 from kvstore.limits import Key, Namespace
-from kvstore.master.capabilities import SLACK_MS, STAT_MS, Sealing
+from kvstore.master.capabilities import SLACK_MS, STAT_MS, CapabilityIssuer
 from kvstore.master.service import MasterService
-from kvstore.master.state.effects import Send
+from kvstore.master.state.effects import SendToNode
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.memory.header import HEADER_BYTES
@@ -66,21 +66,23 @@ class Store:
         ]  # fmt: skip
 
     def _wiping(self) -> None:
-        sends = [effect for effect in self.state.effects if isinstance(effect, Send)]
+        sends = [effect for effect in self.state.effects if isinstance(effect, SendToNode)]
         self._settle()
         for each in sends:
             if isinstance(each.message, calls.MasterWipe):
                 for offset in each.message.offsets:
                     place = self.ids[each.session - 1], offset
                     self.carried_out[place] = each.message.order
-                self.state.nodes.said(self.now, each.session, calls.NodeWiped(each.message.order))
+                self.state.nodes.said(
+                    self.now, each.session, calls.NodeWipeDone(each.message.order)
+                )
         if sends:
             self._wiping()
 
     def later(self, ms: int) -> None:
         async def main() -> None:
             for session in (1, 2):
-                self.state.nodes.said(self.now, session, calls.NodeBeat(2))
+                self.state.nodes.said(self.now, session, calls.NodeHeartbeat(2))
             self.state.tick(self.now)
             self.service._settle()
             await asyncio.sleep(0)
@@ -210,16 +212,18 @@ def test_segments_are_described_with_the_key_of_the_holder() -> None:
 
 def test_a_holder_is_told_where_the_memory_is_handed_over_and_its_name_not() -> None:
     store = Store(handover="kvstore-shm-2")
-    store.holder.identity = identity("e", ["engine"], reads=["n"])
+    store.holder.identity = validated_identity("e", ["engine"], reads=["n"])
     first, second = store.ask(calls.DescribeSegments(store.ids)).segments
     assert (first.handover, first.shm_name) == (None, store.offers[0].shm_name)
     offer = store.offers[1]
     key = map_key(offer.token, offer.uuid, offer.generation, HOLDER, MapRight.READ)
-    assert second.handover == Handover("kvstore-shm-2", MapRight.READ, key)
+    assert second.handover == DescriptorHandle("kvstore-shm-2", MapRight.READ, key)
     assert second.shm_name == ""
     named = store.ask(calls.DescribeSegments(store.ids[1:]), Caller()).segments[0]
     assert named.shm_name == offer.shm_name
-    assert named.handover == Handover("kvstore-shm-2", 0, bytes(16)), "no key without an identity"
+    assert named.handover == DescriptorHandle("kvstore-shm-2", 0, bytes(16)), (
+        "no key without an identity"
+    )
 
 
 def test_who_is_no_holder_gets_what_it_got_before() -> None:
@@ -388,8 +392,8 @@ def test_what_was_removed_before_the_answer_to_its_commit_gets_no_stamp() -> Non
     record = store.state.common.forest.get(SPACE, KEYS[0])
     assert record is not None
     assert (record.epoch, record.counter, record.extents()) == (EPOCH, token, [])
-    again = calls.Committed(committed.outcome)
-    assert Sealing(store.state).seal(NOW, commit, again, store.holder) == again
+    again = calls.CommitReply(committed.outcome)
+    assert CapabilityIssuer(store.state).seal(NOW, commit, again, store.holder) == again
 
 
 def test_an_allocation_gets_its_stamp_with_its_key() -> None:
@@ -401,7 +405,7 @@ def test_an_allocation_gets_its_stamp_with_its_key() -> None:
     committed = store.ask(commit)
     assert committed.outcome == calls.PutOutcome.STORED
     assert committed.stamp == stamps_of(store, grants, [90], [(EPOCH, token)], KEYS[:1])
-    assert store.ask(commit) == calls.Committed(calls.PutOutcome.REFUSED)
+    assert store.ask(commit) == calls.CommitReply(calls.PutOutcome.REFUSED)
     other = store.ask(calls.Allocate(SPACE, 100, 0, "h2"))
     found = store.ask(commit._replace(token=other.tokens[0]))
-    assert found == calls.Committed(calls.PutOutcome.FOUND), "another version is there"
+    assert found == calls.CommitReply(calls.PutOutcome.FOUND), "another version is there"

@@ -10,9 +10,9 @@ from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key, Namespace
 from kvstore.master.state.background_jobs import DRAW
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.records import ONE_SHARD_RECORDS
-from kvstore.master.state.traffic import TIPS_MAX, Tips
+from kvstore.master.state.traffic import TIPS_MAX, MatchTips
 from kvstore.master.state.views import chains
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -22,32 +22,32 @@ OTHER = Namespace("other")
 
 def found(
     cluster: Cluster, namespace: str = NAMESPACE, keys: Iterable[str] = (), count: int = 0
-) -> calls.ChainsFound:
+) -> calls.ChainsReply:
     request = calls.Chains(namespace, keys_of(keys), count)
     later = cluster.state.chains.find(cluster.now_ms, request)
     cluster.work()
     answer = cluster.answers.pop(later.ticket)
-    assert isinstance(answer, calls.ChainsFound)
+    assert isinstance(answer, calls.ChainsReply)
     return answer
 
 
-def found_at_once(cluster: Cluster) -> calls.ChainsFound:
+def found_at_once(cluster: Cluster) -> calls.ChainsReply:
     """Before any other work is done."""
     later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
     while cluster.state.common.jobs.due & DRAW:
         cluster.state.chains.walk_on(cluster.now_ms)
     cluster._settle()
     answer = cluster.answers.pop(later.ticket)
-    assert isinstance(answer, calls.ChainsFound)
+    assert isinstance(answer, calls.ChainsReply)
     return answer
 
 
-def rows(answer: calls.ChainsFound) -> list[tuple[str, str, int]]:
+def rows(answer: calls.ChainsReply) -> list[tuple[str, str, int]]:
     """First and last block of each branch, and the branch that it continues."""
     return [(row.first.decode(), row.last.decode(), row.above) for row in answer.branches]
 
 
-def block(cluster: Cluster, name: str) -> calls.Block:
+def block(cluster: Cluster, name: str) -> calls.BlockStatus:
     request = calls.Blocks(NAMESPACE, keys_of([name]))
     return cluster.state.chains.blocks(cluster.now_ms, request).blocks[0]
 
@@ -148,7 +148,7 @@ def test_the_chains_of_chosen_blocks(new_cluster: NewCluster) -> None:
     assert answer.branches[1].ended == 1
     assert found(cluster, keys="?").branches == []
     assert found(cluster, namespace="unknown", keys="a").branches == []
-    assert found(cluster, namespace="unknown") == calls.ChainsFound(EPOCH, 0, [], True)
+    assert found(cluster, namespace="unknown") == calls.ChainsReply(EPOCH, 0, [], True)
 
 
 def test_replicas_pins_and_the_end_of_a_lifetime(new_cluster: NewCluster) -> None:
@@ -185,7 +185,7 @@ def test_the_blocks_above_one(new_cluster: NewCluster) -> None:
     assert told("b", 9) == [("b", "a"), ("a", "")]
     assert told("e?", 9) == [("e", "d"), ("?", "")]
     assert cluster.state.chains.blocks(0, calls.Blocks(OTHER, keys_of("a"), 1)).blocks == [
-        calls.Block(Key(b"a"), "absent", b"", 0, 0, 0, 0, 0, 0, [])
+        calls.BlockStatus(Key(b"a"), "absent", b"", 0, 0, 0, 0, 0, 0, [])
     ]
     assert block(cluster, "e").idle_ms == 100, "to be asked about is no use"
     assert block(cluster, "e").leased_ms == 0
@@ -211,7 +211,7 @@ def test_leaves_of_a_large_namespace_are_found_among_its_newest_records(
 
 
 def test_what_is_matched_again_and_again_keeps_its_count() -> None:
-    tips = Tips()
+    tips = MatchTips()
     for number in range(50 * TIPS_MAX):
         tips.matched(number, Key(b"%d" % number))
         if number % (TIPS_MAX // 2) == 0:
@@ -301,14 +301,14 @@ def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
 
     answer = cluster.answers.pop(later.ticket)
 
-    assert isinstance(answer, calls.ChainsFound)
+    assert isinstance(answer, calls.ChainsReply)
     assert rows(answer) == [("a", "c", 0)]
 
 
 def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=20)
     cluster.put("ab")
-    waiting: list[Later] = [
+    waiting: list[DeferredReply] = [
         cluster.state.chains.find(0, calls.Chains()) for _ in range(chains.WAITING_MAX)
     ]
     with pytest.raises(BusyError):
@@ -318,4 +318,4 @@ def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> 
 
     assert waiting[0].ticket not in cluster.answers
     for later in waiting[1:]:
-        assert isinstance(cluster.answers.pop(later.ticket), calls.ChainsFound)
+        assert isinstance(cluster.answers.pop(later.ticket), calls.ChainsReply)

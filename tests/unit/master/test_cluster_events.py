@@ -6,18 +6,18 @@ import itertools
 import json
 from typing import Any
 
-from kvstore.master.cluster_events import NOTICES_MAX, PAGE, TEXT_MAX, NoticeLog
+from kvstore.master.cluster_events import NOTICES_MAX, PAGE, TEXT_MAX, ClusterEventLog
 
 
-def kept(count: int) -> NoticeLog:
+def kept(count: int) -> ClusterEventLog:
     clock = itertools.count(1_000)
-    notices = NoticeLog(lambda: next(clock))
+    notices = ClusterEventLog(lambda: next(clock))
     for number in range(count):
         notices.add("node_joined", {"node": f"n{number}", "bytes": number})
     return notices
 
 
-def read_all(notices: NoticeLog, after: int = 0) -> list[Any]:
+def read_all(notices: ClusterEventLog, after: int = 0) -> list[Any]:
     found: list[Any] = []
     for _ in range(100):
         answer: Any = notices.after(after)

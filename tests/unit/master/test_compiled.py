@@ -82,10 +82,10 @@ def test_what_was_compiled_of_other_sources_does_not_run(
     (tmp_path / "module.py").write_text("NUMBER = 1\n")
     assert compiled.modules(folder) == [tmp_path / "module.py"]
     compiled.library(folder).touch()
-    compiled.choose(folder)
+    compiled.select_compiled_or_source(folder)
     assert folder not in chosen
     (tmp_path / "module.py").write_text("NUMBER = 2\n")
-    compiled.choose(folder)
+    compiled.select_compiled_or_source(folder)
     assert chosen.pop(folder) is not None
 
 

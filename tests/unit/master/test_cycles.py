@@ -14,10 +14,10 @@ import pytest
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.config import MasterConfig
-from kvstore.master.authorizer import Gate
+from kvstore.master.authorizer import Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.dispatcher import Dispatcher
-from kvstore.master.lane_server import LaneServer, _LaneClient
+from kvstore.master.lane_server import LaneServer, _LaneProtocol
 from tests.support.certificates import Identities
 
 ResultT = TypeVar("ResultT")
@@ -37,7 +37,7 @@ def _collector_off() -> Iterator[None]:
     gc.enable()
 
 
-def ends_of(connection: _LaneClient) -> list[weakref.ref[object]]:
+def ends_of(connection: _LaneProtocol) -> list[weakref.ref[object]]:
     return [weakref.ref(connection), weakref.ref(connection._transport)]
 
 
@@ -45,7 +45,7 @@ def ends_of(connection: _LaneClient) -> list[weakref.ref[object]]:
 def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
     async def come_and_go() -> list[weakref.ref[object]]:
         identities = Identities(tmp_path)
-        gate = Gate(MasterConfig(auth=identities.file("master")))
+        gate = Authorizer(MasterConfig(auth=identities.file("master")))
         server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, gate=gate)
         await server.bind("127.0.0.1", 0, unix=False)
         await server.start()
@@ -77,7 +77,7 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """Any stranger can begin one."""
 
     async def come_and_go() -> int:
-        gate = Gate(MasterConfig(auth=Identities(tmp_path).file("master")))
+        gate = Authorizer(MasterConfig(auth=Identities(tmp_path).file("master")))
         server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, gate=gate)
         await server.bind("127.0.0.1", 0, unix=False)
         await server.start()

@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome
 from kvstore.errors import DrainedError, InvalidArgumentError
-from kvstore.master.state.effects import Hangup
+from kvstore.master.state.effects import CloseSession
 from kvstore.memory.header import extent_bytes
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EXTENT, Cluster, keys_of
@@ -30,12 +30,12 @@ def start(
     limit: int = 100,
     bytes_max: int = 1 << 30,
     evict_up_to: calls.Version = calls.NO_VERSION,
-) -> calls.MovesStarted:
+) -> calls.StartMovesReply:
     request = calls.StartMoves(node, cursor, limit, bytes_max, evict_up_to=evict_up_to)
     result = cluster.state.copying.start_moves(cluster.now_ms, request)
     cluster._settle()
     reply = cluster.reply(result)
-    assert isinstance(reply, calls.MovesStarted)
+    assert isinstance(reply, calls.StartMovesReply)
     return reply
 
 
@@ -321,7 +321,7 @@ def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
     two.drain("a")
     move(two, "a")
     two.state.nodes.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
-    hangups = [effect for effect in two.state.effects if isinstance(effect, Hangup)]
+    hangups = [effect for effect in two.state.effects if isinstance(effect, CloseSession)]
     assert [(each.session, type(each.error)) for each in hangups] == [
         (two.sessions["a"], DrainedError)
     ]

@@ -9,11 +9,11 @@ import pytest
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import ClusterMismatchError, ProtocolError, UnavailableError
-from kvstore.limits import PROTOCOL_VERSION, highest_believed
-from kvstore.master.state.effects import Outrun, Send
+from kvstore.limits import PROTOCOL_VERSION, plausible_epoch_max
+from kvstore.master.state.effects import SendToNode, SupersedeEpoch
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.queries import JOINING_MS
-from kvstore.master.superseded_epochs import OUTRUN_S, Outruns
+from kvstore.master.superseded_epochs import OUTRUN_S, SupersededEpochs
 from tests.unit.master.cluster import EPOCH, HIGHEST, Cluster, told
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import claim
@@ -28,12 +28,12 @@ def test_a_node_that_has_joined_a_later_master_waits_for_our_next_term() -> None
     with pytest.raises(UnavailableError, match="new term"):
         state.nodes.joined(0, 1, JOIN._replace(highest_epoch=EPOCH + 5))
 
-    assert state.take_effects() == [Outrun(EPOCH + 5)]
+    assert state.take_effects() == [SupersedeEpoch(EPOCH + 5)]
     assert state.report.status(0, calls.Status()).nodes == []
 
 
 def outrun_by(state: MasterState) -> list[int]:
-    return [each.epoch for each in state.take_effects() if isinstance(each, Outrun)]
+    return [each.epoch for each in state.take_effects() if isinstance(each, SupersedeEpoch)]
 
 
 def _back(cluster: Cluster) -> Cluster:
@@ -57,8 +57,8 @@ def test_what_a_later_master_has_granted_is_not_wiped(new_cluster: NewCluster) -
     state.work(cluster.now_ms)
     effects = state.take_effects()
 
-    assert Outrun(EPOCH + 1) in effects
-    sent = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert SupersedeEpoch(EPOCH + 1) in effects
+    sent = [effect.message for effect in effects if isinstance(effect, SendToNode)]
     assert not [message for message in sent if isinstance(message, calls.MasterWipe)]
 
 
@@ -94,7 +94,7 @@ def test_the_word_of_a_client_ends_no_term(epoch: int) -> None:
 
 
 def test_a_report_ends_a_term_once_per_interval() -> None:
-    outruns = Outruns(Random(1))
+    outruns = SupersededEpochs(Random(1))
     assert not outruns.ends_term(EPOCH, EPOCH, 0.0)
     assert outruns.ends_term(EPOCH, EPOCH + 1, 0.0)
     assert not outruns.ends_term(EPOCH + 5, EPOCH + 6, OUTRUN_S - 0.1)
@@ -103,15 +103,18 @@ def test_a_report_ends_a_term_once_per_interval() -> None:
 
 def test_the_next_master_believes_every_epoch_that_reports_can_lead_to() -> None:
     """However often a node lies as high as it is believed, and whenever the master restarts."""
-    outruns, now_ms = Outruns(Random(1)), 1_800_000_000_000
+    outruns, now_ms = SupersededEpochs(Random(1)), 1_800_000_000_000
     for _ in range(100):
-        highest = highest_believed(now_ms)
+        highest = plausible_epoch_max(now_ms)
         for lie in (highest, highest - 1):
             epoch = outruns.next_epoch(lie, now_ms + 1)
-            assert lie < epoch <= highest_believed(now_ms + 1)
+            assert lie < epoch <= plausible_epoch_max(now_ms + 1)
         now_ms += 1
     assert outruns.next_epoch(5, now_ms) >= now_ms
-    assert outruns.next_epoch(highest_believed(now_ms) + 9, now_ms) > highest_believed(now_ms) + 9
+    assert (
+        outruns.next_epoch(plausible_epoch_max(now_ms) + 9, now_ms)
+        > plausible_epoch_max(now_ms) + 9
+    )
 
 
 @pytest.mark.parametrize(

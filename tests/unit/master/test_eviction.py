@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.eviction import LRU
+from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP
 from kvstore.master.state.records import ObjectRecord
 from tests.support.invariants import check_invariants
@@ -175,7 +175,7 @@ def test_making_room_may_forget_the_place_of_what_is_put(new_cluster: NewCluster
 
 
 def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there() -> None:
-    policy = LRU()
+    policy = LruPolicy()
     records = [ObjectRecord(Namespace("n"), Key(b"%06d" % index)) for index in range(2_000)]
     for record in records:
         policy.add(record)

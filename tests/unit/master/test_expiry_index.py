@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.limits import Key
-from kvstore.master.state.expiry_index import NO_END_MS, STEP_MS, Ends
+from kvstore.master.state.expiry_index import NO_END_MS, STEP_MS, ExpiryIndex
 from kvstore.master.state.records import ObjectRecord
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE
@@ -17,7 +17,7 @@ def record(name: str = "a") -> ObjectRecord:
 
 @pytest.mark.parametrize("end_ms", [1, STEP_MS - 1, STEP_MS, STEP_MS + 1, 1_000])
 def test_an_end_is_not_early_and_late_by_less_than_a_step(end_ms: int) -> None:
-    ends, a = Ends(), record()
+    ends, a = ExpiryIndex(), record()
     ends.set(a, end_ms)
 
     rounded_ms = ends.of(a)
@@ -30,7 +30,7 @@ def test_an_end_is_not_early_and_late_by_less_than_a_step(end_ms: int) -> None:
 
 
 def test_the_next_end_is_the_earliest() -> None:
-    ends, a, b, c = Ends(), record("a"), record("b"), record("c")
+    ends, a, b, c = ExpiryIndex(), record("a"), record("b"), record("c")
     assert ends.next_ms == NO_END_MS
     for each, end_ms in ((a, 2 * STEP_MS), (b, STEP_MS), (c, 3 * STEP_MS)):
         ends.set(each, end_ms)
@@ -48,7 +48,7 @@ def test_the_next_end_is_the_earliest() -> None:
 
 
 def test_a_record_has_one_end() -> None:
-    ends, a, b = Ends(), record("a"), record("b")
+    ends, a, b = ExpiryIndex(), record("a"), record("b")
     ends.set(b, STEP_MS)
     ends.set(a, STEP_MS)
     ends.set(a, 5 * STEP_MS)

@@ -15,10 +15,10 @@ from kvstore import calls
 from kvstore.auth.identity import ENGINE, Identity
 from kvstore.config import MasterConfig
 from kvstore.limits import Key, Namespace
-from kvstore.master.authorizer import Gate
+from kvstore.master.authorizer import Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.dispatcher import Dispatcher
-from kvstore.master.fair_scheduler import SLICE_S, Turns
+from kvstore.master.fair_scheduler import SLICE_S, FairScheduler
 from kvstore.master.grpc_server import GrpcServer
 from kvstore.master.lane_server import FRAMES_PER_TURN, LaneServer, LaneSettings
 from kvstore.master.state.traffic import Caller
@@ -51,7 +51,7 @@ class Slow:
         if self.waits:
             self.waiting.append(asyncio.get_running_loop().create_future())
             return self.waiting[-1]
-        return calls.Existing(b"\x01")
+        return calls.ExistsReply(b"\x01")
 
     def node_session(
         self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
@@ -87,10 +87,10 @@ class Lane:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, places: int = 100) -> None:
         self.service = Slow()
-        self.gate = Gate(MasterConfig(auth=Identities(folder).file("master")))
+        self.gate = Authorizer(MasterConfig(auth=Identities(folder).file("master")))
         self.server = LaneServer(
             Dispatcher(self.service), SECRET, LaneSettings(connections_max=places), self.gate,
-            Turns(lambda: self.service.now_s),
+            FairScheduler(lambda: self.service.now_s),
         )  # fmt: skip
         self._stack = stack
 
@@ -166,7 +166,7 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
 ) -> None:
     async def main() -> None:
         service, call = Slow(), CALLS[calls.Exists]
-        turns = Turns(lambda: service.now_s)
+        turns = FairScheduler(lambda: service.now_s)
         server = GrpcServer(Dispatcher(service), SECRET, calls_max=8, turns=turns)
         monkeypatch.setattr(server, "_caller", lambda context, _: Caller(identity=context.who))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import NoSpaceError
-from kvstore.master.fair_scheduler import SLICE_S, Turns
+from kvstore.master.fair_scheduler import SLICE_S, FairScheduler
 from tests.support.invariants import check_invariants
 
 
@@ -20,7 +20,7 @@ class World:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.done: list[str] = []
-        self.turns = Turns(lambda: self.now_s)
+        self.turns = FairScheduler(lambda: self.now_s)
 
     def work(self, name: str, seconds: float = SLICE_S) -> str:
         self.done.append(name)

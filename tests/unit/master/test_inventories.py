@@ -9,7 +9,7 @@ from kvstore.calls import Version
 from kvstore.errors import ProtocolError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key, Namespace
 from kvstore.master.state import inventory
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
@@ -299,11 +299,11 @@ def test_a_removal_waits_until_all_is_told(new_cluster: NewCluster) -> None:
     cluster.join("one", again=True, tells=False)
 
     result = cluster.remove_later("a")
-    assert isinstance(result, Later)
+    assert isinstance(result, DeferredReply)
     assert result.ticket not in cluster.answers
     cluster.tell("one", *HELD)
 
-    assert cluster.reply(result) == calls.Removed(bytes([0]))
+    assert cluster.reply(result) == calls.RemoveReply(bytes([0]))
     assert cluster.present("abc") == "bc"
 
 
@@ -345,17 +345,17 @@ def test_a_removal_is_marked_on_who_is_there_once_for_each_loss(new_cluster: New
     cluster = new_cluster(one=8, two=8)
     cluster.wipes_at_once = False
 
-    assert isinstance(cluster.remove_later("x"), calls.Removed), "nobody is away"
+    assert isinstance(cluster.remove_later("x"), calls.RemoveReply), "nobody is away"
     cluster.kill("one")
     result = cluster.remove_later("x")
     cluster.after(LEASE_MS)
     assert [order.mark for _, order in cluster.orders] == [Version(EPOCH, 2)]
-    assert isinstance(result, Later)
+    assert isinstance(result, DeferredReply)
     assert result.ticket not in cluster.answers, "not kept yet"
     cluster.wipe()
 
     assert result.ticket in cluster.answers
-    assert isinstance(cluster.remove_later("y"), calls.Removed)
+    assert isinstance(cluster.remove_later("y"), calls.RemoveReply)
 
 
 def test_nothing_is_removed_where_nobody_would_remember(new_cluster: NewCluster) -> None:
@@ -384,16 +384,16 @@ def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> No
     cluster = new_cluster(rules=MasterRules(gather_ms=3_000))
     request = calls.Lookup(NAMESPACE, [Key(b"a")])
     asked = cluster.state.asking.find(cluster.now_ms, request)
-    assert isinstance(asked, Later)
+    assert isinstance(asked, DeferredReply)
 
     back(cluster, "one", claim("a", 0))
     cluster.after(1_000)
 
     found = cluster.answers.pop(asked.ticket)
-    assert isinstance(found, calls.Found)
+    assert isinstance(found, calls.LookupReply)
     assert found.placements.replicas == [1]
     later = cluster.state.asking.find(cluster.now_ms, calls.Lookup(NAMESPACE, [Key(b"b")]))
-    assert isinstance(later, calls.Found), "nobody is expected any more"
+    assert isinstance(later, calls.LookupReply), "nobody is expected any more"
 
 
 def test_a_new_store_does_not_wait(new_cluster: NewCluster) -> None:
@@ -401,7 +401,7 @@ def test_a_new_store_does_not_wait(new_cluster: NewCluster) -> None:
 
     reply = cluster.state.asking.find(cluster.now_ms, calls.Exists(NAMESPACE, [Key(b"a")]))
 
-    assert reply == calls.Existing(bytes(1))
+    assert reply == calls.ExistsReply(bytes(1))
 
 
 # --- nodes that do not do what they should -----------------------------------------------------
@@ -412,7 +412,7 @@ def test_a_node_that_beats_and_tells_nothing_must_join_anew(new_cluster: NewClus
     back(cluster, "one", claim("a", 0), blocks=8)
     cluster.join("one", again=True, tells=False)
     waits = cluster.remove_later("a")
-    assert isinstance(waits, Later)
+    assert isinstance(waits, DeferredReply)
 
     cluster.after(cluster.rules.node_patience_ms)
     assert waits.ticket not in cluster.answers
@@ -444,7 +444,7 @@ def test_a_node_that_beats_and_wipes_nothing_must_join_anew(new_cluster: NewClus
     cluster.wipes_at_once = False
     holder = cluster.where("a")[0]
     waits = cluster.remove_later("a")
-    assert isinstance(waits, Later)
+    assert isinstance(waits, DeferredReply)
 
     cluster.after(cluster.rules.node_patience_ms - 1_000)
     assert set(cluster.states()) == {"one", "two"}

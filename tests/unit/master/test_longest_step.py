@@ -345,7 +345,7 @@ def test_waiting_puts_and_expired_ones_are_served_by_short_steps() -> None:
         for ms in (31_000, *[50] * 10):
             world.now_ms += ms
             for name in world.sessions:
-                world.say(name, calls.NodeBeat(1))
+                world.say(name, calls.NodeHeartbeat(1))
             world.state.tick(world.now_ms)
             world.work()
     assert world.state.counters["expired_puts"] == 8 * PUT_KEYS_MAX

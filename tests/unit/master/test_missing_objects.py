@@ -31,7 +31,7 @@ def kill(cluster: Cluster, name: str) -> None:
     cluster.after(10_000)
 
 
-def gone(cluster: Cluster) -> list[calls.GoneNode]:
+def gone(cluster: Cluster) -> list[calls.DepartedNode]:
     return list(cluster.status().gone)
 
 

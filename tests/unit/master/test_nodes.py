@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import identity
+from kvstore.auth.identity import validated_identity
 from kvstore.errors import (
     InvalidArgumentError,
     NodeNameTakenError,
@@ -16,7 +16,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.master.state import background_sweep
-from kvstore.master.state.effects import Notice
+from kvstore.master.state.effects import LogClusterEvent
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.object_events import GONE_SIZE
 from kvstore.master.state.rules import MasterRules
@@ -160,7 +160,7 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
     cluster.notices.clear()
 
     for is_gone in (True, True, False, True):
-        cluster.say("one", calls.NodeBeat(1, entry_gone=is_gone))
+        cluster.say("one", calls.NodeHeartbeat(1, entry_gone=is_gone))
         check_invariants(cluster.state)
 
     assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
@@ -170,7 +170,7 @@ def test_what_was_moved_is_told_of_each_node(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8, two=8)
     cluster.put("ab", replicas=2)
     cluster.put("c")
-    cluster.say("one", calls.NodeBeat(1, read_bytes=5, written_bytes=7))
+    cluster.say("one", calls.NodeHeartbeat(1, read_bytes=5, written_bytes=7))
 
     one, two = cluster.status().nodes
 
@@ -351,7 +351,7 @@ def test_where_a_node_cannot_be_reached_is_in_the_status_until_it_can(
     nodes.reached(session, "")
     assert told() == ""
     effects = cluster.state.take_effects()
-    events = [effect.event for effect in effects if isinstance(effect, Notice)]
+    events = [effect.event for effect in effects if isinstance(effect, LogClusterEvent)]
     assert events[-2:] == ["node_unreachable", "node_reachable"]
     nodes.stream_broken(session)
     assert nodes.offered(session) == []
@@ -382,7 +382,7 @@ def test_a_report_about_a_segment_of_another_master_is_about_no_node_of_this_one
 def _report_as(cluster: Cluster, reporter: str, node: str, host: str) -> None:
     """``reporter``: the common name of its certificate and its address."""
     who, address = reporter.split()
-    cluster.state.traffic.caller = Caller(f"client {address}", identity(who, ["engine"]))
+    cluster.state.traffic.caller = Caller(f"client {address}", validated_identity(who, ["engine"]))
     cluster.report(node, host)
 
 

@@ -74,7 +74,7 @@ def test_a_cursor_that_nobody_gave_lists_nothing(new_cluster: NewCluster) -> Non
 
     request = calls.ListObjects(NAMESPACE, b"", (1 << 64) - 1, 10)
 
-    assert cluster.state.report.list_objects(0, request) == calls.Listed([], 0)
+    assert cluster.state.report.list_objects(0, request) == calls.ListObjectsReply([], 0)
     status = cluster.state.report.status(0, calls.Status((1 << 64) - 1))
     assert (status.namespaces, status.next_cursor) == ([], 0)
 

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.eviction import RUN_MAX, TicketOrder
+from kvstore.master.state.eviction import RUN_MAX, SortedRecordQueue
 from kvstore.master.state.records import ObjectRecord
 from tests.support.invariants import check_invariants
 
@@ -22,7 +22,7 @@ def record(ticket: int) -> ObjectRecord:
     return made
 
 
-def tickets(order: TicketOrder) -> list[int]:
+def tickets(order: SortedRecordQueue) -> list[int]:
     return [each.ticket for each in order]
 
 
@@ -30,7 +30,7 @@ def tickets(order: TicketOrder) -> list[int]:
 @pytest.mark.parametrize("removed", [0.1, 0.45])
 def test_is_sorted_whatever_comes_and_goes(latest: float, removed: float) -> None:
     chance = random.Random(f"{latest} {removed}")
-    order = TicketOrder()
+    order = SortedRecordQueue()
     records: dict[int, ObjectRecord] = {}
     for step in range(6 * RUN_MAX):
         if records and chance.random() < removed:
@@ -61,7 +61,7 @@ def test_is_sorted_whatever_comes_and_goes(latest: float, removed: float) -> Non
 
 
 def test_the_first_is_the_one_with_the_lowest_ticket() -> None:
-    order = TicketOrder()
+    order = SortedRecordQueue()
     three, one = record(3), record(1)
     order.add(three)
     assert order.first() is three
@@ -72,7 +72,7 @@ def test_the_first_is_the_one_with_the_lowest_ticket() -> None:
 
 
 def test_what_is_not_there_cannot_be_removed() -> None:
-    order = TicketOrder()
+    order = SortedRecordQueue()
     order.add(record(2))
     with pytest.raises((AssertionError, IndexError)):
         order.remove(record(2))

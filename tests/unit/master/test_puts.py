@@ -14,7 +14,7 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import REPLICAS_MAX, Key
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -277,7 +277,7 @@ def test_a_removal_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
 
     removed = cluster.remove_later("a")
 
-    assert isinstance(removed, Later)
+    assert isinstance(removed, DeferredReply)
     cluster.wipe()  # of the second
     assert removed.ticket not in cluster.answers
     cluster.orders = [(session, order)]
@@ -449,7 +449,7 @@ def test_overwritten_bytes_are_reused_only_after_lease_and_wipe(new_cluster: New
     cluster.wipe()
 
     answer = cluster.answers[ticket]
-    assert answer == calls.PutEnded(bytes([STORED]))
+    assert answer == calls.PutEndReply(bytes([STORED]))
     cluster.wipes_at_once = True
     cluster.put("x")
     assert cluster.present("ax") == "ax"
@@ -471,7 +471,7 @@ def _end_later(cluster: Cluster, grants: calls.Grants) -> int:
     request = calls.PutEnd(EPOCH, list(grants.tokens))
     result = cluster.state.putting.put_end(cluster.now_ms, request)
     cluster.work()
-    assert isinstance(result, Later)
+    assert isinstance(result, DeferredReply)
     return result.ticket
 
 

@@ -8,7 +8,7 @@ from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
@@ -18,7 +18,7 @@ LEASE_MS = 10_000
 
 def _remove_later(cluster: Cluster, names: str) -> int:
     result = cluster.remove_later(names)
-    assert isinstance(result, Later)
+    assert isinstance(result, DeferredReply)
     return result.ticket
 
 
@@ -35,7 +35,7 @@ def test_what_is_removed_is_gone(new_cluster: NewCluster) -> None:
 
 
 def test_a_removal_of_nothing_is_acknowledged_at_once(new_cluster: NewCluster) -> None:
-    assert new_cluster(one=4).remove_later("a") == calls.Removed(b"\0")
+    assert new_cluster(one=4).remove_later("a") == calls.RemoveReply(b"\0")
 
 
 def test_a_removal_is_hidden_at_once_and_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
@@ -55,7 +55,7 @@ def test_a_removal_is_hidden_at_once_and_acknowledged_when_wiped(new_cluster: Ne
         list(grants.tokens),
     )
     cluster.wipe()
-    assert cluster.answers[ticket] == calls.Removed(b"\1")
+    assert cluster.answers[ticket] == calls.RemoveReply(b"\1")
 
 
 def test_a_removal_of_replicas_waits_for_every_node(new_cluster: NewCluster) -> None:
@@ -98,7 +98,7 @@ def test_a_removal_that_outlives_its_node_waits_for_a_lease_and_a_mark(
     assert ticket not in cluster.answers
     cluster.wipe()
 
-    assert cluster.answers[ticket] == calls.Removed(b"\1")
+    assert cluster.answers[ticket] == calls.RemoveReply(b"\1")
 
 
 def test_a_removal_that_has_its_mark_waits_for_readers_of_the_dead_node(
@@ -146,7 +146,7 @@ def test_a_mark_that_a_dying_node_had_not_kept_is_not_waited_for(new_cluster: Ne
     cluster.wipe()
     cluster.after(LEASE_MS)
 
-    assert cluster.answers[ticket] == calls.Removed(b"\1")
+    assert cluster.answers[ticket] == calls.RemoveReply(b"\1")
 
 
 def test_a_removal_waits_for_an_earlier_one_of_the_same_object(new_cluster: NewCluster) -> None:
@@ -156,7 +156,7 @@ def test_a_removal_waits_for_an_earlier_one_of_the_same_object(new_cluster: NewC
     first = _remove_later(cluster, "a")
 
     again, both = _remove_later(cluster, "a"), _remove_later(cluster, "ab")
-    assert cluster.remove_later("x") == calls.Removed(b"\0")
+    assert cluster.remove_later("x") == calls.RemoveReply(b"\0")
 
     last = cluster.orders.pop()
     cluster.wipe()
@@ -188,14 +188,14 @@ def test_a_wipe_is_believed_once_and_only_from_its_own_node(new_cluster: NewClus
     ticket = _remove_later(cluster, "a")
     ((_, order),) = cluster.orders
 
-    cluster.say("two", calls.NodeWiped(order.order))
+    cluster.say("two", calls.NodeWipeDone(order.order))
     assert ticket not in cluster.answers
-    cluster.say("one", calls.NodeWiped(order.order))
-    cluster.say("one", calls.NodeWiped(order.order))
+    cluster.say("one", calls.NodeWipeDone(order.order))
+    cluster.say("one", calls.NodeWipeDone(order.order))
     assert ticket in cluster.answers
 
     cluster.after(LEASE_MS)
-    cluster.say("one", calls.NodeWiped(order.order))
+    cluster.say("one", calls.NodeWipeDone(order.order))
     assert cluster.free_blocks() == 8
 
 
@@ -232,7 +232,7 @@ def _stores(cluster: Cluster, how: str) -> int | None:
     """Stores ``a`` (or finds it, or gives an allocation its name): the ticket of the answer, if it
     has to wait."""
     state, now_ms = cluster.state, cluster.now_ms
-    result: calls.Reply | Later
+    result: calls.Reply | DeferredReply
     if how == "commit":
         token = cluster.allocate()
         commit = calls.Commit(EPOCH, token, NAMESPACE, Key(b"a"), None, BLOCK, False)
@@ -243,7 +243,7 @@ def _stores(cluster: Cluster, how: str) -> int | None:
             request = calls.PutStart(NAMESPACE, [Key(b"a")], [BLOCK], None, True, 1, False, 0, "")
             result = state.putting.put_start(now_ms, request)
     cluster._settle()
-    return result.ticket if isinstance(result, Later) else None
+    return result.ticket if isinstance(result, DeferredReply) else None
 
 
 WAYS = ["put", "commit", "found"]
@@ -349,12 +349,12 @@ def test_clearing_goes_in_slices(new_cluster: NewCluster) -> None:
     cluster.put("abcde")
     cluster.put("xy", namespace=Namespace("other"))
 
-    assert cluster.clear(3) == calls.Cleared(3, 2)
-    assert cluster.clear(3) == calls.Cleared(2, 0)
-    assert cluster.clear(3) == calls.Cleared(0, 0)
+    assert cluster.clear(3) == calls.ClearReply(3, 2)
+    assert cluster.clear(3) == calls.ClearReply(2, 0)
+    assert cluster.clear(3) == calls.ClearReply(0, 0)
 
     assert [row.name for row in cluster.status().namespaces] == ["other"]
-    assert cluster.clear(10, namespace="") == calls.Cleared(2, 0)
+    assert cluster.clear(10, namespace="") == calls.ClearReply(2, 0)
 
 
 def test_clearing_is_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
@@ -364,11 +364,11 @@ def test_clearing_is_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
 
     result = cluster.state.removing.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
 
-    assert isinstance(result, Later)
+    assert isinstance(result, DeferredReply)
     cluster.work()
     assert result.ticket not in cluster.answers
     cluster.wipe()
-    assert cluster.answers[result.ticket] == calls.Cleared(3, 0)
+    assert cluster.answers[result.ticket] == calls.ClearReply(3, 0)
 
 
 def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: NewCluster) -> None:
@@ -382,7 +382,7 @@ def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: N
     cluster.silent.add("two")
     cluster.after(5_000)
     cluster.now_ms += 2_000
-    cluster.state.nodes.said(cluster.now_ms, cluster.sessions["one"], calls.NodeBeat(1))
+    cluster.state.nodes.said(cluster.now_ms, cluster.sessions["one"], calls.NodeHeartbeat(1))
     cluster.state.tick(cluster.now_ms)  # dead, and nothing is swept yet
 
     cluster.clear(10)

@@ -9,7 +9,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome, Version
 from kvstore.master.state import repair_queue
-from kvstore.master.state.effects import Later, Send
+from kvstore.master.state.effects import DeferredReply, SendToNode
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, claim_at, keys_of
@@ -34,23 +34,23 @@ def three(new_cluster: NewCluster) -> Cluster:
 
 def ask(
     cluster: Cluster, node: str, *, limit: int = 100, bytes_max: int = 1 << 30
-) -> calls.MovesStarted:
+) -> calls.StartMovesReply:
     request = calls.StartMoves(node, 0, limit, bytes_max, client_number=7, repair=True)
     reply = cluster.reply(cluster.state.copying.start_moves(cluster.now_ms, request))
-    assert isinstance(reply, calls.MovesStarted)
+    assert isinstance(reply, calls.StartMovesReply)
     assert reply.keeps_version
     return reply
 
 
 def is_asked(cluster: Cluster, node: str) -> bool:
     """Whether the answer to the node's beat says that there is something to copy."""
-    cluster.state.nodes.said(cluster.now_ms, cluster.sessions[node], calls.NodeBeat(9))
-    sent = [effect for effect in cluster.state.effects if isinstance(effect, Send)]
+    cluster.state.nodes.said(cluster.now_ms, cluster.sessions[node], calls.NodeHeartbeat(9))
+    sent = [effect for effect in cluster.state.effects if isinstance(effect, SendToNode)]
     cluster._settle()
-    return calls.MasterBeat(9, True) in [effect.message for effect in sent]
+    return calls.MasterHeartbeat(9, True) in [effect.message for effect in sent]
 
 
-def granted(reply: calls.MovesStarted) -> str:
+def granted(reply: calls.StartMovesReply) -> str:
     return "".join(key.decode() for key in reply.keys)
 
 
@@ -252,7 +252,7 @@ def test_a_node_that_is_drained_takes_no_copy(new_cluster: NewCluster) -> None:
 
 
 @pytest.fixture
-def copying(new_cluster: NewCluster) -> tuple[Cluster, calls.MovesStarted]:
+def copying(new_cluster: NewCluster) -> tuple[Cluster, calls.StartMovesReply]:
     """``a`` is being copied from a to b."""
     cluster = new_cluster(a=20)
     cluster.put("a", replicas=2)
@@ -268,13 +268,13 @@ def used(cluster: Cluster, node: str) -> int:
 
 
 def test_a_removal_waits_until_the_copy_is_cut_and_wiped(
-    copying: tuple[Cluster, calls.MovesStarted],
+    copying: tuple[Cluster, calls.StartMovesReply],
 ) -> None:
     cluster, started = copying
     version = cluster.stat("a").version
     cluster.wipes_at_once = False
     removed = cluster.remove_later("a")
-    assert isinstance(removed, Later)
+    assert isinstance(removed, DeferredReply)
     orders = dict(cluster.orders)
     order = orders[cluster.sessions["b"]]
     assert order.offsets == list(started.grants.offsets)
@@ -290,7 +290,7 @@ def test_a_removal_waits_until_the_copy_is_cut_and_wiped(
 
 
 def test_a_replaced_object_gets_no_replica_of_the_old_bytes(
-    copying: tuple[Cluster, calls.MovesStarted],
+    copying: tuple[Cluster, calls.StartMovesReply],
 ) -> None:
     cluster, started = copying
     cluster.put("a", overwrite=True, host="host-a")
@@ -298,14 +298,14 @@ def test_a_replaced_object_gets_no_replica_of_the_old_bytes(
     assert len(cluster.where("a")) == 1
 
 
-def test_clearing_ends_copies(copying: tuple[Cluster, calls.MovesStarted]) -> None:
+def test_clearing_ends_copies(copying: tuple[Cluster, calls.StartMovesReply]) -> None:
     cluster, started = copying
     assert cluster.clear(100).removed == 1
     assert cluster.end(started.grants) == [REFUSED]
 
 
 def test_retries_are_further_and_further_apart(
-    copying: tuple[Cluster, calls.MovesStarted],
+    copying: tuple[Cluster, calls.StartMovesReply],
 ) -> None:
     cluster, started = copying
     pauses: list[int] = []
@@ -321,7 +321,7 @@ def test_retries_are_further_and_further_apart(
     assert 30_000 <= pauses[-1] <= RULES.repair.pause_max_ms + 3_000
 
 
-def test_a_copy_that_does_not_end_expires(copying: tuple[Cluster, calls.MovesStarted]) -> None:
+def test_a_copy_that_does_not_end_expires(copying: tuple[Cluster, calls.StartMovesReply]) -> None:
     cluster, started = copying
     cluster.after(RULES.put_deadline_ms + SOON_MS)
     assert cluster.end(started.grants) == [REFUSED]
@@ -331,7 +331,7 @@ def test_a_copy_that_does_not_end_expires(copying: tuple[Cluster, calls.MovesSta
 
 
 def test_a_copy_whose_target_died_is_made_elsewhere(
-    copying: tuple[Cluster, calls.MovesStarted],
+    copying: tuple[Cluster, calls.StartMovesReply],
 ) -> None:
     cluster, started = copying
     cluster.join("c", 20)
@@ -342,14 +342,16 @@ def test_a_copy_whose_target_died_is_made_elsewhere(
     assert sorted(cluster.where("a")) == ["a", "c"]
 
 
-def test_a_copy_whose_source_died_is_refused(copying: tuple[Cluster, calls.MovesStarted]) -> None:
+def test_a_copy_whose_source_died_is_refused(
+    copying: tuple[Cluster, calls.StartMovesReply],
+) -> None:
     cluster, started = copying
     cluster.kill("a")
     assert cluster.end(started.grants) == [REFUSED]
     assert cluster.present("a") == ""
 
 
-def test_a_copy_of_one_version_is_made_once(copying: tuple[Cluster, calls.MovesStarted]) -> None:
+def test_a_copy_of_one_version_is_made_once(copying: tuple[Cluster, calls.StartMovesReply]) -> None:
     cluster, started = copying
     cluster.join("c", 20)
     cluster.after(SOON_MS)
@@ -432,7 +434,7 @@ def test_what_is_moved_still_lacks_its_replica(new_cluster: NewCluster) -> None:
     cluster.join("b", 20)
     cluster.drain("a")
     moved = cluster.state.copying.start_moves(cluster.now_ms, calls.StartMoves("a", 0, 10, 1 << 20))
-    assert isinstance(moved, calls.MovesStarted)
+    assert isinstance(moved, calls.StartMovesReply)
     assert cluster.end(moved.grants) == [STORED]
     assert cluster.where("a") == ["b"]
     assert repair_queue.missing(cluster.state.forest.get(NAMESPACE, keys_of("a")[0])) == 2  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_meet
+from kvstore.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_overlap
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -173,8 +173,8 @@ def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: Ne
     putting = cluster.state.putting
     request = calls.Allocate(A, BLOCK, 3_000, "")
     late, granted = (putting.allocate(cluster.now_ms, request) for _ in range(2))
-    assert isinstance(late, Later)
-    assert isinstance(granted, Later)
+    assert isinstance(late, DeferredReply)
+    assert isinstance(granted, DeferredReply)
     cluster.allocate(namespace=B)  # which does not wait behind those of another tenant
     assert cluster.commit(first, "k", namespace=B) is PutOutcome.STORED  # leased, and not of a
     cluster.work()
@@ -472,7 +472,7 @@ def test_the_matcher_finds_the_one_tenant() -> None:
     ("one", "other"), [("*", "x"), ("x", "x"), ("x*", "xy*"), ("xy*", "x*"), ("x", "x*")]
 )
 def test_patterns_that_meet(one: str, other: str) -> None:
-    assert patterns_meet(one, other)
+    assert patterns_overlap(one, other)
     with pytest.raises(InvalidArgumentError, match="in common"):
         TenantMatcher([TenantRule("a", (one,)), TenantRule("b", (other,))])
     TenantMatcher([TenantRule("a", (one, other))])
@@ -480,5 +480,5 @@ def test_patterns_that_meet(one: str, other: str) -> None:
 
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("x/*", "x"), ("x*", "y*"), ("xy", "x/*")])
 def test_patterns_that_do_not_meet(one: str, other: str) -> None:
-    assert not patterns_meet(one, other)
+    assert not patterns_overlap(one, other)
     TenantMatcher([TenantRule("a", (one,)), TenantRule("b", (other,))])

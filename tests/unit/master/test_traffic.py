@@ -8,8 +8,8 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.effects import Later
-from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficCounts
+from kvstore.master.state.effects import DeferredReply
+from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficRecorder
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -24,7 +24,7 @@ def seen(cluster: Cluster, namespace: str = NAMESPACE) -> calls.NamespaceTraffic
 
 
 def ask(cluster: Cluster, request: calls.Lookup | calls.MatchPrefix | calls.Exists) -> None:
-    assert not isinstance(cluster.state.asking.find(cluster.now_ms, request), Later)
+    assert not isinstance(cluster.state.asking.find(cluster.now_ms, request), DeferredReply)
 
 
 def as_client(cluster: Cluster, name: str) -> None:
@@ -133,7 +133,7 @@ def test_a_missed_first_key_of_an_evicted_chain_is_called_evicted(new_cluster: N
 
 
 def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> None:
-    traffic = TrafficCounts()
+    traffic = TrafficRecorder()
     keys = [Key(b"%d" % number) for number in range(3 * HEADS_MAX)]
     for number, key in enumerate(keys):
         traffic.evicts(number, NAMESPACE, 0, key)
@@ -149,7 +149,7 @@ def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> No
 
 
 def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
-    traffic, stays, keys = TrafficCounts(), Caller("stays a"), keys_of("a")
+    traffic, stays, keys = TrafficRecorder(), Caller("stays a"), keys_of("a")
     for number in range(3 * CLIENTS_MAX):
         traffic.caller = stays
         traffic.asked(number, NAMESPACE, keys, 1, -1)

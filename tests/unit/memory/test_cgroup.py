@@ -76,9 +76,9 @@ def test_a_segment_that_does_not_fit_is_refused_and_a_half_made_one_removed_firs
     program = (
         "import os, pathlib, sys\n"
         f"pathlib.Path({str(limited / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
-        "from kvstore.memory.segment import NodeSegment\n"
-        f"assert NodeSegment.attach({name!r}, 256 << 20) is None\n"
-        f"NodeSegment.create({name!r}, int(sys.argv[1]) << 20).close()\n"
+        "from kvstore.memory.segment import OwnedSegment\n"
+        f"assert OwnedSegment.attach({name!r}, 256 << 20) is None\n"
+        f"OwnedSegment.create({name!r}, int(sys.argv[1]) << 20).close()\n"
     )
     run = [sys.executable, "-c", program]
     refused = subprocess.run([*run, "256"], check=False, capture_output=True, text=True, timeout=60)

@@ -22,7 +22,7 @@ from kvstore.memory.header import (
     scan,
     unpack,
     unpack_superblock,
-    write_stamp,
+    write_header_mac,
 )
 
 SEED = 0x0123_4567_89AB_CDEF
@@ -144,7 +144,7 @@ def test_a_stamp_leaves_the_header_as_it_is() -> None:
         buffer = packed(header)
         end = pack_into(buffer, header, SEED, OFFSET)
         before = bytes(buffer)
-        write_stamp(buffer, end, b"s" * 16)
+        write_header_mac(buffer, end, b"s" * 16)
         assert unpack(buffer, SEED, OFFSET) == header
         assert buffer[:end] == before[:end]
         assert (buffer[end : end + 16] == b"s" * 16) is room
@@ -158,7 +158,7 @@ def test_a_scan_yields_the_headers_that_are_believed() -> None:
     for number, offset in enumerate((SUPERBLOCK_BYTES, OFFSET)):
         header = SMALL._replace(counter=number, parent=Key(b"p"), descriptor=b"d" * number)
         head = memory[offset : offset + HEADER_BYTES]
-        write_stamp(head, pack_into(head, header, SEED, offset), bytes([number + 1]) * 16)
+        write_header_mac(head, pack_into(head, header, SEED, offset), bytes([number + 1]) * 16)
 
     def believed(offset: int, header: Header, stamp: bytes) -> bool:
         asked.append((offset, header.counter, stamp))

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping, is_shown
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX
 from tests.support.processes import run_python
 
@@ -22,20 +22,20 @@ AT = SUPERBLOCK_BYTES
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(f"mapping-{secrets.token_hex(4)}", 4 * MIB)
+def segment() -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(f"mapping-{secrets.token_hex(4)}", 4 * MIB)
     yield segment
     segment.close()
 
 
 @contextlib.contextmanager
-def attached(segment: NodeSegment) -> Iterator[Mapping]:
+def attached(segment: OwnedSegment) -> Iterator[Mapping]:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
     yield mapping
     mapping.close()
 
 
-def ways(segment: NodeSegment) -> list[str]:
+def ways(segment: OwnedSegment) -> list[str]:
     """How the segment is mapped in this process, apart from the owner's own mapping."""
     with open("/proc/self/maps") as maps:
         found = [line.split()[1] for line in maps if f"{SHM_PREFIX}{segment.node}" in line]
@@ -43,7 +43,9 @@ def ways(segment: NodeSegment) -> list[str]:
     return found
 
 
-def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: NodeSegment) -> None:
+def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(
+    segment: OwnedSegment,
+) -> None:
     with attached(segment) as mapping:
         assert ways(segment) == ["rw-s"]
         shown = mapping.shown()
@@ -57,7 +59,7 @@ def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: N
         del shown
 
 
-def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: NodeSegment) -> None:
+def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: OwnedSegment) -> None:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
     shown = mapping.shown()
     assert shown is not None
@@ -78,7 +80,7 @@ def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: NodeSegment) -> 
     ["memory[5000] = 1", "np.frombuffer(memory, np.uint8)[5000:].fill(1)",
      "torch.from_numpy(np.frombuffer(memory, np.uint8))[5000:].mul_(0)"],
 )  # fmt: skip
-def test_a_write_ends_the_process_that_writes(segment: NodeSegment, write: str) -> None:
+def test_a_write_ends_the_process_that_writes(segment: OwnedSegment, write: str) -> None:
     if "torch" in write:
         pytest.importorskip("torch")
     segment.memory[5000] = 7

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvstore.calls import NO_VERSION, Version
-from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, check_of
-from kvstore.memory.private_file import Private, PrivateFile
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, epoch_checksum
+from kvstore.memory.private_file import PrivateFile, PrivateState
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
@@ -42,7 +42,7 @@ def path() -> Iterator[Path]:
     Path(SHM_DIRECTORY, SHM_NAME).unlink(missing_ok=True)
 
 
-def kept(uuid: bytes = UUID) -> Private:
+def kept(uuid: bytes = UUID) -> PrivateState:
     """What the file of a segment says after a start."""
     return PrivateFile(SHM_NAME, uuid).now
 
@@ -53,7 +53,7 @@ def kept(uuid: bytes = UUID) -> Private:
 def test_the_next_start_has_the_same_key(path: Path) -> None:
     file = PrivateFile(SHM_NAME, UUID)
     file.change(lambda now: now._replace(mark=MARK, epoch=9))
-    assert kept() == file.now == Private(UUID, file.now.key, MARK, 9)
+    assert kept() == file.now == PrivateState(UUID, file.now.key, MARK, 9)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -61,7 +61,7 @@ def test_the_next_start_has_the_same_key(path: Path) -> None:
 def test_another_segment_has_another_key_and_nothing_that_clients_can_write() -> None:
     first = kept()
     other = kept(UUID[::-1])
-    assert other == Private(UUID[::-1], other.key)
+    assert other == PrivateState(UUID[::-1], other.key)
     assert other.key != first.key
     assert kept(UUID[::-1]) == other
 
@@ -91,7 +91,7 @@ def test_a_file_that_others_may_have_made_is_replaced(
             uid = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     made = kept()
-    assert made == Private(UUID, made.key)
+    assert made == PrivateState(UUID, made.key)
     assert made.key != key
     monkeypatch.undo()
     assert kept() == made
@@ -117,23 +117,23 @@ def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
 # --- beside the memory ---------------------------------------------------------------------------
 
 
-def restarted(segment: NodeSegment) -> NodeSegment:
+def restarted(segment: OwnedSegment) -> OwnedSegment:
     segment.close(unlink=False)
-    again = NodeSegment.attach(NAME, MIB)
+    again = OwnedSegment.attach(NAME, MIB)
     assert again is not None
     return again
 
 
-def lie(segment: NodeSegment) -> None:
+def lie(segment: OwnedSegment) -> None:
     """What any process can do that has the memory mapped to write."""
     words = segment.memory.cast("Q")
     words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = LIE
-    words[EPOCH_OFFSET // 8], words[EPOCH_OFFSET // 8 + 1] = 99, check_of(99)
+    words[EPOCH_OFFSET // 8], words[EPOCH_OFFSET // 8 + 1] = 99, epoch_checksum(99)
     words.release()
 
 
 def test_what_clients_write_into_the_superblock_is_not_believed(path: Path) -> None:
-    segment = NodeSegment.create(NAME, MIB)
+    segment = OwnedSegment.create(NAME, MIB)
     segment.keep_private()
     segment.keep_mark(MARK)
     segment.keep_epoch(9)
@@ -153,14 +153,14 @@ def test_memory_of_the_other_kind_is_discarded(
     caplog: pytest.LogCaptureFixture, *, left_by_identity: bool
 ) -> None:
     """Also memory of a hugetlbfs, which outlives the private file in the ``/dev/shm`` of a pod."""
-    segment = NodeSegment.create(NAME, MIB)
+    segment = OwnedSegment.create(NAME, MIB)
     if left_by_identity:
         segment.keep_private()
     segment.keep_mark(MARK)
     segment.keep_epoch(9)
     segment.close(unlink=False)
     for private, is_discarded in ((left_by_identity, False), (not left_by_identity, True)):
-        again = NodeSegment.attach(NAME, MIB, private=private)
+        again = OwnedSegment.attach(NAME, MIB, private=private)
         assert again is not None
         assert (again.uuid != segment.uuid) is is_discarded
         assert ("left_over_memory_discarded" in caplog.text) is is_discarded
@@ -173,11 +173,11 @@ def test_memory_of_the_other_kind_is_discarded(
 @pytest.mark.usefixtures("path")
 def test_memory_that_was_discarded_is_as_new() -> None:
     """It may be of another cluster, whose mark would make all memory of this one outdated."""
-    segment = NodeSegment.create(NAME, MIB)
+    segment = OwnedSegment.create(NAME, MIB)
     segment.keep_mark(MARK)
     segment.keep_epoch(9)
     segment.close(unlink=False)
-    again = NodeSegment.attach(NAME, MIB, discard=True)
+    again = OwnedSegment.attach(NAME, MIB, discard=True)
     assert again is not None
     assert (again.mark, again.epoch) == (NO_VERSION, 0)
     again.close()
@@ -185,7 +185,7 @@ def test_memory_that_was_discarded_is_as_new() -> None:
 
 @pytest.mark.parametrize("unlink", [True, False])
 def test_it_goes_with_the_entry(path: Path, *, unlink: bool) -> None:
-    segment = NodeSegment.create(NAME, MIB)
+    segment = OwnedSegment.create(NAME, MIB)
     segment.keep_private()
     segment.close(unlink=unlink)
     assert path.exists() is not unlink

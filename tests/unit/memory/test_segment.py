@@ -26,20 +26,20 @@ from kvstore.memory.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
     Header,
-    Owner,
+    SegmentOwner,
     pack_into,
     unpack,
 )
 from kvstore.memory.mapping import Mapping
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY, free_node_name
 
 MIB = 1 << 20
 
 OWNER = """
 import sys
-from kvstore.memory.segment import NodeSegment
-segment = NodeSegment.create(sys.argv[1], 1 << 20)
+from kvstore.memory.segment import OwnedSegment
+segment = OwnedSegment.create(sys.argv[1], 1 << 20)
 segment.memory[5000:5005] = b"hello"
 print(segment.uuid.hex(), flush=True)
 sys.stdin.read()
@@ -55,8 +55,8 @@ def name() -> Iterator[str]:
 
 
 @pytest.fixture
-def segment(name: str) -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(name, MIB)
+def segment(name: str) -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(name, MIB)
     yield segment
     segment.close()
 
@@ -81,14 +81,14 @@ def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> No
     before = killed_owner(name)
     inode = entry(name).stat().st_ino
     header = Header(Namespace("n"), Key(b"k"), None, 5, 1, 9, 0, b"")
-    left = NodeSegment.attach(name, MIB)
+    left = OwnedSegment.attach(name, MIB)
     assert left is not None
     place = left.memory[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + HEADER_BYTES]
     pack_into(place, header, left.seed, SUPERBLOCK_BYTES)
     assert len(list(left.scan())) == 1
     generation = left.generation
     left.close(unlink=False)
-    again = NodeSegment.attach(name, MIB, discard=True)
+    again = OwnedSegment.attach(name, MIB, discard=True)
     assert again is not None
     assert entry(name).stat().st_ino == inode
     assert again.uuid != before
@@ -98,7 +98,7 @@ def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> No
 
 
 def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
-    segment = NodeSegment.create(name, MIB + 4711)
+    segment = OwnedSegment.create(name, MIB + 4711)
     assert segment.size == MIB == entry(name).stat().st_size == len(segment.memory)
     assert segment.shm_name == entry(name).name
     assert (segment.node, segment.generation) == (name, 1)
@@ -114,14 +114,14 @@ def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
 @pytest.mark.parametrize("bad", ["", ".", "../x", "a/b", "ä", "a" * 129, "a b", "a\0"])
 def test_a_bad_name_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError):
-        NodeSegment.create(bad, MIB)
+        OwnedSegment.create(bad, MIB)
 
 
 def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(
-    segment: NodeSegment, name: str
+    segment: OwnedSegment, name: str
 ) -> None:
     with pytest.raises(NodeNameTakenError):
-        NodeSegment.create(name, MIB)
+        OwnedSegment.create(name, MIB)
     assert entry(name).exists()
     assert segment.generation == 1
 
@@ -129,7 +129,7 @@ def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(
 def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
     old = killed_owner(name)
     mapping = Mapping.attach(entry(name).name, old)
-    segment = NodeSegment.create(name, 2 * MIB)
+    segment = OwnedSegment.create(name, 2 * MIB)
     # Whoever still maps the old memory keeps it, whole: no SIGBUS.
     assert bytes(mapping.memory[5000:5005]) == b"hello"
     assert mapping.memory[-1] == 0
@@ -142,7 +142,7 @@ def test_no_room_is_said_before_anything_is_taken(name: str) -> None:
     room = os.statvfs(SHM_DIRECTORY)
     size = room.f_blocks * room.f_frsize + MIB
     with pytest.raises(SharedMemoryTooSmallError) as caught:
-        NodeSegment.create(name, size)
+        OwnedSegment.create(name, size)
     assert caught.value.fields["needed_bytes"] == size - size % MIB
     assert int(caught.value.fields["available_bytes"]) < size
     assert "--shm-size" in caught.value.advice
@@ -160,11 +160,11 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
 
     monkeypatch.setattr(allocation, "populate", full)
     with pytest.raises(SharedMemoryTooSmallError):
-        NodeSegment.create(name, 5 * allocation.RESERVE_BYTES, options=MemoryOptions(threads=3))
+        OwnedSegment.create(name, 5 * allocation.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
 
 
-def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> None:
+def test_a_mapping_is_the_same_memory_and_closes_twice(segment: OwnedSegment) -> None:
     mapping = Mapping.attach(segment.shm_name, segment.uuid)
     assert (mapping.size, mapping.uuid) == (segment.size, segment.uuid)
     mapping.memory[9000:9003] = b"abc"
@@ -175,7 +175,7 @@ def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> 
     assert bytes(view) == b"abc"
 
 
-def test_nothing_else_is_attached(segment: NodeSegment) -> None:
+def test_nothing_else_is_attached(segment: OwnedSegment) -> None:
     for name, uuid, why in (
         (segment.shm_name, bytes(16), "of another node"),
         ("kvstore.no-such-segment", segment.uuid, "is not here"),
@@ -186,7 +186,7 @@ def test_nothing_else_is_attached(segment: NodeSegment) -> None:
             Mapping.attach(name, uuid)
 
 
-def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
+def test_a_shortened_entry_is_not_attached(segment: OwnedSegment) -> None:
     """Mapping it would mean SIGBUS at the first touch behind its end."""
     path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
     path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
@@ -199,7 +199,7 @@ def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
 
 def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) -> None:
     """A descriptor that cannot truncate can make the file longer, and free pages in it."""
-    segment = NodeSegment.create(name, MIB)
+    segment = OwnedSegment.create(name, MIB)
     segment.memory[-5:] = b"there"
     lent = segment.lend()
     os.posix_fallocate(lent.to_write, MIB, MIB)
@@ -212,7 +212,7 @@ def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) ->
     del mapping
     segment.close(unlink=False)
 
-    again = NodeSegment.attach(name, MIB)
+    again = OwnedSegment.attach(name, MIB)
     assert again is not None
     file = entry(name).stat()
     assert (file.st_size, file.st_blocks * 512) == (MIB, MIB)
@@ -220,7 +220,7 @@ def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) ->
     again.close()
 
 
-def test_wiping_takes_that_version_and_no_other(segment: NodeSegment) -> None:
+def test_wiping_takes_that_version_and_no_other(segment: OwnedSegment) -> None:
     first, second, outside = SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096, segment.size
     for offset, counter in ((first, 1), (second, 2)):
         header = Header(Namespace("n"), Key(b"k"), None, 100, 5, counter, 0, b"")
@@ -234,7 +234,7 @@ def test_wiping_takes_that_version_and_no_other(segment: NodeSegment) -> None:
 
 
 def test_ranges_are_zeroed_and_nothing_beside_them(
-    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
+    segment: OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.memory.segment.ZERO_STEP", 1_000)
     before = bytes(segment.memory[:SUPERBLOCK_BYTES])
@@ -261,8 +261,8 @@ def test_a_free_name_is_found_by_the_entries_that_exist(
 
     monkeypatch.setattr(shm_entries, "_is_taken", asks)
     far = f"{name}-41293"
-    segment = NodeSegment.create(far, MIB)
-    assert free_node_name(name, Owner("cluster")) == name
+    segment = OwnedSegment.create(far, MIB)
+    assert free_node_name(name, SegmentOwner("cluster")) == name
     segment.close()
     assert len(asked) <= 2 * len(list(shm_entries.directories()))
 
@@ -270,7 +270,7 @@ def test_a_free_name_is_found_by_the_entries_that_exist(
 def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
     entry(name).symlink_to("/etc/hostname")
     with pytest.raises(StartupError):
-        NodeSegment.create(name, MIB)
+        OwnedSegment.create(name, MIB)
     assert entry(name).is_symlink()
     with pytest.raises(OSError, match="symbolic links"):
         Mapping.attach(entry(name).name, bytes(16))
@@ -297,16 +297,16 @@ def test_an_entry_of_another_user_is_no_nodes(name: str, kind: str) -> None:
             os.mkfifo(path)
         case _:
             path.symlink_to(entry(f"{name}-target"))
-            NodeSegment.create(f"{name}-target", MIB).close(unlink=False)
+            OwnedSegment.create(f"{name}-target", MIB).close(unlink=False)
     os.lchown(path, OTHER_USER, GROUP)
     before = path.lstat()
-    for start in (NodeSegment.create, NodeSegment.attach):
+    for start in (OwnedSegment.create, OwnedSegment.attach):
         for size in (MIB, 2 * MIB):
             with pytest.raises(NodeNameTakenError, match=f"{path} belongs to the user 65533"):
                 start(name, size)
     assert path.lstat() == before
-    assert free_node_name(name, Owner("cluster")) == f"{name}-2"
-    NodeSegment.create(f"{name}-2", MIB).close()
+    assert free_node_name(name, SegmentOwner("cluster")) == f"{name}-2"
+    OwnedSegment.create(f"{name}-2", MIB).close()
 
 
 @AS_ROOT
@@ -327,7 +327,7 @@ def test_a_client_maps_memory_of_its_own_user_of_root_and_of_its_groups(
 # --- who may map it ----------------------------------------------------------------------------
 
 
-def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
+def can_map(segment: OwnedSegment, *, groups: list[int]) -> bool:
     """Whether another user, who is in these groups, can map it, and is told why not."""
     child = os.fork()
     if child == 0:
@@ -351,17 +351,17 @@ def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
 @AS_ROOT
 def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
     options = MemoryOptions(group=str(GROUP))
-    shared = NodeSegment.create(name, MIB, options=options)
+    shared = OwnedSegment.create(name, MIB, options=options)
     assert entry(name).stat().st_mode & 0o777 == 0o660
     assert can_map(shared, groups=[GROUP])
     assert not can_map(shared, groups=[])
     shared.close(unlink=False)
     # As it was started last: the next start may take the right away, and give it again.
-    alone = NodeSegment.attach(name, MIB)
+    alone = OwnedSegment.attach(name, MIB)
     assert alone is not None
     assert not can_map(alone, groups=[GROUP])
     alone.close(unlink=False)
-    again = NodeSegment.attach(name, MIB, options=options)
+    again = OwnedSegment.attach(name, MIB, options=options)
     assert again is not None
     assert can_map(again, groups=[GROUP])
     again.close()

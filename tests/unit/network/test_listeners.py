@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvstore.network.listeners import hears, listen, reached_at
+from kvstore.network.listeners import accepts_family, listen, local_connect_address
 
 
 @pytest.mark.parametrize("host", ["::", ""])
@@ -19,9 +19,9 @@ def test_every_interface_is_heard_by_both_families(host: str) -> None:
 
 
 def test_a_server_on_every_interface_is_reached_by_loopback() -> None:
-    assert reached_at("0.0.0.0") == "127.0.0.1"
-    assert reached_at("::") == "::1"
-    assert reached_at("10.0.0.1") == "10.0.0.1"
+    assert local_connect_address("0.0.0.0") == "127.0.0.1"
+    assert local_connect_address("::") == "::1"
+    assert local_connect_address("10.0.0.1") == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_a_server_on_every_interface_is_reached_by_loopback() -> None:
     ],
 )
 def test_what_a_server_hears(host: str, address: str, heard: bool) -> None:
-    assert hears(host, address) is heard
+    assert accepts_family(host, address) is heard

@@ -11,8 +11,8 @@ import pytest
 from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.network import resolver
-from kvstore.network.resolver import FoundAddresses, UnknownNameError, connect, resolve
-from kvstore.process.cancellation import Stop
+from kvstore.network.resolver import NameResolutionError, ResolvedAddresses, connect, resolve
+from kvstore.process.cancellation import CancelToken
 from tests.support.wait import until
 
 Rows = list[tuple[object, ...]]
@@ -72,7 +72,7 @@ def test_a_silent_server_costs_the_time_that_the_caller_gives(server: Server) ->
     server.answers.clear()
 
     def look() -> None:
-        with pytest.raises(UnknownNameError, match="no name server has answered for 'cache'"):
+        with pytest.raises(NameResolutionError, match="no name server has answered for 'cache'"):
             resolve("cache", 7, uptime() + 0.1)
 
     assert took(look) < 2
@@ -92,7 +92,7 @@ def test_a_server_with_a_problem_leaves_the_last_good_addresses(server: Server) 
 
 def test_one_thread_asks_for_one_name(server: Server) -> None:
     server.answers.clear()
-    results: list[FoundAddresses] = []
+    results: list[ResolvedAddresses] = []
     callers = [
         threading.Thread(target=lambda: results.append(resolve("cache", 7, uptime() + 5)))
         for _ in range(8)
@@ -110,7 +110,7 @@ def test_one_thread_asks_for_one_name(server: Server) -> None:
 
 def test_a_stopped_call_stops_waiting(server: Server) -> None:
     server.answers.clear()
-    stop = Stop()
+    stop = CancelToken()
     outcome: list[BaseException] = []
 
     def look() -> None:

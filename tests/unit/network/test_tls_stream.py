@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.clock import uptime
-from kvstore.network.stream import EndedError, StalledError
+from kvstore.network.stream import ConnectionEndedError, StalledError
 from kvstore.network.tls_stream import BUSY, TlsError, TlsStream
-from tests.support.encryption import Ends
+from tests.support.encryption import TlsEndpoints
 from tests.support.identities import ENGINE, MASTER
 
 MIB = 1 << 20
@@ -24,8 +24,8 @@ SIZES = [0, 1, 5, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, 128 << 10, MIB + 3]
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return Ends(tmp_path_factory.mktemp("ends"))
+def ends(tmp_path_factory: pytest.TempPathFactory) -> TlsEndpoints:
+    return TlsEndpoints(tmp_path_factory.mktemp("ends"))
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -38,7 +38,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def both(ends: Ends, one: socket.socket, two: socket.socket) -> tuple[TlsStream, TlsStream]:
+def both(ends: TlsEndpoints, one: socket.socket, two: socket.socket) -> tuple[TlsStream, TlsStream]:
     """The streams of client and node, after their handshake."""
     client = ends.client().stream(one, 5.0)
     node = ends.node().stream(two)
@@ -50,7 +50,7 @@ def both(ends: Ends, one: socket.socket, two: socket.socket) -> tuple[TlsStream,
 
 
 @contextlib.contextmanager
-def pair(ends: Ends) -> Iterator[tuple[TlsStream, TlsStream]]:
+def pair(ends: TlsEndpoints) -> Iterator[tuple[TlsStream, TlsStream]]:
     client, node = both(ends, *connected())
     yield client, node
     client.close()
@@ -64,7 +64,7 @@ def received(stream: TlsStream, *sizes: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("cut", ["as sent", "otherwise"])
-def test_what_one_end_sends_the_other_receives(ends: Ends, cut: str) -> None:
+def test_what_one_end_sends_the_other_receives(ends: TlsEndpoints, cut: str) -> None:
     parts = [random.Random(size).randbytes(size) for size in SIZES]
     total = sum(SIZES)
     with pair(ends) as (client, node), ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ def test_what_one_end_sends_the_other_receives(ends: Ends, cut: str) -> None:
         assert node.is_quiet()
 
 
-def test_small_buffers_share_a_record_until_the_last(ends: Ends) -> None:
+def test_small_buffers_share_a_record_until_the_last(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, node):
         client.send([b"first"], soon(), socket.MSG_MORE)
         with pytest.raises(StalledError) as caught:
@@ -87,14 +87,14 @@ def test_small_buffers_share_a_record_until_the_last(ends: Ends) -> None:
         assert received(node, 11) == [b"firstsecond"]
 
 
-def test_bytes_that_nobody_has_asked_for_are_noticed(ends: Ends) -> None:
+def test_bytes_that_nobody_has_asked_for_are_noticed(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, node):
         node.send([b"0123456789"], soon())
         assert received(client, 3) == [b"012"]
         assert not client.is_quiet(), "the rest is decrypted already"
 
 
-def test_each_end_sees_who_the_other_is(ends: Ends) -> None:
+def test_each_end_sees_who_the_other_is(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, node):
         assert ends.client().accepts(client.certificate, "n")
         assert ends.node().accepts(node.certificate)
@@ -129,7 +129,7 @@ class Between:
         self._right.close()
 
 
-def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: Ends) -> None:
+def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: TlsEndpoints) -> None:
     changes = False
 
     def change(some: bytes) -> bytes:
@@ -151,7 +151,7 @@ def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "announced"])
-def test_an_end_within_a_message(ends: Ends, how: str) -> None:
+def test_an_end_within_a_message(ends: TlsEndpoints, how: str) -> None:
     """Also one that TLS announces, which some programs do: it is no reason to ask for ever."""
     with pair(ends) as (client, node):
         node.send([b"12345"], soon())
@@ -162,25 +162,25 @@ def test_an_end_within_a_message(ends: Ends, how: str) -> None:
         else:
             node.shutdown()
         into = bytearray(9)
-        with pytest.raises(EndedError):
+        with pytest.raises(ConnectionEndedError):
             client.receive([memoryview(into)], soon())
         assert into == b"12345" + bytes(4)
 
 
-def test_a_call_that_waits_is_woken_by_a_shutdown(ends: Ends) -> None:
+def test_a_call_that_waits_is_woken_by_a_shutdown(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, _), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(client.receive, [memoryview(bytearray(1))], soon(30))
         client.shutdown()
-        with pytest.raises((EndedError, OSError)):
+        with pytest.raises((ConnectionEndedError, OSError)):
             waits.result(10)
 
 
-def test_a_peer_that_takes_nothing_stalls_the_sender(ends: Ends) -> None:
+def test_a_peer_that_takes_nothing_stalls_the_sender(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, _), pytest.raises(StalledError):
         client.send([bytes(32 * MIB)], soon(0.2))
 
 
-def test_a_handshake_that_stalls_ends_by_its_deadline(ends: Ends) -> None:
+def test_a_handshake_that_stalls_ends_by_its_deadline(ends: TlsEndpoints) -> None:
     one, two = connected()
     with one:
         node = ends.node().stream(two)
@@ -195,7 +195,7 @@ def test_a_handshake_that_stalls_ends_by_its_deadline(ends: Ends) -> None:
 @pytest.mark.parametrize(
     ("answer", "says"), [(b"KVdt\1\0\0\0", "does not speak TLS"), (BUSY, "internal error")]
 )
-def test_an_answer_without_a_handshake(ends: Ends, answer: bytes, says: str) -> None:
+def test_an_answer_without_a_handshake(ends: TlsEndpoints, answer: bytes, says: str) -> None:
     one, two = connected()
     with two:
         two.sendall(answer)
@@ -210,7 +210,7 @@ def test_an_answer_without_a_handshake(ends: Ends, answer: bytes, says: str) -> 
 @pytest.mark.parametrize(
     ("wanted", "says"), [(ENGINE, "unsuitable certificate purpose"), (MASTER, "hostname mismatch")]
 )
-def test_another_role_is_no_node(ends: Ends, wanted: Wanted, says: str) -> None:
+def test_another_role_is_no_node(ends: TlsEndpoints, wanted: CertificateRequest, says: str) -> None:
     one, two = connected()
     liar = TlsStream(two, ends.credentials(wanted).server())
     client = ends.client().stream(one, 5.0)

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from kvstore.calls import Handover, MapRight, SegmentInfo
+from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import NodeUnreachableError
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network import descriptor_protocol as protocol
 from kvstore.network.descriptor_protocol import WHY, HandoverStatus
 from kvstore.network.host import host_id
-from kvstore.node.descriptor_server import HandoverServer
-from kvstore.transport.common import Move
-from kvstore.transport.descriptor_client import NotHandedError, fetch
+from kvstore.node.descriptor_server import DescriptorServer
+from kvstore.transport.common import RangeCopy
+from kvstore.transport.descriptor_client import NoDescriptorError, request_descriptor
 from kvstore.transport.shm import ShmTransport
 from tests.support.wait import until
 from tests.unit.client.world import segment as described
@@ -44,12 +44,12 @@ class Store:
     """A segment whose handover is served in a thread."""
 
     def __init__(self) -> None:
-        self.segment = NodeSegment.create(f"handover-{os.getpid()}", MIB)
-        self.server: HandoverServer | None = None
+        self.segment = OwnedSegment.create(f"handover-{os.getpid()}", MIB)
+        self.server: DescriptorServer | None = None
         self._ended: Callable[[], None] = lambda: None
 
-    def serve(self, *, group: int = -1, needs_all: bool = False) -> HandoverServer:
-        server = self.server = HandoverServer(self.segment, group=group, needs_all=needs_all)
+    def serve(self, *, group: int = -1, needs_all: bool = False) -> DescriptorServer:
+        server = self.server = DescriptorServer(self.segment, group=group, needs_all=needs_all)
         loop, begun = asyncio.new_event_loop(), threading.Event()
         stopped = asyncio.Event()
 
@@ -85,7 +85,7 @@ class Store:
         key = protocol.map_key(token, uuid, generation, HOLDER, rights)
         return described(1)._replace(
             host=host_id(), uuid=uuid, size=MIB, generation=generation, shm_name="",
-            holder=HOLDER, handover=Handover(self.server.name, rights, key),
+            holder=HOLDER, handover=DescriptorHandle(self.server.name, rights, key),
         )  # fmt: skip
 
     def fetch(self, rights: int = WRITES, /, **other: Any) -> int:
@@ -93,10 +93,10 @@ class Store:
         info = self.info(rights)
         assert info.handover is not None
         fields = {name: other.pop(name) for name in ("key", "socket", "rights") if name in other}
-        return fetch(info._replace(**other), info.handover._replace(**fields))
+        return request_descriptor(info._replace(**other), info.handover._replace(**fields))
 
     def why_not(self, rights: int = WRITES, /, **other: Any) -> str:
-        with pytest.raises(NotHandedError) as refused:
+        with pytest.raises(NoDescriptorError) as refused:
             os.close(self.fetch(rights, **other))
         return str(refused.value)
 
@@ -162,8 +162,8 @@ def test_no_proof_no_descriptor(store: Store) -> None:
     before = store.info()
     store.segment.bump_generation()
     assert before.handover is not None
-    with pytest.raises(NotHandedError, match="mounted it anew"):
-        fetch(before, before.handover)
+    with pytest.raises(NoDescriptorError, match="mounted it anew"):
+        request_descriptor(before, before.handover)
     os.close(store.fetch())
     until(lambda: (server.handed, server.refused) == (1, 6))
 
@@ -239,11 +239,11 @@ def test_another_user_gets_nothing_unless_it_is_in_the_group(store: Store) -> No
     handover = info.handover
 
     def refused() -> None:
-        with pytest.raises(NotHandedError, match="another user"):
-            fetch(info, handover)
+        with pytest.raises(NoDescriptorError, match="another user"):
+            request_descriptor(info, handover)
 
     def served() -> None:
-        fd = fetch(info, handover)
+        fd = request_descriptor(info, handover)
         for path in (f"/proc/self/fd/{fd}", store.segment.path):
             for flags in (os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
                 with pytest.raises(PermissionError):
@@ -263,7 +263,7 @@ def test_another_user_gets_nothing_unless_it_is_in_the_group(store: Store) -> No
 
 def read(transport: ShmTransport, info: SegmentInfo) -> bytes:
     into = bytearray(5)
-    transport.read(info, [Move(AT, memoryview(into))], uptime() + 5)
+    transport.read(info, [RangeCopy(AT, memoryview(into))], uptime() + 5)
     return bytes(into)
 
 
@@ -292,7 +292,7 @@ def test_a_writer_writes_and_shows(store: Store) -> None:
     with contextlib.closing(ShmTransport()) as transport:
         info = store.info(WRITES)
         assert transport.may_write(info)
-        transport.write(info, [Move(AT, memoryview(b"wrote"))], uptime() + 5)
+        transport.write(info, [RangeCopy(AT, memoryview(b"wrote"))], uptime() + 5)
         assert bytes(store.segment.memory[AT : AT + 5]) == b"wrote"
         shown = transport.shown(info)
         assert shown is not None

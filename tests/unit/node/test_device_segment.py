@@ -19,12 +19,12 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner, pack_into
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, SegmentOwner, pack_into
 from kvstore.memory.shm_entries import SHM_DIRECTORY
 from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.device import LOCK, DeviceTransport
 from tests.support.fake_device import FakeDriver
 
@@ -88,8 +88,8 @@ def test_only_the_superblock_is_on_the_host(segment: DeviceSegment, name: str) -
     assert entry(name).stat().st_size == SUPERBLOCK_BYTES
     assert segment.fd == -1
     assert segment.owner.on_device
-    segment.keep_owner(Owner("cluster"))
-    assert segment.owner == Owner("cluster", on_device=True)
+    segment.keep_owner(SegmentOwner("cluster"))
+    assert segment.owner == SegmentOwner("cluster", on_device=True)
     assert segment.generation == 1
     segment.bump_generation()
     segment.keep_epoch(7)
@@ -108,7 +108,7 @@ def test_headers_are_found_and_wiped_on_the_device(
     outside = [0, -1024, segment.size]
     assert segment.wipe(outside, [1] * 3, [0] * 3) == 0
     assert segment.wipe(offsets, [1, 2, 1], [0, 1, 5]) == 1, "only of the given version"
-    assert [offset for offset, _ in inventory.take(segment)] == [offsets[2], offsets[1]]
+    assert [offset for offset, _ in inventory.build_inventory(segment)] == [offsets[2], offsets[1]]
     assert segment.wipe([], [], []) == 0
 
 
@@ -170,7 +170,7 @@ def test_a_device_that_has_failed_is_not_used_again(
     assert transport.reaches(info(segment))
     fake.is_stuck = True
     with pytest.raises(NodeUnreachableError) as caught:
-        transport.read(info(segment), [Move(MIB, memoryview(bytearray(9)))], uptime() + 0.05)
+        transport.read(info(segment), [RangeCopy(MIB, memoryview(bytearray(9)))], uptime() + 0.05)
     assert caught.value.fields["settled"] == 0
     assert not transport.reaches(info(segment))
     transport.close()

@@ -17,25 +17,25 @@ from kvstore.memory.header import (
     Header,
     pack_into,
     unpack,
-    write_stamp,
+    write_header_mac,
 )
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
 from kvstore.node import inventory
-from kvstore.node.inventory import use_stamps
+from kvstore.node.inventory import enable_header_macs
 
 N = Namespace("n")
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(f"inventory-{os.getpid()}", 1 << 20)
+def segment() -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(f"inventory-{os.getpid()}", 1 << 20)
     yield segment
     segment.close()
 
 
 def write(
-    segment: NodeSegment, at: int, key: str, *, parent: str = "", counter: int, size: int = 100
+    segment: OwnedSegment, at: int, key: str, *, parent: str = "", counter: int, size: int = 100
 ) -> int:
     """An object at the place ``at`` (a KiB each), as a client writes it; its offset."""
     offset = SUPERBLOCK_BYTES + at * 1024
@@ -53,62 +53,67 @@ def told(found: list[inventory.Found]) -> str:
     return "".join(header.key.decode() for _, header in found)
 
 
-def test_the_newest_comes_first_but_behind_its_ancestors(segment: NodeSegment) -> None:
+def test_the_newest_comes_first_but_behind_its_ancestors(segment: OwnedSegment) -> None:
     write(segment, 0, "r", counter=1)
     write(segment, 10, "x", counter=2)
     write(segment, 4, "s", parent="r", counter=3)
     write(segment, 6, "y", counter=4, parent="gone")
     write(segment, 2, "t", parent="s", counter=5)
 
-    assert told(inventory.take(segment)) == "rstyx"
+    assert told(inventory.build_inventory(segment)) == "rstyx"
 
 
-def test_a_ring_of_parents_is_told_once(segment: NodeSegment) -> None:
+def test_a_ring_of_parents_is_told_once(segment: OwnedSegment) -> None:
     write(segment, 0, "a", parent="b", counter=1)
     write(segment, 4, "b", parent="a", counter=2)
 
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+    assert sorted(told(inventory.build_inventory(segment))) == ["a", "b"]
 
 
-def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: NodeSegment) -> None:
+def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: OwnedSegment) -> None:
     old = write(segment, 0, "a", counter=1, size=5_000)
     write(segment, 3, "b", counter=7)
     write(segment, 20, "c", counter=9, size=5_000)
     young = write(segment, 22, "d", counter=8)
 
-    assert told(inventory.take(segment)) == "cb"
+    assert told(inventory.build_inventory(segment)) == "cb"
     for offset in (old, young):
         assert unpack(segment.memory[offset : offset + 1024], segment.seed, offset) is None
 
 
 def test_what_is_not_whole_is_wiped_and_not_told(
-    segment: NodeSegment, caplog: pytest.LogCaptureFixture
+    segment: OwnedSegment, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = write(segment, 0, "a", counter=1)
     bad = write(segment, 4, "b", counter=2)
     segment.memory[bad + HEADER_BYTES + 7] ^= 1
 
     with caplog.at_level(logging.WARNING, "kvstore.node"):
-        found = inventory.verified(segment, inventory.take(segment))
+        found = inventory.verified(segment, inventory.build_inventory(segment))
 
     assert [offset for offset, _ in found] == [good]
-    assert told(inventory.take(segment)) == "a"
+    assert told(inventory.build_inventory(segment)) == "a"
     assert "corrupt_object_wiped" in caplog.text
 
 
-def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: NodeSegment) -> None:
+def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(
+    segment: OwnedSegment,
+) -> None:
     late = write(segment, 0, "a", counter=1)
     newer = write(segment, 4, "b", counter=3)
 
-    assert told(inventory.take(segment, {(late, 5, 1), (newer, 5, 2), (1 << 40, 5, 4)})) == "b"
+    assert (
+        told(inventory.build_inventory(segment, {(late, 5, 1), (newer, 5, 2), (1 << 40, 5, 4)}))
+        == "b"
+    )
     assert unpack(segment.memory[late : late + 1024], segment.seed, late) is None
 
 
-def test_a_message_names_each_namespace_once(segment: NodeSegment) -> None:
+def test_a_message_names_each_namespace_once(segment: OwnedSegment) -> None:
     write(segment, 0, "a", counter=1)
     write(segment, 4, "b", parent="a", counter=2)
 
-    message = inventory.claims(3, inventory.take(segment), first=True, last=False)
+    message = inventory.claims(3, inventory.build_inventory(segment), first=True, last=False)
 
     assert message.segment == 3
     assert message.namespaces == [N]
@@ -118,25 +123,25 @@ def test_a_message_names_each_namespace_once(segment: NodeSegment) -> None:
     assert message.offsets == [SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096]
 
 
-def test_memory_is_attached_with_what_it_holds(segment: NodeSegment) -> None:
+def test_memory_is_attached_with_what_it_holds(segment: OwnedSegment) -> None:
     name, uuid = segment.node, segment.uuid
     write(segment, 0, "a", counter=1)
     segment.close(unlink=False)
 
-    again = NodeSegment.attach(name, 1 << 20)
+    again = OwnedSegment.attach(name, 1 << 20)
 
     assert again is not None
     assert again.uuid == uuid
     assert again.generation > 2, "nobody of before writes there"
-    assert told(inventory.take(again)) == "a"
+    assert told(inventory.build_inventory(again)) == "a"
     again.close()
-    assert NodeSegment.attach(name, 1 << 20) is None
+    assert OwnedSegment.attach(name, 1 << 20) is None
 
 
 # --- stamps --------------------------------------------------------------------------------------
 
 
-def stamp(segment: NodeSegment, at: int, **said: Any) -> None:
+def stamp(segment: OwnedSegment, at: int, **said: Any) -> None:
     """Stamps the header at ``at``, as a master that granted it, or granted what is ``said``."""
     head = segment.memory[at : at + HEADER_BYTES]
     header = unpack(head, segment.seed, at)
@@ -147,39 +152,39 @@ def stamp(segment: NodeSegment, at: int, **said: Any) -> None:
         {1: segment.stamp_key}, [1], [offset], [granted.payload_size], [granted.epoch],
         [granted.counter], [granted.namespace], [granted.key],
     )  # fmt: skip
-    write_stamp(head, end, made)
+    write_header_mac(head, end, made)
 
 
 @pytest.fixture
-def stamped(segment: NodeSegment) -> NodeSegment:
-    use_stamps(segment)
+def stamped(segment: OwnedSegment) -> OwnedSegment:
+    enable_header_macs(segment)
     return segment
 
 
 def test_only_what_is_stamped_is_told(
-    stamped: NodeSegment, caplog: pytest.LogCaptureFixture
+    stamped: OwnedSegment, caplog: pytest.LogCaptureFixture
 ) -> None:
     granted = write(stamped, 0, "a", counter=1)
     stamp(stamped, granted)
     write(stamped, 4, "b", counter=2)
     with caplog.at_level(logging.WARNING, "kvstore.node"):
-        assert told(inventory.take(stamped)) == "a"
+        assert told(inventory.build_inventory(stamped)) == "a"
     assert f"unstamped_headers node={stamped.node} count=1" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "kvstore.node"):
-        assert told(inventory.take(stamped)) == "a"
+        assert told(inventory.build_inventory(stamped)) == "a"
     assert "count=1" in caplog.text, "of this scan alone"
 
 
-def test_an_unstamped_header_overlaps_nothing(stamped: NodeSegment) -> None:
+def test_an_unstamped_header_overlaps_nothing(stamped: OwnedSegment) -> None:
     write(stamped, 4, "x", counter=1 << 60, size=30_000)
     for at, key in ((0, "a"), (10, "b"), (20, "c")):
         stamp(stamped, write(stamped, at, key, counter=1 + at))
 
-    found = inventory.take(stamped)
+    found = inventory.build_inventory(stamped)
 
     assert sorted(told(found)) == ["a", "b", "c"]
-    assert len(inventory.take(stamped)) == 3, "and none of theirs is wiped"
+    assert len(inventory.build_inventory(stamped)) == 3, "and none of theirs is wiped"
 
 
 @pytest.mark.parametrize(
@@ -190,16 +195,16 @@ def test_an_unstamped_header_overlaps_nothing(stamped: NodeSegment) -> None:
     ],
     ids=lambda said: next(iter(said)),
 )  # fmt: skip
-def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str, Any]) -> None:
+def test_a_stamp_of_something_else_is_none(stamped: OwnedSegment, said: dict[str, Any]) -> None:
     offset = write(stamped, 0, "a", counter=1)
     stamp(stamped, offset, **said)
-    assert inventory.take(stamped) == []
+    assert inventory.build_inventory(stamped) == []
     stamp(stamped, offset)
-    assert told(inventory.take(stamped)) == "a"
+    assert told(inventory.build_inventory(stamped)) == "a"
 
 
 def test_a_header_that_covers_an_older_one_counts_only_with_its_payload(
-    stamped: NodeSegment,
+    stamped: OwnedSegment,
 ) -> None:
     """Its stamp is of a put that was there before; the older one is a copy for repair, which came
     later and has its object's version."""
@@ -209,12 +214,12 @@ def test_a_header_that_covers_an_older_one_counts_only_with_its_payload(
     for offset in within:
         stamp(stamped, offset)
 
-    assert sorted(told(inventory.take(stamped))) == ["a", "b"]
+    assert sorted(told(inventory.build_inventory(stamped))) == ["a", "b"]
     head = stamped.memory[wide : wide + HEADER_BYTES]
     assert unpack(head, stamped.seed, wide) is None, "it is wiped"
 
 
-def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSegment) -> None:
+def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: OwnedSegment) -> None:
     wide = write(stamped, 4, "w", counter=100, size=10_000)
     old = write(stamped, 6, "o", counter=50)
     stamp(stamped, old)
@@ -226,23 +231,23 @@ def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSe
     pack_into(stamped.memory[wide : wide + HEADER_BYTES], header, stamped.seed, wide)
     stamp(stamped, wide)
 
-    assert told(inventory.take(stamped)) == "w"
+    assert told(inventory.build_inventory(stamped)) == "w"
 
 
 def test_covering_headers_cannot_make_a_node_read_its_memory_many_times(
-    stamped: NodeSegment, monkeypatch: pytest.MonkeyPatch
+    stamped: OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    checksum = NodeSegment.checksum
+    checksum = OwnedSegment.checksum
 
-    def counted(segment: NodeSegment, offset: int, length: int) -> int:
+    def counted(segment: OwnedSegment, offset: int, length: int) -> int:
         read.append(length)
         return checksum(segment, offset, length)
 
-    monkeypatch.setattr(NodeSegment, "checksum", counted)
+    monkeypatch.setattr(OwnedSegment, "checksum", counted)
     for at in range(8):
         stamp(stamped, write(stamped, at, "w", counter=100 - at, size=300_000))
     stamp(stamped, write(stamped, 40, "o", counter=1))
 
-    assert told(inventory.take(stamped)) == "o"
+    assert told(inventory.build_inventory(stamped)) == "o"
     assert 0 < sum(read) <= stamped.size

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from kvstore.errors import NotLeaderError, UnavailableError
-from kvstore.node.master_discovery import HOPS_MAX, Masters
+from kvstore.node.master_discovery import HOPS_MAX, MasterDiscovery
 
 GONE = UnavailableError("gone")
 
 
-def find(masters: Masters) -> str:
+def find(masters: MasterDiscovery) -> str:
     return asyncio.run(masters.find())
 
 
@@ -19,7 +19,7 @@ def stands_by(leader: str) -> NotLeaderError:
 
 
 def test_several_are_tried_in_turn() -> None:
-    masters = Masters("a:1,b:2,c:3")
+    masters = MasterDiscovery("a:1,b:2,c:3")
     assert masters.several
     tried = []
     for _ in range(4):
@@ -29,7 +29,7 @@ def test_several_are_tried_in_turn() -> None:
 
 
 def test_whoever_leads_is_tried_at_once() -> None:
-    masters = Masters("a:1,b:2")
+    masters = MasterDiscovery("a:1,b:2")
     assert masters.failed("a:1", stands_by("x:9"))
     assert find(masters) == "x:9"
     assert not masters.failed("x:9", GONE)
@@ -37,7 +37,7 @@ def test_whoever_leads_is_tried_at_once() -> None:
 
 
 def test_masters_that_name_each_other_are_left_for_a_pause() -> None:
-    masters = Masters("a:1,b:2")
+    masters = MasterDiscovery("a:1,b:2")
     hops = 0
     while masters.failed(find(masters), stands_by(f"x:{hops + 1}")):
         hops += 1

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from kvstore.node import startup_progress as module
-from kvstore.node.startup_progress import Starting, served
-from kvstore.web.server.access_control import NOT_SECURED, Access
+from kvstore.node.startup_progress import StartupProgress, serve_startup_health
+from kvstore.web.server.access_control import NOT_SECURED, AccessControl
 from tests.support.http import get, metric
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def test_the_log_hears_of_it_at_once_and_every_ten_seconds(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    starting = Starting(100 * GIB)
+    starting = StartupProgress(100 * GIB)
     assert caplog.messages == [f"reserving_memory bytes=0 of={100 * GIB} seconds=0"]
     assert starting.text == "reserves memory: 0 B of 100 GiB"
     for second in range(1, 31):
@@ -45,13 +45,13 @@ def test_the_log_hears_of_it_at_once_and_every_ten_seconds(
 
 
 def test_health_answers_meanwhile_and_leaves_the_socket() -> None:
-    starting = Starting(4 * GIB)
-    access = Access(None)
+    starting = StartupProgress(4 * GIB)
+    access = AccessControl(None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for done in (0, GIB):
             starting(done, 4 * GIB)
-            with served(starting, listener, access, NOT_SECURED):
+            with serve_startup_health(starting, listener, access, NOT_SECURED):
                 status, text = get(port, "/healthz")
                 assert status == 200
                 assert text.startswith("ok: reserves memory: ")

@@ -10,19 +10,19 @@ import pytest
 
 from kvstore.clock import uptime
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError
-from kvstore.process.cancellation import CallStoppedError, Stop, current
-from kvstore.transport.common import Move
+from kvstore.process.cancellation import CallCancelledError, CancelToken, current
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment
 
 
 def test_a_stop_is_that_of_one_thread_and_one_block() -> None:
-    outer, inner = Stop(), Stop()
+    outer, inner = CancelToken(), CancelToken()
     with outer.here():
         with inner.here():
             assert current() is inner
         assert current() is outer
-        seen: list[Stop | None] = []
+        seen: list[CancelToken | None] = []
         thread = threading.Thread(target=lambda: seen.append(current()))
         thread.start()
         thread.join()
@@ -31,7 +31,7 @@ def test_a_stop_is_that_of_one_thread_and_one_block() -> None:
 
 
 def test_what_wakes_is_called_within_its_block_only() -> None:
-    stop = Stop()
+    stop = CancelToken()
     called: list[int] = []
     with stop.wakes(lambda: called.append(1)):
         pass
@@ -44,26 +44,26 @@ def test_what_wakes_is_called_within_its_block_only() -> None:
 
 
 def test_who_stops_a_call_that_waits_has_the_memory_back_at_once() -> None:
-    stop = Stop()
+    stop = CancelToken()
 
     def wait() -> None:
         with stop.waiting():
             assert stop.set()
             raise KVStoreError("an answer of which nothing may be made")
 
-    with pytest.raises(CallStoppedError):
+    with pytest.raises(CallCancelledError):
         wait()
     assert stop.set(), "it does not begin again"
-    with pytest.raises(CallStoppedError), stop.waiting():
+    with pytest.raises(CallCancelledError), stop.waiting():
         pytest.fail("it was set before")
 
 
 def test_who_stops_a_call_that_works_has_to_wait() -> None:
-    stop = Stop()
+    stop = CancelToken()
     with stop.waiting():
         pass
     assert not stop.set()
-    with pytest.raises(CallStoppedError), stop.waiting():
+    with pytest.raises(CallCancelledError), stop.waiting():
         pytest.fail("it was set before")
     assert not stop.set()
 
@@ -76,13 +76,13 @@ def test_reads_over_tcp_end_when_they_are_stopped(connections_max: int) -> None:
         closing(TcpTransport(connections_max=connections_max)) as transport,
     ):
         place = segment(1)._replace(address=f"127.0.0.1:{silent.getsockname()[1]}")
-        stop = Stop()
+        stop = CancelToken()
         errors: list[KVStoreError] = []
 
         def read() -> None:
             with stop.here():
                 try:
-                    transport.read(place, [Move(4096, memoryview(bytearray(10)))], deadline)
+                    transport.read(place, [RangeCopy(4096, memoryview(bytearray(10)))], deadline)
                 except KVStoreError as error:
                     errors.append(error)
 

@@ -82,6 +82,6 @@ def test_a_closed_terminal_ends_a_server_unless_nohup_started_it(
 ) -> None:
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        assert (signal.SIGHUP in tasks.end_signals()) == ends
+        assert (signal.SIGHUP in tasks.shutdown_signals()) == ends
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
-from kvstore.proxy.admin import Admin
+from kvstore.proxy.admin import AdminHandlers
 from kvstore.proxy.instances import Instances
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -23,7 +23,7 @@ def status(peer: str, headers: dict[str, str], token: str) -> int:
     transport = mock.Mock()
     transport.get_extra_info = lambda name: (peer, 1) if name == "peername" else None
     application = web.Application()
-    Admin(Instances(), mock.Mock(), token=token).add_routes(application.router)
+    AdminHandlers(Instances(), mock.Mock(), token=token).add_routes(application.router)
     given = CIMultiDict({"Host": "127.0.0.1:8000", **headers})
     request = make_mocked_request("GET", "/admin/instances", given, transport=transport)
 

@@ -19,7 +19,7 @@ from kvstore.proxy.bodies import (
     ids_of_rendered,
     model_of,
     parse,
-    reason_against_prefill,
+    prefill_skip_reason,
     salt_of,
     stored_tokens,
 )
@@ -81,7 +81,7 @@ def test_without_ids_the_prompt_stays() -> None:
     ],
 )  # fmt: skip
 def test_when_a_prefiller_would_not_help(more: dict[str, Any], reason: str | None) -> None:
-    assert reason_against_prefill({"prompt": "text", **more}) == reason
+    assert prefill_skip_reason({"prompt": "text", **more}) == reason
 
 
 # --- decode ------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.config import ProxyConfig, load
 from kvstore.errors import ConfigError
-from kvstore.proxy.cache_salts import Salts, salts_by
+from kvstore.proxy.cache_salts import CacheSalts, salts_by
 
 SECRET = "0123456789abcdef-secret"
-SALTS = Salts("authorization", SECRET)
+SALTS = CacheSalts("authorization", SECRET)
 
 texts = st.text(max_size=20)
 values = st.recursive(
@@ -39,8 +39,10 @@ def test_the_salt_is_a_mac_of_caller_and_own_salt() -> None:
     assert SALTS.salted("Bearer a", {"prompt": "p"}) == {
         "prompt": "p", "cache_salt": salt("Bearer a"),
     }  # fmt: skip
-    assert salt("Bearer a") == Salts("authorization", SECRET).salted("Bearer a", {})["cache_salt"]
-    assert salt("Bearer a") != Salts("authorization", SECRET + "x").salted("Bearer a", {})
+    assert (
+        salt("Bearer a") == CacheSalts("authorization", SECRET).salted("Bearer a", {})["cache_salt"]
+    )
+    assert salt("Bearer a") != CacheSalts("authorization", SECRET + "x").salted("Bearer a", {})
 
 
 @running(max_examples=50)

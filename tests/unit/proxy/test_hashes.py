@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.fleet_records import Record, parse
+from kvstore.fleet_records import FleetRecord, parse
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.proxy.records import ALGORITHMS, Held, block_hashes, is_usable, keys, serving
+from kvstore.proxy.records import ALGORITHMS, StoredPrefix, block_hashes, is_usable, keys, serving
 
 TOKENS = [0, 1, 255, 256, 65535, 65536, 151643, 2**31 - 1, 7, 7, 7, 7, 128000, 3, 2, 1]
 
@@ -100,7 +100,7 @@ def record(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parsed(**more: Any) -> Record | None:
+def parsed(**more: Any) -> FleetRecord | None:
     found = parse(json.dumps(record(**more)).encode())
     return found if found is not None and is_usable(found) else None
 
@@ -159,4 +159,4 @@ def test_the_record_that_serves_a_model_is_the_latest() -> None:
     ],
 )  # fmt: skip
 def test_what_a_prefiller_could_add(tokens: int, blocks: int, missing: int) -> None:
-    assert Held(blocks, block_size=8).missing_tokens(tokens) == missing
+    assert StoredPrefix(blocks, block_size=8).missing_tokens(tokens) == missing

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.proxy import instances as module
 from kvstore.proxy.affinity import BLOCK_TOKENS, fingerprints
-from kvstore.proxy.instances import Instance, Instances, Turn
+from kvstore.proxy.instances import InFlightRequest, Instance, Instances
 
 PRINTS = fingerprints(range(2 * BLOCK_TOKENS), blocks_max=9)
 
@@ -36,7 +36,7 @@ def check(instances: Instances) -> None:
         assert not each.draining or each.in_flight > 0, "a drained instance stays"
 
 
-def choose(instances: Instances, now_ms: int = 0, **more: object) -> Turn:
+def choose(instances: Instances, now_ms: int = 0, **more: object) -> InFlightRequest:
     turn = instances.choose("decode", now_ms, **more)  # type: ignore[arg-type]
     assert turn is not None
     return turn

@@ -17,7 +17,7 @@ def made(version: int = 7, size: int = 1_000, *, key: bytes = KEY) -> bytearray:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_whole_value_is_of_its_version(size: int) -> None:
-    assert values.look("ns", KEY, bytes(made(size=size))) == values.Seen(7, "")
+    assert values.look("ns", KEY, bytes(made(size=size))) == values.ObservedValue(7, "")
     assert values.look("ns", KEY, np.frombuffer(made(size=size), np.uint8)).problem == ""
 
 

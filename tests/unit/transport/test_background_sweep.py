@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.network.host import host_id
 from kvstore.network.stream import Stream
 from kvstore.transport.shm import ShmTransport
@@ -29,7 +29,7 @@ def mapped() -> int:
     return sum(f"/kvstore.{NAME}" in line for line in lines)
 
 
-def place(owner: NodeSegment) -> SegmentInfo:
+def place(owner: OwnedSegment) -> SegmentInfo:
     return segment(1)._replace(
         uuid=owner.uuid, size=owner.size, generation=owner.generation, host=host_id(),
         shm_name=owner.shm_name,
@@ -38,7 +38,7 @@ def place(owner: NodeSegment) -> SegmentInfo:
 
 def test_a_mapping_goes_when_its_segment_does_and_no_view_holds_it() -> None:
     with closing(ShmTransport()) as transport:
-        owner = NodeSegment.create(NAME, SIZE)
+        owner = OwnedSegment.create(NAME, SIZE)
         info = place(owner)
         view = transport.memory(info)[4096:4106]
         transport.sweep()
@@ -56,7 +56,7 @@ def test_a_mapping_goes_when_its_segment_does_and_no_view_holds_it() -> None:
 
 def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
     with closing(ShmTransport()) as transport:
-        owner = NodeSegment.create(NAME, SIZE)
+        owner = OwnedSegment.create(NAME, SIZE)
         info = place(owner)
         assert transport.reaches(info)
         os.rename(f"/dev/shm/kvstore.{NAME}", f"/dev/shm/kvstore.{NAME}-old")
@@ -64,7 +64,7 @@ def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
         transport.sweep()
         assert transport.memory(info), "it is the same one"
         os.unlink(f"/dev/shm/kvstore.{NAME}")  # as who takes its place after a kill
-        with closing(NodeSegment.create(NAME, SIZE)):
+        with closing(OwnedSegment.create(NAME, SIZE)):
             transport.sweep()
             assert mapped() == 2, "the two owners'"
         owner.close()

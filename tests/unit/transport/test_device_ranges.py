@@ -10,7 +10,7 @@ import xxhash
 
 from kvstore.clock import uptime
 from kvstore.device.device import Device
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.device_ranges import DeviceRanges
 from tests.support.fake_device import FakeDriver
 
@@ -57,9 +57,9 @@ def test_what_is_written_is_read(pool: tuple[DeviceRanges, memoryview], size: in
     ranges, memory = pool
     written, read = noise(size), memoryview(bytearray(size))
     hashers = xxhash.xxh3_64(), xxhash.xxh3_64()
-    ranges.write([Move(5_000, written, hashers[0])], soon(), nothing)
+    ranges.write([RangeCopy(5_000, written, hashers[0])], soon(), nothing)
     assert memory[5_000 : 5_000 + size] == written
-    ranges.read([Move(5_000, read, hashers[1])], soon(), nothing)
+    ranges.read([RangeCopy(5_000, read, hashers[1])], soon(), nothing)
     assert read == written
     [hashed] = ranges.hashed([(5_000, size)], soon(), nothing)
     wanted = xxhash.xxh3_64_intdigest(written)
@@ -82,10 +82,10 @@ def test_a_header_lands_behind_its_payload(
             late.append(to)
 
     fake._move = watched  # type: ignore[method-assign]
-    ranges.write([Move(0, memoryview(bytes(16)))], soon(), nothing)
-    ranges.write([Move(1024, payload, hasher)], soon(), nothing)
+    ranges.write([RangeCopy(0, memoryview(bytes(16)))], soon(), nothing)
+    ranges.write([RangeCopy(1024, payload, hasher)], soon(), nothing)
     header[:8] = hasher.digest()
-    ranges.write([Move(0, header)], soon(), nothing)
+    ranges.write([RangeCopy(0, header)], soon(), nothing)
     assert not late
     assert bytes(memory[:8]) == xxhash.xxh3_64_digest(payload)
 
@@ -103,6 +103,6 @@ def test_a_call_that_is_ended_leaves_no_copy_under_way(
                 raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            call([Move(0, noise(20_000))], soon(), check)
+            call([RangeCopy(0, noise(20_000))], soon(), check)
         assert fake.is_idle
         assert len(rounds) == 3

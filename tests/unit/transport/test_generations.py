@@ -13,7 +13,7 @@ from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
 from kvstore.errors import SegmentGoneError
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
 from kvstore.network.host import host_id
 from kvstore.network.tcp_protocol import (
@@ -26,7 +26,7 @@ from kvstore.network.tcp_protocol import (
     unpack_status,
 )
 from kvstore.transport import shm, tcp_connection
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_server import DataServer
 
@@ -40,12 +40,12 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    with contextlib.closing(NodeSegment.create(f"generations-{os.getpid()}", 1 << 20)) as segment:
+def segment() -> Iterator[OwnedSegment]:
+    with contextlib.closing(OwnedSegment.create(f"generations-{os.getpid()}", 1 << 20)) as segment:
         yield segment
 
 
-def test_shared_memory_under_an_older_generation_is_gone(segment: NodeSegment) -> None:
+def test_shared_memory_under_an_older_generation_is_gone(segment: OwnedSegment) -> None:
     info = SegmentInfo(
         1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
         segment.seed, segment.generation,
@@ -54,13 +54,13 @@ def test_shared_memory_under_an_older_generation_is_gone(segment: NodeSegment) -
     soon = uptime() + 10
     row = AT, 5, 1, 1, b"k"
     data = memoryview(bytearray(b"datum"))
-    transport.write(info, [Move(AT, data)], soon)
+    transport.write(info, [RangeCopy(AT, data)], soon)
     segment.bump_generation()
 
     with pytest.raises(SegmentGoneError):
-        transport.read(info, [Move(AT, data)], soon)
+        transport.read(info, [RangeCopy(AT, data)], soon)
     with pytest.raises(SegmentGoneError):
-        transport.write(info, [Move(AT, memoryview(b"other"))], soon)
+        transport.write(info, [RangeCopy(AT, memoryview(b"other"))], soon)
     with pytest.raises(SegmentGoneError):
         transport.read_objects(info, "ns", [(*row, [data], b"")], True, soon)
     with pytest.raises(SegmentGoneError):
@@ -72,7 +72,7 @@ def test_shared_memory_under_an_older_generation_is_gone(segment: NodeSegment) -
 
 
 @pytest.mark.parametrize("op", list(Op))
-def test_a_request_under_an_older_generation_is_refused(segment: NodeSegment, op: Op) -> None:
+def test_a_request_under_an_older_generation_is_refused(segment: OwnedSegment, op: Op) -> None:
     """Also before the node has ended the connection."""
     server = DataServer([segment], "127.0.0.1")
     server.start()

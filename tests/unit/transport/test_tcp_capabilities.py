@@ -15,7 +15,7 @@ import pytest
 from kvstore import native
 from kvstore.clock import uptime
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.tcp_protocol import (
@@ -40,8 +40,8 @@ RIGHTS = {Op.READ: 1, Op.WRITE: 2}
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(f"capable-{os.getpid()}", 4 * MIB)
+def segment() -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(f"capable-{os.getpid()}", 4 * MIB)
     segment.memory[AT : AT + MIB] = b"s" * MIB
     yield segment
     segment.close()
@@ -52,7 +52,7 @@ class InRanges:
 
     fd = -1
 
-    def __init__(self, segment: NodeSegment) -> None:
+    def __init__(self, segment: OwnedSegment) -> None:
         self._segment = segment
         self.uuid, self.token, self.size = segment.uuid, segment.token, segment.size
 
@@ -79,14 +79,14 @@ class InRanges:
 
 @pytest.fixture(params=["built", "slow", "ranges"])
 def server(
-    segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    segment: OwnedSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
     monkeypatch.setattr(
         tcp_connection, "steps", pure_python if request.param == "slow" else native.steps
     )
-    served: NodeSegment = segment
+    served: OwnedSegment = segment
     if request.param == "ranges":
-        served = cast(NodeSegment, InRanges(segment))
+        served = cast(OwnedSegment, InRanges(segment))
     server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities=True)
     server.start()
     yield server
@@ -101,7 +101,7 @@ def connected(server: DataServer) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def greeted(
-    server: DataServer, segment: NodeSegment, holder: int = HOLDER, connection: int = 0
+    server: DataServer, segment: OwnedSegment, holder: int = HOLDER, connection: int = 0
 ) -> Iterator[socket.socket]:
     with connected(server) as sock:
         hello = hello_of(segment, holder, connection)
@@ -111,12 +111,12 @@ def greeted(
         yield sock
 
 
-def hello_of(segment: NodeSegment, holder: int = HOLDER, connection: int = 0) -> bytes:
+def hello_of(segment: OwnedSegment, holder: int = HOLDER, connection: int = 0) -> bytes:
     place = segment.uuid, b"", segment.generation
     return protocol.pack_hello(Hello(*place, 5, connection, holder))
 
 
-def key_of(segment: NodeSegment, holder: int = HOLDER) -> bytes:
+def key_of(segment: OwnedSegment, holder: int = HOLDER) -> bytes:
     return protocol.holder_key(segment.token, segment.uuid, segment.generation, holder)
 
 
@@ -125,7 +125,7 @@ def nonce(sock: socket.socket) -> bytes:
     return received(sock, NONCE_BYTES)
 
 
-def of(segment: NodeSegment, op: Op, **changed: int) -> Extent:
+def of(segment: OwnedSegment, op: Op, **changed: int) -> Extent:
     return extent(segment.token, segment.generation, AT, SIZE, RIGHTS[op], **changed)
 
 
@@ -139,7 +139,7 @@ def asked(
     return status(sock)
 
 
-def assert_serves(server: DataServer, segment: NodeSegment) -> None:
+def assert_serves(server: DataServer, segment: OwnedSegment) -> None:
     """The holder is served, in the whole of its extent."""
     with greeted(server, segment) as sock:
         payload, whole = (AT + HEADER_BYTES, SIZE), (AT, HEADER_BYTES + SIZE)
@@ -155,7 +155,7 @@ def assert_serves(server: DataServer, segment: NodeSegment) -> None:
 
 def assert_refused(
     server: DataServer,
-    segment: NodeSegment,
+    segment: OwnedSegment,
     op: Op,
     bad: Extent,
     place: tuple[int, int] = (AT, 64),
@@ -176,11 +176,11 @@ def assert_refused(
     assert counted.bad_requests == counted.reads == counted.writes == 0
 
 
-def test_a_holder_is_served(server: DataServer, segment: NodeSegment) -> None:
+def test_a_holder_is_served(server: DataServer, segment: OwnedSegment) -> None:
     assert_serves(server, segment)
 
 
-def test_as_many_ranges_as_a_request_may_have(server: DataServer, segment: NodeSegment) -> None:
+def test_as_many_ranges_as_a_request_may_have(server: DataServer, segment: OwnedSegment) -> None:
     with greeted(server, segment) as sock:
         ranges = [(AT + index, 1) for index in range(RANGES_MAX)]
         assert asked(sock, Op.READ, ranges, [of(segment, Op.READ)] * RANGES_MAX) is (
@@ -191,11 +191,11 @@ def test_as_many_ranges_as_a_request_may_have(server: DataServer, segment: NodeS
 
 @pytest.mark.parametrize("op", list(Op))
 class TestRefused:
-    def test_no_capability(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
+    def test_no_capability(self, server: DataServer, segment: OwnedSegment, op: Op) -> None:
         assert_refused(server, segment, op, protocol.NO_EXTENT)
         assert_refused(server, segment, op, Extent(AT, SIZE, bytes(32)))
 
-    def test_a_forged_one(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
+    def test_a_forged_one(self, server: DataServer, segment: OwnedSegment, op: Op) -> None:
         good = of(segment, op)
         for at in (8, 16, 31):  # of the order, the first and the last byte of the MAC
             flipped = bytearray(good.capability)
@@ -203,19 +203,19 @@ class TestRefused:
             assert_refused(server, segment, op, good._replace(capability=bytes(flipped)))
 
     def test_one_under_the_key_of_a_holder(
-        self, server: DataServer, segment: NodeSegment, op: Op
+        self, server: DataServer, segment: OwnedSegment, op: Op
     ) -> None:
         """A holder knows its own key, and not the segment's."""
         mine = extent(key_of(segment), segment.generation, AT, SIZE, RIGHTS[op])
         assert_refused(server, segment, op, mine)
 
-    def test_one_of_another_holder(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
+    def test_one_of_another_holder(self, server: DataServer, segment: OwnedSegment, op: Op) -> None:
         assert_refused(server, segment, op, of(segment, op, holder=HOLDER + 1))
         assert_refused(server, segment, op, of(segment, op), holder=HOLDER + 1)
 
     @pytest.mark.parametrize("changed", [(-1024, 0), (0, 1), (1024, 0)])
     def test_one_for_another_extent(
-        self, server: DataServer, segment: NodeSegment, op: Op, changed: tuple[int, int]
+        self, server: DataServer, segment: OwnedSegment, op: Op, changed: tuple[int, int]
     ) -> None:
         good = of(segment, op)
         wider = good._replace(offset=good.offset + changed[0], length=good.length + changed[1])
@@ -227,13 +227,15 @@ class TestRefused:
          (AT + HEADER_BYTES + SIZE + 1, 0), (AT - 1, 0), (AT + 8, 2**64 - 1)],
     )  # fmt: skip
     def test_a_range_outside_of_its_extent(
-        self, server: DataServer, segment: NodeSegment, op: Op, place: tuple[int, int]
+        self, server: DataServer, segment: OwnedSegment, op: Op, place: tuple[int, int]
     ) -> None:
         if place[1] > MIB and op is Op.WRITE:
             return  # so many bytes follow no write
         assert_refused(server, segment, op, of(segment, op), place)
 
-    def test_one_for_the_other_verb(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
+    def test_one_for_the_other_verb(
+        self, server: DataServer, segment: OwnedSegment, op: Op
+    ) -> None:
         other = Op.READ if op is Op.WRITE else Op.WRITE
         assert_refused(server, segment, op, of(segment, other))  # its rights are said wrongly
         good = of(segment, other)
@@ -243,7 +245,7 @@ class TestRefused:
             sock.sendall(record + b"e" * 8)
             assert status(sock) is TransferStatus.NOT_ALLOWED
 
-    def test_one_that_has_expired(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
+    def test_one_that_has_expired(self, server: DataServer, segment: OwnedSegment, op: Op) -> None:
         for expired in (in_ms(-0.001), 1, 0):
             assert_refused(server, segment, op, of(segment, op, expires_ms=expired))
         longer = of(segment, op, expires_ms=in_ms(-1))
@@ -251,7 +253,7 @@ class TestRefused:
         assert_refused(server, segment, op, longer._replace(capability=later))
 
     def test_one_of_an_older_generation(
-        self, server: DataServer, segment: NodeSegment, op: Op
+        self, server: DataServer, segment: OwnedSegment, op: Op
     ) -> None:
         older = of(segment, op)
         segment.bump_generation()
@@ -261,7 +263,7 @@ class TestRefused:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_write_ends_when_a_capability_does(
-    server: DataServer, segment: NodeSegment, order: int
+    server: DataServer, segment: OwnedSegment, order: int
 ) -> None:
     """Its sender sends byte by byte, and would go on for longer than a stall."""
     with greeted(server, segment) as sock:
@@ -277,7 +279,7 @@ def test_a_write_ends_when_a_capability_does(
     assert bytes(segment.memory[AT : AT + SIZE]).count(b"e") < 30
 
 
-def test_a_read_ends_when_its_capability_does(server: DataServer, segment: NodeSegment) -> None:
+def test_a_read_ends_when_its_capability_does(server: DataServer, segment: OwnedSegment) -> None:
     size = 3 * MIB
     with greeted(server, segment) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -293,7 +295,7 @@ def test_a_read_ends_when_its_capability_does(server: DataServer, segment: NodeS
 
 
 def test_who_is_older_than_the_order_to_wipe_does_not_write(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     assert server.call_back(segment.uuid, [AT], 7) == 0
     assert server.call_back(segment.uuid, [AT], 5) == 0, "an order that was sent again"
@@ -316,7 +318,7 @@ def is_written(server: DataServer, at: int) -> bool:
     return any(each.writes_to(frozenset((at,))) for each in list(server._connections))
 
 
-def test_a_write_under_way_is_called_back(server: DataServer, segment: NodeSegment) -> None:
+def test_a_write_under_way_is_called_back(server: DataServer, segment: OwnedSegment) -> None:
     """The extent is another's when ``call_back`` returns."""
     beside = extent(segment.token, segment.generation, AT + MIB, SIZE, RIGHTS[Op.WRITE])
     with greeted(server, segment) as one, greeted(server, segment) as other:
@@ -336,7 +338,7 @@ def test_a_write_under_way_is_called_back(server: DataServer, segment: NodeSegme
         assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ)]) is TransferStatus.OK
 
 
-def test_a_refused_holder_is_out(server: DataServer, segment: NodeSegment) -> None:
+def test_a_refused_holder_is_out(server: DataServer, segment: OwnedSegment) -> None:
     with greeted(server, segment) as one, greeted(server, segment, 7) as other:
         assert server.refuse_holders([HOLDER, 12]) == 1
         assert server.refuse_holders([12, HOLDER]) == 0, "nothing new"
@@ -353,7 +355,7 @@ def test_a_refused_holder_is_out(server: DataServer, segment: NodeSegment) -> No
 
 
 @pytest.mark.parametrize("wrong", ["key", "nonce", "hello", "holder", "length"])
-def test_a_wrong_proof_is_denied(server: DataServer, segment: NodeSegment, wrong: str) -> None:
+def test_a_wrong_proof_is_denied(server: DataServer, segment: OwnedSegment, wrong: str) -> None:
     with connected(server) as sock:
         hello = hello_of(segment, HOLDER + 1 if wrong == "holder" else HOLDER)
         sock.sendall(hello)
@@ -369,7 +371,7 @@ def test_a_wrong_proof_is_denied(server: DataServer, segment: NodeSegment, wrong
     assert_serves(server, segment)
 
 
-def test_a_proof_is_for_one_connection(server: DataServer, segment: NodeSegment) -> None:
+def test_a_proof_is_for_one_connection(server: DataServer, segment: OwnedSegment) -> None:
     """A nonce is never given twice, so what was overheard opens no second connection."""
     with connected(server) as one, connected(server) as other:
         hello = hello_of(segment)
@@ -384,7 +386,7 @@ def test_a_proof_is_for_one_connection(server: DataServer, segment: NodeSegment)
         assert status(one) is TransferStatus.OK
 
 
-def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
+def test_half_a_proof_is_cut(server: DataServer, segment: OwnedSegment) -> None:
     with connected(server) as sock:
         sock.sendall(hello_of(segment))
         nonce(sock)
@@ -393,7 +395,7 @@ def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
     assert server.counters().refused_hellos == 1
 
 
-def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
+def test_one_holder_has_half_of_the_connections(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities=True)
     server.start()
     for _ in range(2):  # what it leaves can be had again
@@ -417,7 +419,7 @@ def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
     server.stop()
 
 
-def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: NodeSegment) -> None:
+def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: OwnedSegment) -> None:
     hello, key = hello_of(segment), key_of(segment)
     segment.bump_generation()
     with connected(server) as sock:
@@ -426,7 +428,7 @@ def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: NodeS
         assert status(sock) is TransferStatus.GONE
 
 
-def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None:
+def test_a_token_is_not_enough(server: DataServer, segment: OwnedSegment) -> None:
     with connected(server) as sock:
         hello = Hello(segment.uuid, segment.token, segment.generation)
         sock.sendall(protocol.pack_hello(hello))
@@ -435,7 +437,7 @@ def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None
     assert server.takes_capabilities
 
 
-def test_what_follows_the_holder_is_nothing(server: DataServer, segment: NodeSegment) -> None:
+def test_what_follows_the_holder_is_nothing(server: DataServer, segment: OwnedSegment) -> None:
     hello = bytearray(hello_of(segment))
     hello[39] = 1
     with connected(server) as sock:
@@ -444,7 +446,7 @@ def test_what_follows_the_holder_is_nothing(server: DataServer, segment: NodeSeg
 
 
 def test_connections_of_holders_are_cut_by_their_clients_numbers(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     with greeted(server, segment, connection=1) as one, greeted(server, segment, 7, 2) as other:
         assert server.cut([(5, 1)]) == 1
@@ -454,7 +456,7 @@ def test_connections_of_holders_are_cut_by_their_clients_numbers(
         )
 
 
-def test_without_capabilities_there_is_one_protocol(segment: NodeSegment) -> None:
+def test_without_capabilities_there_is_one_protocol(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
     with connected(server) as sock:

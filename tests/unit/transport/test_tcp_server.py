@@ -19,7 +19,7 @@ from kvstore import native
 from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
 from kvstore.network.tcp_protocol import (
     RANGES_MAX,
@@ -40,15 +40,15 @@ STALL_S = 1.0
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(f"server-{os.getpid()}", 4 * MIB)
+def segment() -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(f"server-{os.getpid()}", 4 * MIB)
     yield segment
     segment.close()
 
 
 @pytest.fixture(params=[native.steps, pure_python], ids=["built", "slow"])
 def server(
-    segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    segment: OwnedSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
     monkeypatch.setattr(tcp_connection, "steps", request.param)
     server = DataServer([segment], "127.0.0.1", stall_s=STALL_S, connections_max=8)
@@ -66,7 +66,7 @@ def connected(server: DataServer) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def greeted(
-    server: DataServer, segment: NodeSegment, client: int = 0, connection: int = 0
+    server: DataServer, segment: OwnedSegment, client: int = 0, connection: int = 0
 ) -> Iterator[socket.socket]:
     with connected(server) as sock:
         sock.sendall(hello(segment, client, connection))
@@ -74,7 +74,7 @@ def greeted(
         yield sock
 
 
-def hello(segment: NodeSegment, client: int = 0, connection: int = 0) -> bytes:
+def hello(segment: OwnedSegment, client: int = 0, connection: int = 0) -> bytes:
     number = client, connection
     return pack_hello(Hello(segment.uuid, segment.token, segment.generation, *number))
 
@@ -108,7 +108,7 @@ def wait_until(condition: str, server: DataServer, wanted: int) -> None:
         time.sleep(0.001)
 
 
-def assert_serves(server: DataServer, segment: NodeSegment) -> None:
+def assert_serves(server: DataServer, segment: OwnedSegment) -> None:
     """Another client is served as if nothing had happened."""
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(8192, 5)]) + b"hello")
@@ -118,7 +118,7 @@ def assert_serves(server: DataServer, segment: NodeSegment) -> None:
         assert received(sock, 8) == b"helloell"
 
 
-def test_a_connection_serves_many_requests(server: DataServer, segment: NodeSegment) -> None:
+def test_a_connection_serves_many_requests(server: DataServer, segment: OwnedSegment) -> None:
     payload = random.Random(0).randbytes(2 * MIB)
     with greeted(server, segment) as sock:
         for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_connection_serves_many_requests(server: DataServer, segment: NodeSegm
 )
 def test_a_wrong_hello_is_refused_and_counted(
     server: DataServer,
-    segment: NodeSegment,
+    segment: OwnedSegment,
     changed: dict[str, bytes | int],
     wanted: TransferStatus,
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_wrong_hello_is_refused_and_counted(
 @given(st.binary(max_size=200))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_bytes_instead_of_a_hello(
-    server: DataServer, segment: NodeSegment, raw: bytes
+    server: DataServer, segment: OwnedSegment, raw: bytes
 ) -> None:
     before = segment.memory.tobytes()
     with connected(server) as sock:
@@ -178,7 +178,7 @@ def test_arbitrary_bytes_instead_of_a_hello(
 @given(st.binary(max_size=200))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_bytes_instead_of_a_request(
-    server: DataServer, segment: NodeSegment, raw: bytes
+    server: DataServer, segment: OwnedSegment, raw: bytes
 ) -> None:
     before = segment.memory.tobytes()
     with greeted(server, segment) as sock:
@@ -202,7 +202,7 @@ def test_arbitrary_bytes_instead_of_a_request(
     ],
 )
 def test_what_is_no_request_is_refused(
-    server: DataServer, segment: NodeSegment, raw: bytes
+    server: DataServer, segment: OwnedSegment, raw: bytes
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(raw)
@@ -226,7 +226,7 @@ def test_what_is_no_request_is_refused(
     ],
 )
 def test_a_range_outside_moves_nothing(
-    server: DataServer, segment: NodeSegment, op: Op, bad: tuple[int, int]
+    server: DataServer, segment: OwnedSegment, op: Op, bad: tuple[int, int]
 ) -> None:
     before = segment.memory.tobytes()
     with greeted(server, segment) as sock:
@@ -239,7 +239,7 @@ def test_a_range_outside_moves_nothing(
     assert_serves(server, segment)
 
 
-def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: NodeSegment) -> None:
+def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: OwnedSegment) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)] * RANGES_MAX))
         assert status(sock) is TransferStatus.INVALID_RANGE
@@ -247,7 +247,7 @@ def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: NodeSegment
 
 
 def test_the_sender_of_a_refused_write_gets_to_read_why(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     """It sends all of its bytes before it listens."""
     with greeted(server, segment) as sock:
@@ -267,7 +267,7 @@ def test_the_sender_of_a_refused_write_gets_to_read_why(
     ],
 )
 def test_half_a_request_is_cut_and_harms_nobody(
-    server: DataServer, segment: NodeSegment, part: bytes
+    server: DataServer, segment: OwnedSegment, part: bytes
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(part)
@@ -280,14 +280,14 @@ def test_half_a_request_is_cut_and_harms_nobody(
             assert status(sock) is TransferStatus.OK
 
 
-def test_half_a_hello_is_cut(server: DataServer, segment: NodeSegment) -> None:
+def test_half_a_hello_is_cut(server: DataServer, segment: OwnedSegment) -> None:
     with connected(server) as sock:
         sock.sendall(hello(segment)[:-1])
         assert is_closed(sock)
     assert server.counters().refused_hellos == 1
 
 
-def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: NodeSegment) -> None:
+def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: OwnedSegment) -> None:
     """The bound is on the whole hello, not on the silence between its bytes."""
     start = uptime()
     with connected(server) as sock, contextlib.suppress(ConnectionError):
@@ -298,7 +298,7 @@ def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: NodeSegment
     assert uptime() - start < 10 * STALL_S
 
 
-def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: NodeSegment) -> None:
+def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: OwnedSegment) -> None:
     with greeted(server, segment) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(20):
@@ -308,7 +308,7 @@ def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: NodeSeg
 
 
 def test_a_writer_that_leaves_has_written_what_it_sent(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(8192, 5), (MIB, 5)]) + b"firstse")
@@ -322,7 +322,7 @@ def test_a_writer_that_leaves_has_written_what_it_sent(
     assert_serves(server, segment)
 
 
-def test_an_idle_connection_is_closed(segment: NodeSegment) -> None:
+def test_an_idle_connection_is_closed(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1", stall_s=0.05, idle_s=0.1)
     server.start()
     with greeted(server, segment) as sock:
@@ -331,7 +331,9 @@ def test_an_idle_connection_is_closed(segment: NodeSegment) -> None:
     server.stop()
 
 
-def test_too_many_connections_are_refused_at_once(server: DataServer, segment: NodeSegment) -> None:
+def test_too_many_connections_are_refused_at_once(
+    server: DataServer, segment: OwnedSegment
+) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(greeted(server, segment))
@@ -343,7 +345,7 @@ def test_too_many_connections_are_refused_at_once(server: DataServer, segment: N
     assert (counters.connections, counters.refused_busy) == (11, 3)
 
 
-def test_strangers_cannot_take_all_connections(segment: NodeSegment) -> None:
+def test_strangers_cannot_take_all_connections(segment: OwnedSegment) -> None:
     """When it is full, whoever has not shown a token has to go."""
     server = DataServer([segment], "127.0.0.1", connections_max=4)
     server.start()
@@ -354,7 +356,7 @@ def test_strangers_cannot_take_all_connections(segment: NodeSegment) -> None:
     server.stop()
 
 
-def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: NodeSegment) -> None:
+def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: OwnedSegment) -> None:
     """A writer in the middle of its request goes on sending; nothing of that reaches memory."""
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(greeted(server, segment)) for _ in range(4)]
@@ -387,7 +389,7 @@ def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: NodeSegm
 )
 def test_only_connections_of_those_writers_are_cut(
     server: DataServer,
-    segment: NodeSegment,
+    segment: OwnedSegment,
     writers: list[tuple[int, int]],
     ended: set[tuple[int, int]],
 ) -> None:
@@ -406,7 +408,7 @@ def test_only_connections_of_those_writers_are_cut(
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 1000], ids=["nothing", "some"])
 def test_after_a_cut_no_byte_lands_that_was_on_its_way(
-    server: DataServer, segment: NodeSegment, sent: bytes
+    server: DataServer, segment: OwnedSegment, sent: bytes
 ) -> None:
     """Neither the rest of a write that has begun, nor a write of which nothing had come."""
     with greeted(server, segment, 1, 5) as sock:
@@ -428,7 +430,7 @@ def test_after_a_cut_no_byte_lands_that_was_on_its_way(
 
 
 def test_a_read_that_is_being_answered_outlives_a_cut(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     size = 3 * MIB
     with greeted(server, segment, 1, 5) as sock:
@@ -442,7 +444,7 @@ def test_a_read_that_is_being_answered_outlives_a_cut(
         cutting.join()
 
 
-def test_a_reader_that_does_not_read_holds_no_cut_up(segment: NodeSegment) -> None:
+def test_a_reader_that_does_not_read_holds_no_cut_up(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
     with greeted(server, segment, 1, 5) as sock:
@@ -457,7 +459,7 @@ def test_a_reader_that_does_not_read_holds_no_cut_up(segment: NodeSegment) -> No
 
 
 def test_a_new_generation_ends_a_write_without_a_fence(
-    server: DataServer, segment: NodeSegment
+    server: DataServer, segment: OwnedSegment
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(MIB, 2 * MIB)]) + b"x" * MIB)
@@ -475,7 +477,7 @@ def test_a_new_generation_ends_a_write_without_a_fence(
         assert first is TransferStatus.GONE
 
 
-def test_stopping_ends_everything_and_twice_is_once(segment: NodeSegment) -> None:
+def test_stopping_ends_everything_and_twice_is_once(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
     port, threads = server.port, threading.active_count()
@@ -495,7 +497,7 @@ def test_stopping_ends_everything_and_twice_is_once(segment: NodeSegment) -> Non
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_port_in_use_is_said(server: DataServer, segment: NodeSegment) -> None:
+def test_a_port_in_use_is_said(server: DataServer, segment: OwnedSegment) -> None:
     second = DataServer([segment], "127.0.0.1", server.port)
     with pytest.raises(AddressInUseError) as caught:
         second.start()
@@ -503,7 +505,7 @@ def test_a_port_in_use_is_said(server: DataServer, segment: NodeSegment) -> None
     second.stop()
 
 
-def test_an_address_that_is_not_ours_is_said(segment: NodeSegment) -> None:
+def test_an_address_that_is_not_ours_is_said(segment: OwnedSegment) -> None:
     server = DataServer([segment], "192.0.2.1")
     with pytest.raises(StartupError):
         server.start()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.auth.certificates import Wanted
+from kvstore.auth.certificates import CertificateRequest
 from kvstore.auth.credentials import NODE_NAME
-from kvstore.auth.data_port_tls import ClientEnd
+from kvstore.auth.data_port_tls import ClientTls
 from kvstore.auth.identity import identity_of
 from kvstore.calls import SegmentInfo
 from kvstore.clock import uptime
@@ -27,7 +27,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     PermissionDeniedError,
 )
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import OwnedSegment
 from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import (
     STATUS_BYTES,
@@ -36,10 +36,10 @@ from kvstore.network.tcp_protocol import (
     pack_hello,
 )
 from kvstore.network.tls_stream import NO_TLS, TlsStream
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
-from tests.support.encryption import Ends
+from tests.support.encryption import TlsEndpoints
 from tests.support.identities import ENGINE, MASTER, NODE, shake, uris
 from tests.unit.transport.test_tcp_server import is_closed, wait_until
 
@@ -50,26 +50,26 @@ SIZE = 3 * MIB
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    return Ends(tmp_path_factory.mktemp("ends"))
+def ends(tmp_path_factory: pytest.TempPathFactory) -> TlsEndpoints:
+    return TlsEndpoints(tmp_path_factory.mktemp("ends"))
 
 
 @pytest.fixture
-def segment() -> Iterator[NodeSegment]:
-    segment = NodeSegment.create(NAME, 8 * MIB)
+def segment() -> Iterator[OwnedSegment]:
+    segment = OwnedSegment.create(NAME, 8 * MIB)
     yield segment
     segment.close()
 
 
 @pytest.fixture
-def server(segment: NodeSegment, ends: Ends) -> Iterator[DataServer]:
+def server(segment: OwnedSegment, ends: TlsEndpoints) -> Iterator[DataServer]:
     with serving(segment, ends) as server:
         yield server
 
 
 @contextlib.contextmanager
 def serving(
-    segment: NodeSegment, ends: Ends, wanted: Wanted = NODE, **settings: object
+    segment: OwnedSegment, ends: TlsEndpoints, wanted: CertificateRequest = NODE, **settings: object
 ) -> Iterator[DataServer]:
     revoked = str(settings.pop("revoked", ""))
     tls = ends.node(wanted, revoked=revoked)
@@ -83,7 +83,7 @@ def serving(
     assert server.connections == 0
 
 
-def described(segment: NodeSegment, port: int, *, encrypts: bool = True) -> SegmentInfo:
+def described(segment: OwnedSegment, port: int, *, encrypts: bool = True) -> SegmentInfo:
     return SegmentInfo(
         1, segment.node, "", segment.size, segment.uuid, "", f"127.0.0.1:{port}", segment.token,
         segment.seed, segment.generation, encrypts=encrypts,
@@ -91,7 +91,7 @@ def described(segment: NodeSegment, port: int, *, encrypts: bool = True) -> Segm
 
 
 @contextlib.contextmanager
-def transport(tls: ClientEnd | None, stall_s: float = STALL_S) -> Iterator[TcpTransport]:
+def transport(tls: ClientTls | None, stall_s: float = STALL_S) -> Iterator[TcpTransport]:
     made = TcpTransport(tls=tls, stall_s=stall_s)
     yield made
     made.close()
@@ -99,15 +99,15 @@ def transport(tls: ClientEnd | None, stall_s: float = STALL_S) -> Iterator[TcpTr
 
 def read(way: TcpTransport, info: SegmentInfo, size: int = 16) -> bytes:
     into = bytearray(size)
-    way.read(info, [Move(MIB, memoryview(into))], uptime() + 5)
+    way.read(info, [RangeCopy(MIB, memoryview(into))], uptime() + 5)
     return bytes(into)
 
 
 def write(way: TcpTransport, info: SegmentInfo, data: bytes) -> None:
-    way.write(info, [Move(MIB, memoryview(bytearray(data)))], uptime() + 5)
+    way.write(info, [RangeCopy(MIB, memoryview(bytearray(data)))], uptime() + 5)
 
 
-def greet(stream: TlsStream, segment: NodeSegment) -> None:
+def greet(stream: TlsStream, segment: OwnedSegment) -> None:
     """Handshake, hello and the answer to it."""
     hello = pack_hello(Hello(segment.uuid, segment.token, segment.generation))
     stream.begin(uptime() + 5)
@@ -115,7 +115,7 @@ def greet(stream: TlsStream, segment: NodeSegment) -> None:
     stream.receive([memoryview(bytearray(STATUS_BYTES))], uptime() + 5)
 
 
-def assert_serves(server: DataServer, segment: NodeSegment, ends: Ends) -> None:
+def assert_serves(server: DataServer, segment: OwnedSegment, ends: TlsEndpoints) -> None:
     with transport(ends.client()) as way:
         write(way, described(segment, server.port), b"written")
         assert read(way, described(segment, server.port), 7) == b"written"
@@ -125,7 +125,7 @@ def assert_serves(server: DataServer, segment: NodeSegment, ends: Ends) -> None:
 
 
 def test_a_client_without_tls_gets_nothing(
-    server: DataServer, segment: NodeSegment, ends: Ends
+    server: DataServer, segment: OwnedSegment, ends: TlsEndpoints
 ) -> None:
     with (
         transport(ends.client()) as way,
@@ -145,14 +145,14 @@ def test_a_client_without_tls_gets_nothing(
     assert_serves(server, segment, ends)
 
 
-def other_authority(ends: Ends, folder: Path) -> ssl.SSLContext:
-    theirs = Ends(folder).credentials(ENGINE).client()
+def other_authority(ends: TlsEndpoints, folder: Path) -> ssl.SSLContext:
+    theirs = TlsEndpoints(folder).credentials(ENGINE).client()
     theirs.check_hostname = False
     theirs.verify_mode = ssl.CERT_NONE
     return theirs
 
 
-def no_certificate(ends: Ends, folder: Path) -> ssl.SSLContext:
+def no_certificate(ends: TlsEndpoints, folder: Path) -> ssl.SSLContext:
     del ends, folder
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -160,7 +160,7 @@ def no_certificate(ends: Ends, folder: Path) -> ssl.SSLContext:
     return context
 
 
-def older_tls(ends: Ends, folder: Path) -> ssl.SSLContext:
+def older_tls(ends: TlsEndpoints, folder: Path) -> ssl.SSLContext:
     del folder
     context = ends.credentials(ENGINE).client()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -171,10 +171,10 @@ def older_tls(ends: Ends, folder: Path) -> ssl.SSLContext:
 @pytest.mark.parametrize("stranger", [other_authority, no_certificate, older_tls])
 def test_a_stranger_gets_no_answer_to_a_hello(
     server: DataServer,
-    segment: NodeSegment,
-    ends: Ends,
+    segment: OwnedSegment,
+    ends: TlsEndpoints,
     tmp_path: Path,
-    stranger: Callable[[Ends, Path], ssl.SSLContext],
+    stranger: Callable[[TlsEndpoints, Path], ssl.SSLContext],
 ) -> None:
     context = stranger(ends, tmp_path)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
@@ -187,10 +187,10 @@ def test_a_stranger_gets_no_answer_to_a_hello(
 
 
 def test_who_has_another_authority_is_told_so(
-    server: DataServer, segment: NodeSegment, tmp_path: Path
+    server: DataServer, segment: OwnedSegment, tmp_path: Path
 ) -> None:
     with (
-        transport(Ends(tmp_path).client()) as way,
+        transport(TlsEndpoints(tmp_path).client()) as way,
         pytest.raises(PermissionDeniedError, match="certificate") as caught,
     ):
         read(way, described(segment, server.port))
@@ -198,7 +198,7 @@ def test_who_has_another_authority_is_told_so(
     assert caught.value.fields["settled"] == 1
 
 
-def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: NodeSegment) -> None:
+def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: OwnedSegment) -> None:
     with (
         transport(None) as way,
         pytest.raises(PermissionDeniedError, match="encrypts its data port") as caught,
@@ -208,21 +208,21 @@ def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: Nod
     assert caught.value.fields["settled"] == 1
 
 
-def test_the_revoked_are_denied(segment: NodeSegment, ends: Ends, tmp_path: Path) -> None:
+def test_the_revoked_are_denied(segment: OwnedSegment, ends: TlsEndpoints, tmp_path: Path) -> None:
     """From their next connection on; other engines are served."""
     credentials = ends.credentials(ENGINE)
     _, seen = shake(credentials.client(), ends.credentials(NODE).server(), NODE_NAME)
     revoked = tmp_path / "revoked"
     revoked.write_text(identity_of(uris(seen)).number + "\n")
     with serving(segment, ends, revoked=revoked) as server:
-        with transport(ClientEnd(credentials)) as way, pytest.raises(PermissionDeniedError):
+        with transport(ClientTls(credentials)) as way, pytest.raises(PermissionDeniedError):
             read(way, described(segment, server.port))
         assert server.counters().refused_hellos == 1
         assert_serves(server, segment, ends)
 
 
 def test_a_handshake_that_stalls_is_ended(
-    server: DataServer, segment: NodeSegment, ends: Ends
+    server: DataServer, segment: OwnedSegment, ends: TlsEndpoints
 ) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(b"\x16\x03\x01\x02")
@@ -231,7 +231,7 @@ def test_a_handshake_that_stalls_is_ended(
     assert_serves(server, segment, ends)
 
 
-def test_strangers_make_room(segment: NodeSegment, ends: Ends) -> None:
+def test_strangers_make_room(segment: OwnedSegment, ends: TlsEndpoints) -> None:
     """Also those within a handshake; who finds none is told, before TLS."""
     info = None
     with serving(segment, ends, connections_max=1, stall_s=30.0) as server:
@@ -252,14 +252,16 @@ def test_strangers_make_room(segment: NodeSegment, ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("wanted", [ENGINE, MASTER])
-def test_who_is_no_node_does_not_start_as_one(ends: Ends, wanted: Wanted) -> None:
+def test_who_is_no_node_does_not_start_as_one(
+    ends: TlsEndpoints, wanted: CertificateRequest
+) -> None:
     with pytest.raises(ConfigError, match=f"not one that clients accept from {NODE_NAME}") as error:
         ends.node(wanted)
     assert "--role node" in error.value.advice
 
 
-def test_the_node_of_another_name_gets_no_byte(segment: NodeSegment, ends: Ends) -> None:
-    other = Wanted("other", ("node",), nodes=("other-*",))
+def test_the_node_of_another_name_gets_no_byte(segment: OwnedSegment, ends: TlsEndpoints) -> None:
+    other = CertificateRequest("other", ("node",), nodes=("other-*",))
     with (
         serving(segment, ends, other) as server,
         transport(ends.client()) as way,
@@ -267,12 +269,14 @@ def test_the_node_of_another_name_gets_no_byte(segment: NodeSegment, ends: Ends)
     ):
         write(way, described(segment, server.port), b"secret")
     assert server.counters().writes == 0
-    own = Wanted("own", ("node",), nodes=("encrypted-*",))
+    own = CertificateRequest("own", ("node",), nodes=("encrypted-*",))
     with serving(segment, ends, own) as server:
         assert_serves(server, segment, ends)
 
 
-def test_a_node_has_the_identity_with_which_it_has_joined(segment: NodeSegment, ends: Ends) -> None:
+def test_a_node_has_the_identity_with_which_it_has_joined(
+    segment: OwnedSegment, ends: TlsEndpoints
+) -> None:
     """Each server here gets a new certificate, so the first one is one that was renewed."""
     with serving(segment, ends) as server, transport(ends.client()) as way:
         info = described(segment, server.port)
@@ -287,9 +291,9 @@ def test_a_node_has_the_identity_with_which_it_has_joined(segment: NodeSegment, 
 
 
 def test_a_client_that_demands_encryption_connects_to_no_other_node(
-    segment: NodeSegment, ends: Ends
+    segment: OwnedSegment, ends: TlsEndpoints
 ) -> None:
-    demanding = ClientEnd(ends.credentials(ENGINE), demands=True)
+    demanding = ClientTls(ends.credentials(ENGINE), demands=True)
     with serving(segment, ends) as server, transport(demanding) as way:
         plain = described(segment, server.port, encrypts=False)
         with pytest.raises(NodeUnreachableError, match="does not encrypt its data port") as error:
@@ -300,7 +304,7 @@ def test_a_client_that_demands_encryption_connects_to_no_other_node(
         write(way, described(segment, server.port), b"secret")
 
 
-def test_the_identity_that_joined_is_the_one_that_is_accepted(ends: Ends) -> None:
+def test_the_identity_that_joined_is_the_one_that_is_accepted(ends: TlsEndpoints) -> None:
     client = ends.client()
     ours = {"subjectAltName": (("URI", "kvstore:node/n?id=3f0a"),)}
     assert client.accepts(ours, "any", "kvstore:n")
@@ -332,7 +336,9 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
             thread.join()
 
 
-def test_no_secret_is_told_to_a_server_without_tls(segment: NodeSegment, ends: Ends) -> None:
+def test_no_secret_is_told_to_a_server_without_tls(
+    segment: OwnedSegment, ends: TlsEndpoints
+) -> None:
     """There is no way back to plain, whatever the other end says."""
     heard = bytearray()
 
@@ -355,7 +361,9 @@ def test_no_secret_is_told_to_a_server_without_tls(segment: NodeSegment, ends: E
     assert b"secret" not in heard
 
 
-def test_a_node_whose_handshake_stalls_is_given_up(segment: NodeSegment, ends: Ends) -> None:
+def test_a_node_whose_handshake_stalls_is_given_up(
+    segment: OwnedSegment, ends: TlsEndpoints
+) -> None:
     def serve(sock: socket.socket) -> None:
         while sock.recv(1 << 16):
             pass
@@ -366,7 +374,7 @@ def test_a_node_whose_handshake_stalls_is_given_up(segment: NodeSegment, ends: E
         assert caught.value.fields["silent_ms"] == 200
         with pytest.raises(DeadlineExceededError):
             way.read(
-                described(segment, port), [Move(MIB, memoryview(bytearray(1)))], uptime() + 0.1
+                described(segment, port), [RangeCopy(MIB, memoryview(bytearray(1)))], uptime() + 0.1
             )
 
 
@@ -403,7 +411,7 @@ class Changer:
 @pytest.mark.parametrize("to", ["client", "server"])
 @pytest.mark.parametrize("at", [3, 700, 5_000, 40_000, 2 * MIB])
 def test_a_changed_bit_never_gets_through(
-    server: DataServer, segment: NodeSegment, ends: Ends, to: str, at: int
+    server: DataServer, segment: OwnedSegment, ends: TlsEndpoints, to: str, at: int
 ) -> None:
     """In the handshake, in a request, in bytes of objects: an error, and no wrong byte."""
     payload = os.urandom(SIZE)
@@ -437,7 +445,7 @@ def test_a_changed_bit_never_gets_through(
 
 @pytest.mark.parametrize("how", ["fence", "cut", "stop"])
 def test_nothing_lands_after_the_end(
-    server: DataServer, segment: NodeSegment, ends: Ends, how: str
+    server: DataServer, segment: OwnedSegment, ends: TlsEndpoints, how: str
 ) -> None:
     """A writer is under way, with bytes that are received and not decrypted yet."""
     begun, info = threading.Event(), described(segment, server.port)

@@ -13,8 +13,8 @@ from typing import Any
 from kvstore.auth.credentials import MASTER_NAME
 from kvstore.network.limiter import Limiter
 from kvstore.web.server import serving
-from kvstore.web.server.access_control import NOT_SECURED, Access, Secured
-from kvstore.web.server.serving import Answers, Readiness, Route
+from kvstore.web.server.access_control import NOT_SECURED, AccessControl, HttpSecurity
+from kvstore.web.server.serving import ProcessStatus, Readiness, Route
 
 
 class Port:
@@ -70,14 +70,14 @@ class Port:
 def run(
     test: Callable[[Port], Coroutine[Any, Any, None]],
     routes: Iterable[Route],
-    secured: Secured = NOT_SECURED,
-    access: Access | None = None,
+    secured: HttpSecurity = NOT_SECURED,
+    access: AccessControl | None = None,
     requests: Limiter[object] | None = None,
 ) -> None:
     """Serves these routes, and health, while ``test`` runs."""
 
     async def inside() -> None:
-        async with _served(routes, secured, access or Access(None), requests) as port:
+        async with _served(routes, secured, access or AccessControl(None), requests) as port:
             await test(port)
 
     asyncio.run(inside())
@@ -93,14 +93,17 @@ async def _page() -> bytes:
 
 @contextlib.asynccontextmanager
 async def _served(
-    routes: Iterable[Route], secured: Secured, access: Access, requests: Limiter[object] | None
+    routes: Iterable[Route],
+    secured: HttpSecurity,
+    access: AccessControl,
+    requests: Limiter[object] | None,
 ) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     port = Port(listener.getsockname()[1])
     try:
-        answers = Answers(_ready, _page)
+        answers = ProcessStatus(_ready, _page)
         async with serving.serving(
             listener, answers, routes, access=access, secured=secured, requests=requests
         ):

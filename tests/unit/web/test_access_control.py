@@ -13,11 +13,11 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from kvstore.auth.identity import Identity
-from kvstore.auth.impersonation import acting
-from kvstore.auth.revocation_list import Revoked
+from kvstore.auth.impersonation import impersonated
+from kvstore.auth.revocation_list import RevocationList
 from kvstore.config import read_token
 from kvstore.errors import ConfigError
-from kvstore.web.server.access_control import HTTP_TOKEN, Access, Hosts
+from kvstore.web.server.access_control import HTTP_TOKEN, AccessControl, AllowedHosts
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)
@@ -26,9 +26,9 @@ ELSEWHERE = ("10.0.0.9", 40_000)
 
 Headers = list[tuple[str, str]]
 
-OPEN = Access(Hosts(["kv.example.com"]))
-TOKENED = Access(Hosts(["kv.example.com"]), token=TOKEN)
-READS_TOO = Access(Hosts([]), token=TOKEN, reads="token")
+OPEN = AccessControl(AllowedHosts(["kv.example.com"]))
+TOKENED = AccessControl(AllowedHosts(["kv.example.com"]), token=TOKEN)
+READS_TOO = AccessControl(AllowedHosts([]), token=TOKEN, reads="token")
 
 
 def request_of(peer: Any, *headers: tuple[str, str]) -> web.Request:
@@ -38,7 +38,7 @@ def request_of(peer: Any, *headers: tuple[str, str]) -> web.Request:
     return make_mocked_request("PUT", "/", CIMultiDict([*host, *headers]), transport=transport)
 
 
-def status(access: Access, way: str, peer: Any, *headers: tuple[str, str]) -> int:
+def status(access: AccessControl, way: str, peer: Any, *headers: tuple[str, str]) -> int:
     async def done(_: web.Request) -> web.Response:
         return web.Response(status=204)
 
@@ -82,7 +82,7 @@ def bearer(token: str) -> tuple[str, str]:
     ],
 )  # fmt: skip
 def test_who_may(
-    access: Access, peer: Any, headers: Headers, trusted: int, reading: int, named: int,
+    access: AccessControl, peer: Any, headers: Headers, trusted: int, reading: int, named: int,
     measuring: int,
 ) -> None:  # fmt: skip
     for way, expected in (
@@ -131,7 +131,7 @@ def test_a_page_of_another_site_changes_nothing(headers: dict[str, str]) -> None
     ],
 )  # fmt: skip
 def test_by_which_names_it_answers(host: str, expected: bool) -> None:
-    hosts = Hosts(["Cache-1", "kv.example.com"])
+    hosts = AllowedHosts(["Cache-1", "kv.example.com"])
     assert hosts.allow([host]) is expected
     assert not hosts.allow([host] * 2)
     assert not hosts.allow([])
@@ -158,10 +158,10 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
 ) -> None:
     """It must never be answered with the rights of the process itself."""
 
-    class Revoking(Access):
+    class Revoking(AccessControl):
         _left = asked_before
 
-        def _certified(self, request: web.Request, revoked: Revoked) -> Identity | None:
+        def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
             del request, revoked
             self._left -= 1
             return HTTP_TOKEN if self._left >= 0 else None
@@ -169,10 +169,10 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
     acted: list[Identity | None] = []
 
     async def handler(_: web.Request) -> web.Response:
-        acted.append(acting())
+        acted.append(impersonated())
         return web.Response(status=204)
 
-    access = Revoking(None, revoked=Revoked(""))
+    access = Revoking(None, revoked=RevocationList(""))
     found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
     assert (found.status == 401) == (not acted)
     assert asked_before == 2 or found.status == 401

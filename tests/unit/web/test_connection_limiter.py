@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from kvstore.web.server import serving
-from kvstore.web.server.access_control import Secured
+from kvstore.web.server.access_control import HttpSecurity
 from kvstore.web.server.connection_limiter import BUFFER_BYTES
 from kvstore.web.server.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
@@ -132,7 +132,7 @@ def test_no_body_is_decompressed(path: str, encoding: str) -> None:
 
 def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
     signer = authority()
-    secured = Secured(auth=credentials(tmp_path, signer, MASTER).path)
+    secured = HttpSecurity(auth=credentials(tmp_path, signer, MASTER).path)
     mine, theirs = (credentials(tmp_path, signer, who).client() for who in (ENGINE, NODE))
     requests = serving.request_limiter()
     access = secured.access(None)

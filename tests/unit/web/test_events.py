@@ -13,8 +13,8 @@ import pytest
 from kvstore.errors import UnavailableError
 from kvstore.web import ipc_channel as channel_module
 from kvstore.web.events import journal as journal_module
-from kvstore.web.events.journal import EventPosition, Journal, Streams
-from kvstore.web.ipc_channel import GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
+from kvstore.web.events.journal import EventPosition, EventStreams, Journal
+from kvstore.web.ipc_channel import GONE_SIZE, ChildChannel, Event, MasterChannel, SnapshotPage
 from tests.support.wait import until_async
 
 
@@ -71,11 +71,11 @@ class Pair:
     """A feed with its child."""
 
     def __init__(self) -> None:
-        self.feed = MasterEnd()
+        self.feed = MasterChannel()
         self.hangs = False
         self.journal = Journal()
-        self.channel: ChildEnd
-        self.streams: Streams
+        self.channel: ChildChannel
+        self.streams: EventStreams
 
     async def lives(self) -> bool:
         return not self.hangs
@@ -84,8 +84,8 @@ class Pair:
     async def child(self, *, reads: bool = True) -> AsyncIterator[asyncio.Task[None]]:
         ours, theirs = socket.socketpair()
         self.journal = Journal()
-        self.channel = ChildEnd(theirs, self.journal.took)
-        self.streams = Streams(self.journal, self.channel, self.lives)
+        self.channel = ChildChannel(theirs, self.journal.took)
+        self.streams = EventStreams(self.journal, self.channel, self.lives)
         self.feed.attach(ours, {})
         task = asyncio.create_task(self.channel.run() if reads else asyncio.sleep(3600))
         try:
@@ -96,7 +96,7 @@ class Pair:
             self.feed.detach()
             theirs.close()
 
-    async def page(self) -> SurveyPage:
+    async def page(self) -> SnapshotPage:
         """The first one of a new survey."""
         with self.channel.survey() as survey:
             return await self.channel.page(survey, "")
@@ -253,11 +253,11 @@ def test_the_whole_set_comes_amid_the_events() -> None:
 
 
 def test_only_namespaces_that_begin_so() -> None:
-    wanted = journal_module.Wanted("", "vllm/f/")
+    wanted = journal_module.EventFilter("", "vllm/f/")
     assert [
         name for name in ("vllm/f/g0/p0t0", "vllm/f", "vllm/f2/g0/p0t0", "") if wanted.has(name)
     ] == ["vllm/f/g0/p0t0"]
-    both = journal_module.Wanted("vllm/f/g0/p0t0", "vllm/f/")
+    both = journal_module.EventFilter("vllm/f/g0/p0t0", "vllm/f/")
     assert both.has("vllm/f/g0/p0t0")
     assert not both.has("vllm/f/g1/p0t0")
-    assert journal_module.Wanted().has("any")
+    assert journal_module.EventFilter().has("any")

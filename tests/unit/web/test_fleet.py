@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvstore.fleet_records import Record
+from kvstore.fleet_records import FleetRecord
 from kvstore.web.dashboard.routes import FIELDS_MAX, TEXT_MAX, compared
 
 
 def record(
     mark: str, model: str = "/models/m", engine: str = "vllm", **described: object
-) -> Record:
-    return Record(engine, (model,), mark, (f"{engine}/{mark}/p0",), described, 16)
+) -> FleetRecord:
+    return FleetRecord(engine, (model,), mark, (f"{engine}/{mark}/p0",), described, 16)
 
 
 def test_records_of_one_model_are_compared_field_by_field() -> None:

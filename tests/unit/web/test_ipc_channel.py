@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvstore.errors import UnavailableError
-from kvstore.web.ipc_channel import Answers, ChildEnd, MasterEnd
+from kvstore.web.ipc_channel import Answers, ChildChannel, MasterChannel
 
 LONG_S = 30.0
 
 
-Test = Callable[[ChildEnd, MasterEnd, socket.socket], Coroutine[Any, Any, None]]
+Test = Callable[[ChildChannel, MasterChannel, socket.socket], Coroutine[Any, Any, None]]
 
 
 def run(test: Test) -> None:
@@ -24,7 +24,7 @@ def run(test: Test) -> None:
 
     async def inside() -> None:
         ours, theirs = socket.socketpair()
-        child, master = ChildEnd(theirs, lambda _: None), MasterEnd()
+        child, master = ChildChannel(theirs, lambda _: None), MasterChannel()
         reading = asyncio.create_task(child.run())
         await asyncio.sleep(0)
         with ours, theirs:
@@ -41,7 +41,7 @@ def _nothing() -> dict[str, object]:
 
 
 def test_each_question_gets_its_answer() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
+    async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         counted = iter(range(100))
         answers: Answers = {"a": lambda: {"n": next(counted)}, "b": lambda: {"b": "x" * 100_000}}
         ended = master.attach(ours, answers)
@@ -56,7 +56,7 @@ def test_each_question_gets_its_answer() -> None:
 def test_a_parent_that_hangs_costs_its_time_and_is_heard_when_it_is_back() -> None:
     """An answer that comes late is not taken for that to a later question."""
 
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
+    async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         for _ in range(3):
             with pytest.raises(UnavailableError, match=r"no answer within 0\.1 s"):
                 await child.ask("old", 0.1)
@@ -74,7 +74,7 @@ def test_a_child_that_hangs_is_noticed_and_one_that_lives_is_not(
     monkeypatch.setattr("kvstore.web.ipc_channel.SILENT_S", 0.5)
     monkeypatch.setattr("kvstore.web.ipc_channel.ASK_S", 0.02)
 
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
+    async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         ended = master.attach(ours, {"a": _nothing})
         living = asyncio.create_task(child.ask_forever("a", LONG_S))
         await asyncio.sleep(1.0)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.client.async_client import AsyncClient
-from kvstore.web.api.lookups import PIN_PATH, REMOVE_PATH, Api
+from kvstore.web.api.lookups import PIN_PATH, REMOVE_PATH, LookupsAPI
 from kvstore.web.server.operations import endpoints_of
 from kvstore.web.server.serving import Route
 from tests.unit.web import ports
@@ -29,7 +29,7 @@ class Store:
 
 def run(test: Callable[[Port, Store], Coroutine[Any, Any, None]]) -> None:
     store = Store()
-    api = Api(cast("AsyncClient", store), cast("Any", None))
+    api = LookupsAPI(cast("AsyncClient", store), cast("Any", None))
     routes = [Route(each.method, each.path, each.handle) for each in endpoints_of(api)]
     ports.run(lambda port: test(port, store), routes)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.web.dashboard.master import ParentMaster
-from kvstore.web.ipc_channel import ChildEnd
+from kvstore.web.ipc_channel import ChildChannel
 from tests.support.identities import MASTER, authority, credentials
 
 
@@ -23,7 +23,7 @@ class Silent:
 def test_a_drain_demands_encryption_as_its_master_does(tmp_path: Path, demands: bool) -> None:
     async def main() -> str:
         master = ParentMaster(
-            "127.0.0.1:1", cluster="", pid=1, channel=cast(ChildEnd, Silent()), scheme="https",
+            "127.0.0.1:1", cluster="", pid=1, channel=cast(ChildChannel, Silent()), scheme="https",
             auth=credentials(tmp_path, authority(), MASTER).path, demands_encryption=demands,
         )  # fmt: skip
         try:

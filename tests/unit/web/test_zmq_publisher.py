@@ -16,7 +16,7 @@ from zmq.utils import garbage
 
 from kvstore.web.events import zmq_publisher as publisher_module
 from kvstore.web.events.journal import Journal
-from kvstore.web.events.zmq_publisher import END, Publisher
+from kvstore.web.events.zmq_publisher import END, ZmqPublisher
 from tests.support.processes import free_port
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31)
@@ -38,7 +38,9 @@ class Store:
         self.published = 0
         at, replay_at = (f"tcp://127.0.0.1:{port}" for port in self.ports)
         self.at, self.replay_at = at, replay_at
-        self.publisher = Publisher(f"{at},{replay_at}", "pool", Journal(), mock.Mock(), mock.Mock())
+        self.publisher = ZmqPublisher(
+            f"{at},{replay_at}", "pool", Journal(), mock.Mock(), mock.Mock()
+        )
 
     async def publish(self, count: int) -> None:
         for _ in range(count):

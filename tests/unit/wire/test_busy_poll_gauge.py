@@ -9,7 +9,7 @@ from kvstore.wire.busy_poll_gauge import (
     PAUSE_MAX_S,
     PAUSE_MIN_S,
     PREEMPTED,
-    SpinGauge,
+    BusyPollGauge,
 )
 
 
@@ -19,7 +19,7 @@ class Host:
     def __init__(self) -> None:
         self.now = 100.0
         self.is_crowded = False
-        self.gauge = SpinGauge(lambda: self.now, lambda: self.is_crowded)
+        self.gauge = BusyPollGauge(lambda: self.now, lambda: self.is_crowded)
 
     def polls(self, waits: int, outcome: int, step_s: float = 0.0) -> int:
         """Attempts among ``waits`` waits, all with this outcome."""

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import pytest
 
 from kvstore import calls
-from kvstore.calls.field_constraints import Between, NameOrEmpty
+from kvstore.calls.field_constraints import IntRange, NameOrEmpty
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.v1 import admin_pb2, client_pb2, node_pb2
@@ -28,7 +28,7 @@ class OfAnotherType(NamedTuple):
 class Bounded(NamedTuple):
     """As ``calls.MasterAccepted``."""
 
-    epoch: Annotated[int, Between(3, 5)]
+    epoch: Annotated[int, IntRange(3, 5)]
     cluster: NameOrEmpty = ""
 
 

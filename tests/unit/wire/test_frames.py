@@ -17,15 +17,15 @@ from kvstore.wire.frames import (
     HELLO,
     MAGIC,
     Frame,
+    FrameKind,
     FrameReader,
-    Kind,
     frame,
     read_hello,
 )
 
 FRAME = st.tuples(
     st.integers(0, 2**64 - 1),
-    st.sampled_from([int(kind) for kind in Kind]),
+    st.sampled_from([int(kind) for kind in FrameKind]),
     st.binary(max_size=20),
     st.binary(max_size=300),
 )

@@ -21,7 +21,7 @@ from kvstore.errors import (
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.v1 import admin_pb2, client_pb2, common_pb2, node_pb2
 from kvstore.wire import messages, node_messages
-from kvstore.wire.messages import BY_WIRE_NAME, CALLS, Call
+from kvstore.wire.messages import BY_WIRE_NAME, CALLS, RpcMethod
 from tests.support.wire_values import MASTER_MESSAGES, NODE_MESSAGES, REPLIES, REQUESTS
 
 NAMESPACE = Namespace("default")
@@ -40,7 +40,7 @@ def test_the_table_holds_every_request() -> None:
 @by_row
 @few
 @given(data=st.data())
-def test_a_request_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
+def test_a_request_comes_out_as_it_went_in(row: RpcMethod[Any, Any], data: st.DataObject) -> None:
     request = data.draw(REQUESTS[row.request])
     assert messages.decode_request(row, messages.encode_request(request)) == request
 
@@ -48,7 +48,7 @@ def test_a_request_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObj
 @by_row
 @few
 @given(data=st.data())
-def test_a_reply_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
+def test_a_reply_comes_out_as_it_went_in(row: RpcMethod[Any, Any], data: st.DataObject) -> None:
     reply = data.draw(REPLIES[row.reply])
     assert messages.decode_reply(row, row.encode_reply(reply)) == reply
 
@@ -87,7 +87,7 @@ def mangled(data: st.DataObject, valid: bytes) -> bytes:
 @by_row
 @few
 @given(garbage=st.binary(max_size=200))
-def test_random_bytes_are_refused_or_valid(row: Call[Any, Any], garbage: bytes) -> None:
+def test_random_bytes_are_refused_or_valid(row: RpcMethod[Any, Any], garbage: bytes) -> None:
     only_typed_errors(lambda: messages.decode_request(row, garbage))
     only_typed_errors(lambda: messages.decode_reply(row, garbage))
 
@@ -95,7 +95,9 @@ def test_random_bytes_are_refused_or_valid(row: Call[Any, Any], garbage: bytes) 
 @by_row
 @few
 @given(data=st.data())
-def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.DataObject) -> None:
+def test_mangled_requests_are_refused_or_valid(
+    row: RpcMethod[Any, Any], data: st.DataObject
+) -> None:
     valid = messages.encode_request(data.draw(REQUESTS[row.request]))
     only_typed_errors(lambda: messages.decode_request(row, mangled(data, valid)))
 
@@ -301,7 +303,7 @@ def test_columns_of_an_order_are_of_one_length(field: str, rows: int) -> None:
 def test_a_reply_that_contradicts_itself_is_a_protocol_error(
     placements: common_pb2.Placements,
 ) -> None:
-    reply = client_pb2.Found(placements=placements)
+    reply = client_pb2.LookupReply(placements=placements)
     with pytest.raises(ProtocolError):
         messages.decode_reply(CALLS[calls.Lookup], reply.SerializeToString())
 

@@ -21,7 +21,7 @@ from kvstore.limits import (
     Namespace,
 )
 from kvstore.master.service import MasterService
-from kvstore.master.state.effects import Send
+from kvstore.master.state.effects import SendToNode
 from kvstore.master.state.master_state import MasterState
 from kvstore.packed_keys import PackedKeys, keys_per_request
 from kvstore.wire.messages import encode_request
@@ -46,11 +46,11 @@ def service_with(objects: int) -> MasterService:
         orders = [
             effect.message.order
             for effect in state.effects
-            if isinstance(effect, Send) and isinstance(effect.message, calls.MasterWipe)
+            if isinstance(effect, SendToNode) and isinstance(effect.message, calls.MasterWipe)
         ]
         settle()
         for order in orders:
-            state.nodes.said(0, 1, calls.NodeWiped(order))
+            state.nodes.said(0, 1, calls.NodeWipeDone(order))
         settle()
 
     service._settle = wiping  # type: ignore[method-assign]

@@ -27,9 +27,9 @@ from kvstore.limits import FRAME_BYTES_MAX, Key, Namespace
 from kvstore.master.authorizer import token_for
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.lane_server import LaneSettings
-from kvstore.master.rpc_servers import Carriers, Endpoints
+from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.state import traffic
-from kvstore.process.cancellation import Stop
+from kvstore.process.cancellation import CancelToken
 from kvstore.wire.frames import Frame, FrameReader, hello
 
 T = TypeVar("T")
@@ -45,36 +45,37 @@ STATUS = calls.ClusterStatus(
     7, "0.1", 5,
     [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
     [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
-    gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
+    gone=[calls.DepartedNode("m", "h", "left", 9, 3, 0, False)],
     tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],
 )  # fmt: skip
 SAMPLES: dict[type, tuple[Any, Any]] = {
     type(request): (request, reply)
     for request, reply in (
         (calls.MatchPrefix([N, Namespace("other")], KEYS, True, [Namespace("states")]),
-         calls.Matched(7, 10_000, [
+         calls.MatchPrefixReply(7, 10_000, [
              calls.PrefixMatch(2, 0, PLACES), calls.PrefixMatch(0, 1, calls.NO_PLACEMENTS),
          ], 1)),
-        (calls.Lookup(N, KEYS), calls.Found(7, 10_000, PLACES)),
-        (calls.Exists(N, KEYS), calls.Existing(b"\x01\x02")),
+        (calls.Lookup(N, KEYS), calls.LookupReply(7, 10_000, PLACES)),
+        (calls.Exists(N, KEYS), calls.ExistsReply(b"\x01\x02")),
         (calls.PutStart(N, KEYS, [4096, 10], None, True, 1, False, 0, "host"),
          calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096])),
-        (calls.PutEnd(7, [9]), calls.PutEnded(b"\x04")),
-        (calls.PutRevoke(7, [9], False, [5, 6]), calls.Revoked(1)),
+        (calls.PutEnd(7, [9]), calls.PutEndReply(b"\x04")),
+        (calls.PutRevoke(7, [9], False, [5, 6]), calls.PutRevokeReply(1)),
         (
             calls.Allocate(N, 4096, 0, "host"),
             calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
         ),
-        (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.Committed(4)),
+        (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.CommitReply(4)),
         (calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
-         calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01")),
-        (calls.Remove(N, KEYS), calls.Removed(b"\x01\x00")),
-        (calls.Clear(N, 100), calls.Cleared(2, 0)),
-        (calls.DescribeSegments([3, 4]), calls.Segments(7, [SEGMENT])),
-        (calls.ReportFailure([3]), calls.Reported(1)),
-        (calls.ReportCorrupt(N, KEYS, [7, 7], [1, 2], [bytes(16)] * 2), calls.Dropped(1)),
+         calls.RenewReply(10_000, 30_000, b"\x01\x00", b"\x01")),
+        (calls.Remove(N, KEYS), calls.RemoveReply(b"\x01\x00")),
+        (calls.Clear(N, 100), calls.ClearReply(2, 0)),
+        (calls.DescribeSegments([3, 4]), calls.DescribeSegmentsReply(7, [SEGMENT])),
+        (calls.ReportFailure([3]), calls.ReportFailureReply(1)),
+        (calls.ReportCorrupt(N, KEYS, [7, 7], [1, 2], [bytes(16)] * 2),
+         calls.ReportCorruptReply(1)),
         (calls.Status(), STATUS),
-        (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
+        (calls.Drain("n", calls.DrainStep.BEGIN), calls.DrainReply(7, 4096, 1)),
     )
 }  # fmt: skip
 """A request and its reply for each call of an engine, and for two of operators."""
@@ -85,7 +86,7 @@ class ScriptedService:
 
     def __init__(self, *, epoch: int = 7, lane: bool = True, unix: bool = True) -> None:
         self.epoch = epoch
-        self.endpoints: Endpoints | None = None
+        self.endpoints: ListenAddresses | None = None
         self.lane_port: int | None = None
         """Announced instead of the real one."""
         self.answers: dict[type, Answer] = {kind: reply for kind, (_, reply) in SAMPLES.items()}
@@ -113,11 +114,11 @@ class ScriptedService:
             raise copy.copy(answer)  # a fresh one: its traceback must not outlive the call
         return answer(request) if callable(answer) else answer
 
-    def _joined(self, request: calls.Join) -> calls.Joined:
+    def _joined(self, request: calls.Join) -> calls.JoinReply:
         assert self.endpoints is not None
         _, _, port, unix, token, *_ = self.endpoints
         port = port if self.lane_port is None else self.lane_port
-        return calls.Joined(
+        return calls.JoinReply(
             self.epoch,
             port if self._lane else 0,
             unix if self._lane and self._unix else "",
@@ -161,24 +162,24 @@ async def beats(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMes
     async for message in incoming:
         if isinstance(message, calls.NodeJoin):
             yield calls.MasterAccepted(7, 500, 6_000, list(range(len(message.segments))))
-        elif isinstance(message, calls.NodeBeat):
-            yield calls.MasterBeat(message.number)
-        elif isinstance(message, calls.NodeWiped):
+        elif isinstance(message, calls.NodeHeartbeat):
+            yield calls.MasterHeartbeat(message.number)
+        elif isinstance(message, calls.NodeWipeDone):
             raise InvalidArgumentError("no such order", order=message.order)
         else:
             return
 
 
 class Server:
-    """A ``Carriers`` in a thread. Entering starts it; ``restart`` is on the same ports."""
+    """A ``RpcServers`` in a thread. Entering starts it; ``restart`` is on the same ports."""
 
     def __init__(
         self, service: ScriptedService, *, settings: LaneSettings | None = None, spin_us: int = 0
     ) -> None:
         self.service = service
         self.settings = settings
-        self.endpoints: Endpoints
-        self.carriers: Carriers
+        self.endpoints: ListenAddresses
+        self.carriers: RpcServers
         self._spin_us = spin_us
         self._ports = (0, 0)
         self._thread: threading.Thread | None = None
@@ -259,7 +260,7 @@ class Server:
     async def _serve(self, ready: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        self.carriers = Carriers(self.service, lane_settings=self.settings)
+        self.carriers = RpcServers(self.service, lane_settings=self.settings)
         self.service.endpoints = await self.carriers.bind("127.0.0.1", *self._ports)
         await self.carriers.start()
         ready.set()
@@ -300,14 +301,14 @@ class StoppableCaller(Caller):
     """Its calls can be stopped, as those of ``AsyncClient``."""
 
     def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
-        with Stop().here():
+        with CancelToken().here():
             return super().call(request, timeout_s)
 
 
 class RawLane:
     """A socket on the lane that speaks frames, or what it likes."""
 
-    def __init__(self, endpoints: Endpoints, *, token: bytes | None = None) -> None:
+    def __init__(self, endpoints: ListenAddresses, *, token: bytes | None = None) -> None:
         self.sock = socket.create_connection((endpoints.host, endpoints.lane_port), timeout=10)
         self.reader = FrameReader(FRAME_BYTES_MAX)
         if token is not None:
@@ -335,7 +336,7 @@ class RawLane:
 class RawGrpc:
     """A connection of HTTP/2 that does what it likes."""
 
-    def __init__(self, endpoints: Endpoints, *, window: int = 1 << 20) -> None:
+    def __init__(self, endpoints: ListenAddresses, *, window: int = 1 << 20) -> None:
         """``window``: the bytes of replies that it takes."""
         self.sock = socket.create_connection((endpoints.host, endpoints.port), timeout=10)
         self._read = self.sock.makefile("rb")
