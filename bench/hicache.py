@@ -83,9 +83,9 @@ class HiCacheDriver(StoreDriver):
             names = [f"{each}_{backend.mla_suffix}_k" for each in hashes]
             backend.store.batch_remove(names, True)
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         if self._ours is not None:
-            self._ours.settle()
+            self._ours.wait_until_free()
 
     def close(self) -> None:
         for backend in self._backends.values():

@@ -101,9 +101,9 @@ class LMCacheDriver(StoreDriver):
         for size, names in by_size.items():
             require(self._backends[size].remove(names), "was not stored")
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         if self._beside is not None:
-            self._beside.settle()
+            self._beside.wait_until_free()
 
     def close(self) -> None:
         self._keep([])

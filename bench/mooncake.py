@@ -97,7 +97,7 @@ class MooncakeDriver(StoreDriver):
         self._store = module.MooncakeDistributedStore()
         if mode == "shm":
             self._well(self._store.setup_dummy(4 * memory_bytes, BUFFER_BYTES, address), "set up")
-            self.source, self.target = self._lent(memory_bytes), self._lent(memory_bytes)
+            self.source, self.target = self._borrowed(memory_bytes), self._borrowed(memory_bytes)
             fill_randomly(self.source)
             self.target[:] = 1
         else:
@@ -106,7 +106,7 @@ class MooncakeDriver(StoreDriver):
             self.source, self.target = memory(memory_bytes)
         for each in (self.source, self.target):
             self._well(self._store.register_buffer(each.ctypes.data, memory_bytes), "register")
-        self._wait_for_room()
+        self._wait_for_space()
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
         keys, count = [list(batch) for batch in batches], len(batches)
@@ -135,12 +135,12 @@ class MooncakeDriver(StoreDriver):
     def close(self) -> None:
         self._store.close()
 
-    def _lent(self, size: int) -> Bytes:
+    def _borrowed(self, size: int) -> Bytes:
         """Memory that the client shares with its storage process."""
         address = self._store.alloc_from_mem_pool(size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_space(self) -> None:
         """Waits until a put succeeds: the storage process listens before its memory is mounted."""
         deadline = time.monotonic() + READY_SECONDS
         while failed := self._store.put_from(FIRST, self.source.ctypes.data, 1):

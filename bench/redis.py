@@ -77,7 +77,7 @@ class RedisDriver(StoreDriver):
             )
         if op == MATCH:
             return Work(
-                lambda i: self._ask_for_each(keys[i % count]),
+                lambda i: self._call_for_each(keys[i % count]),
                 lambda found: require(sum(found) == length, "was not there in Redis"),
             )
         if op == PUT:
@@ -100,7 +100,7 @@ class RedisDriver(StoreDriver):
         self._client.close()
         self._large.close()
 
-    def _ask_for_each(self, keys: Sequence[bytes]) -> Any:
+    def _call_for_each(self, keys: Sequence[bytes]) -> Any:
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
             pipeline.exists(key)

@@ -75,13 +75,13 @@ class Driver(StoreDriver):
             number = i % len(prompts)
             return batches[number][0], fleet.complete(self._address, prompts[number], 1)
 
-        return Work(call, self._store_answer if op == PUT else self._check_answer)
+        return Work(call, self._store_response if op == PUT else self._check_response)
 
-    def _store_answer(self, result: tuple[str, fleet.Completion]) -> None:
+    def _store_response(self, result: tuple[str, fleet.Completion]) -> None:
         name, answer = result
         self._answers[name] = answer.tokens
 
-    def _check_answer(self, result: tuple[str, fleet.Completion]) -> None:
+    def _check_response(self, result: tuple[str, fleet.Completion]) -> None:
         name, answer = result
         require(answer.tokens == self._answers[name], "led to another token")
         is_found = answer.cached_tokens >= BLOCKS * BLOCK_TOKENS

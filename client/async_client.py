@@ -90,13 +90,13 @@ class AsyncClient:
         self._threads = _new_threads()
         fork_support.watch(self)
 
-    def _begin_anew(self) -> None:
-        """Called automatically in the child of a fork, as ``Client._begin_anew`` is."""
+    def _reset_after_fork(self) -> None:
+        """Called automatically in the child of a fork, as ``Client._reset_after_fork`` is."""
         fork_support.leak_deliberately(self._threads)
         self._threads = _new_threads()
 
-    def _give_up(self) -> None:
-        self._client._give_up()
+    def _close_after_fork(self) -> None:
+        self._client._close_after_fork()
 
     def __del__(self) -> None:
         threads = self.__dict__.get("_threads")
@@ -147,7 +147,7 @@ class AsyncClient:
     remove_many = _awaited(Client.remove_many)
 
     drain = _awaited(Client.drain)
-    move_some = _awaited(Client.move_some)
+    move_page = _awaited(Client.move_page)
 
     register = _awaited(Client.register)
     unregister = _awaited(Client.unregister)

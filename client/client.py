@@ -143,17 +143,17 @@ class Client:
         the call by raising a ``KVStoreError``."""
         self._stub.check = check
 
-    def _begin_anew(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Called automatically in the child of a fork; see the class."""
-        self._state.begin_anew()
+        self._state.reset_after_fork()
 
-    def _give_up(self) -> None:
+    def _close_after_fork(self) -> None:
         self._state.give_up()
 
     def __del__(self) -> None:
         state = self.__dict__.get("_state")
         if state is not None:
-            state.let_go()
+            state.close_from_finalizer()
 
     @classmethod
     def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
@@ -864,7 +864,7 @@ class Client:
         self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
     ) -> calls.DrainReply:
         """Stop placing new objects on a node; clients still read the objects that it holds.
-        ``kvstore drain`` does all of it: this, ``move_some`` until nothing is left, and ``leave``.
+        ``kvstore drain`` does all of it: this, ``move_page`` until nothing is left, and ``leave``.
 
         Args:
             undo: place new objects on the node again.
@@ -880,7 +880,7 @@ class Client:
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
         return self._run(ask(calls.Drain(node, step), calls.DrainReply), timeout_ms)
 
-    def move_some(
+    def move_page(
         self,
         node: str,
         cursor: int = 0,
@@ -1111,7 +1111,7 @@ def _waiting(stop: CancelToken, wait: Callable[P, ResultT]) -> Callable[P, Resul
     """``wait``, during which ``stop`` ends the call at once: it touches no memory of the caller."""
 
     def waits(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-        with stop.waiting():
+        with stop.cancellable_wait():
             return wait(*args, **kwargs)
 
     return waits

@@ -81,7 +81,7 @@ class ClientStats(NamedTuple):
     """Transfers (of a batch of objects, from or to one segment) by transport."""
     read_bytes: Mapping[str, int]
     """Bytes of objects, or of ranges of them, that were read, by transport."""
-    reached: bool = False
+    contacted: bool = False
     """Whether a master has answered."""
     not_mapped: Mapping[str, str] = MappingProxyType({})
     """Why the memory of nodes on this host is not mapped, by node: their bytes come by another
@@ -130,14 +130,14 @@ class ClientResources:
         )
         self.children: list[Child] = []
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """As ``forks.watch`` has it. The child processes stay the parent's."""
         for child in self.children:
-            child.abandon()
+            child.close_after_fork()
         fork_support.leak_deliberately(self.children)
         self.children = []
         self.name = self._new_name()
-        self.stub.abandon()
+        self.stub.close_after_fork()
         client_number = _new_number()
         self.stub = self._new_stub(client_number)
         self._closing = Job(self._close)
@@ -148,14 +148,14 @@ class ClientResources:
         context.placements = PlacementCache(self.config.placements_max)
         context.leases = ReadLeases(self.config.placements_max)
         context.counters = {}
-        self.views.begin_anew(context.leases)
-        self.movers.begin_anew(context.client_number)
+        self.views.reset_after_fork(context.leases)
+        self.movers.reset_after_fork(context.client_number)
 
     def drop_connections(self) -> None:
         """Called after a foreign exception has cut a call, which may have left anything half done:
         the next calls begin anew. Views and calls of other threads go on. What the call was granted
         ends by time, as after the death of a process."""
-        self.stub.begin_anew()
+        self.stub.reset_after_fork()
         self.context.segments = SegmentTable()
         self.context.placements = PlacementCache(self.config.placements_max)
         self.movers.drop_connections()
@@ -220,7 +220,7 @@ class ClientResources:
             self.stub.epoch,
             dict(self.movers.moved),
             dict(self.movers.read_bytes),
-            self.stub.reached,
+            self.stub.contacted,
             self.movers.not_mapped,
         )
 
@@ -237,7 +237,7 @@ class ClientResources:
             uninterrupted(self._closing.run)
             self._closing.wait()
 
-    def let_go(self) -> None:
+    def close_from_finalizer(self) -> None:
         """Called by a finalizer when the program has dropped its client without closing it: closes
         it in a thread, as soon as the program has no view and no allocation any more."""
         if not (self.is_closed or sys.is_finalizing()):

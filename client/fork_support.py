@@ -22,8 +22,9 @@ _kept: Final[list[object]] = []
 
 
 def watch(client: object) -> None:
-    """Calls the client's ``_begin_anew`` in every child, as long as the client exists; it takes no
-    lock that existed before the fork. If it fails, ``_give_up`` refuses all calls."""
+    """Calls the client's ``_reset_after_fork`` in every child, as long as the client exists; it
+    takes no lock that existed before the fork. If it fails, ``_close_after_fork`` refuses all
+    calls."""
     _clients.add(client)
 
 
@@ -36,9 +37,9 @@ def leak_deliberately(parents: object) -> None:
 def _in_child() -> None:
     for client in list(_clients):
         try:
-            client._begin_anew()
+            client._reset_after_fork()
         except Exception:
-            client._give_up()
+            client._close_after_fork()
             log.exception("client_not_usable_after_fork pid=%d", os.getpid())
 
 

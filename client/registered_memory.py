@@ -58,7 +58,7 @@ class RegisteredBuffers:
         Raises:
             InvalidArgumentError: they are not within one region, or are on a device.
         """
-        region = self._holding(address, size)
+        region = self._region_containing(address, size)
         if region.start in self._devices:
             raise InvalidArgumentError(
                 f"{size} bytes at {address:#x} are memory of {self._devices[region.start].name}, "
@@ -77,7 +77,7 @@ class RegisteredBuffers:
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
         parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
-        devices = {self._devices.get(self._holding(*each).start) for each in parts}
+        devices = {self._devices.get(self._region_containing(*each).start) for each in parts}
         if len(devices) > 1:
             raise InvalidArgumentError(
                 "the runs of a value are in different memories",
@@ -90,7 +90,7 @@ class RegisteredBuffers:
 
         return DeviceMemory(device, *np.ascontiguousarray(np.array(parts, np.int64).T))
 
-    def _holding(self, address: int, size: int) -> Region:
+    def _region_containing(self, address: int, size: int) -> Region:
         region = self._regions.holding(address, size) if size >= 0 else None
         if region is None:
             raise InvalidArgumentError(

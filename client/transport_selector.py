@@ -117,13 +117,13 @@ class TransportSelector:
             _wait_or_cancel(jobs, stop)
             raise
 
-    def shown(self, segment: SegmentInfo) -> memoryview | None:
-        """As ``Transport.shown``."""
+    def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
+        """As ``Transport.readonly_memory``."""
         if self._sweeping is None:
             self._start_sweeping()
         for transport in self._transports:
-            if transport.maps and transport.reaches(segment):
-                return transport.shown(segment)
+            if transport.maps and transport.can_reach(segment):
+                return transport.readonly_memory(segment)
         return None
 
     def memory(self, segment: SegmentInfo) -> memoryview:
@@ -133,7 +133,7 @@ class TransportSelector:
             SegmentGoneError: it was unmounted, or mounted anew.
         """
         for transport in self._transports:
-            if transport.maps and transport.reaches(segment):
+            if transport.maps and transport.can_reach(segment):
                 try:
                     return transport.memory(segment)
                 except SegmentGoneError:
@@ -148,7 +148,7 @@ class TransportSelector:
             SegmentGoneError: it was unmounted, or mounted anew.
             InvalidRangeError
         """
-        if not any(each.maps and each.may_write(segment) for each in self._transports):
+        if not any(each.maps and each.can_write(segment) for each in self._transports):
             return None
         memory = self.memory(segment)
         if offset + length > len(memory):
@@ -158,7 +158,7 @@ class TransportSelector:
     def watch(self, segment: SegmentInfo) -> Mounted:
         """A function that says whether a segment, seen by ``view``, is still mounted as it was."""
         for transport in self._transports:
-            if (mounted := transport.watch(segment)) is not None:
+            if (mounted := transport.mount_checker(segment)) is not None:
                 return mounted
         return lambda: False  # it was unmounted since
 
@@ -169,7 +169,7 @@ class TransportSelector:
         if self._sweeping is None:
             self._start_sweeping()
         for transport in self._transports:
-            if transport.reaches(segment):
+            if transport.can_reach(segment):
                 return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
         return False
 
@@ -198,10 +198,10 @@ class TransportSelector:
         if whole is not None and self._engine is not None:
             self._engine.unregister(whole)
 
-    def begin_anew(self, client_number: int) -> None:
+    def reset_after_fork(self, client_number: int) -> None:
         """As ``forks.watch`` has it. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
-            transport.abandon()
+            transport.close_after_fork()
         fork_support.leak_deliberately((self._engine, self._workers, self.devices))
         self._make(client_number)
 
@@ -230,7 +230,7 @@ class TransportSelector:
             self._start_sweeping()
         try:
             for transport in self._transports:
-                if transport.may_write(segment) if transfer.write else transport.reaches(segment):
+                if transport.can_write(segment) if transfer.write else transport.can_reach(segment):
                     self.moved[transport.name] = self.moved.get(transport.name, 0) + 1
                     transfer.run(transport, deadline)
                     if not transfer.write:

@@ -77,7 +77,7 @@ class Breaker:
             return state == "closed"
         return False
 
-    def abandoned(self) -> None:
+    def on_abandoned(self) -> None:
         """Called when the probe ended without a result (its client left): the next request is the
         probe."""
         self._probing = False

@@ -31,14 +31,14 @@ class DrainOutcome:
     moved_bytes: int = 0
     corrupt: int = 0
     """Objects of the last pass whose bytes do not match their checksum."""
-    left: int = 0
+    remaining: int = 0
     """Objects for which other nodes have no space."""
-    left_bytes: int = 0
+    remaining_bytes: int = 0
     evicted: int = 0
     """Less recently used objects on other nodes that were evicted to make room."""
     unfinished: int = 0
     """Puts and allocations under way, and objects that could not be moved, at the end."""
-    has_left: bool = False
+    has_departed: bool = False
 
 
 def check_room(found: ClusterStatus, node: str) -> None:
@@ -109,9 +109,9 @@ def drain_node(
             break
         else:
             time.sleep(PAUSE_S)
-    if discard or not (outcome.left or outcome.unfinished):
+    if discard or not (outcome.remaining or outcome.unfinished):
         client.drain(node, leave=True)
-        outcome.has_left = True
+        outcome.has_departed = True
     return outcome
 
 
@@ -120,13 +120,13 @@ def _pass(
 ) -> int:
     """Tries all objects once; returns how many could not be moved now."""
     failed = cursor = 0
-    outcome.left = outcome.left_bytes = outcome.corrupt = 0
+    outcome.remaining = outcome.remaining_bytes = outcome.corrupt = 0
     while True:
-        step = client.move_some(outcome.node, cursor, evict_up_to=evict_up_to)
+        step = client.move_page(outcome.node, cursor, evict_up_to=evict_up_to)
         outcome.moved += step.objects
         outcome.moved_bytes += step.size
-        outcome.left += step.left
-        outcome.left_bytes += step.left_size
+        outcome.remaining += step.remaining
+        outcome.remaining_bytes += step.remaining_size
         outcome.evicted += step.evicted
         outcome.corrupt += step.corrupt
         failed += step.failed

@@ -113,7 +113,7 @@ class FleetRecord(NamedTuple):
         found = {name: _GROUP.match(name) for name in self.namespaces}
         return frozenset(name for name, of in found.items() if of and of[1] in recurrent)
 
-    def has_ended(self, now: float) -> bool:
+    def is_stopped(self, now: float) -> bool:
         """Whether the engines of this record have ended, as far as it says.
 
         Args:

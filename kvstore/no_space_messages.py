@@ -88,8 +88,8 @@ CAUSES: Final = {
     QUOTA: (
         "{tenant} holds {held} of at most {bound}, and none of its own objects can be evicted now: "
         "they are leased, pinned or being written",
-        "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its at_most.",
-        "their tenant had all that it may have (at_most)",
+        "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its limit.",
+        "their tenant had all that it may have (limit)",
     ),
     GUARANTEES: (
         "the guarantees of other tenants hold the rest, and what is above them is leased, pinned "
@@ -146,7 +146,7 @@ def over_bound(
     who = tenant_text(tenant)
     if wanted > bound:
         said = "{tenant} may hold at most {bound}"
-        advice = "Put less at a time, or raise the at_most of this tenant."
+        advice = "Put less at a time, or raise the limit of this tenant."
     told = said.format(tenant=who, held=format_size_short(held), bound=format_size_short(bound))
     if pinned:
         told += f". {format_size_short(pinned)} of them are pinned" if wanted <= bound else ""
@@ -156,7 +156,7 @@ def over_bound(
         cause=QUOTA,
         missing_bytes=missing,
         tenant=tenant,
-        quota="at_most",
+        quota="limit",
         tenant_bytes=held,
         tenant_bytes_max=bound,
     )
@@ -171,13 +171,13 @@ def guarantee_error(tenant: str, wanted: int, missing: int) -> NoSpaceError:
         cause=GUARANTEES,
         missing_bytes=missing,
         tenant=tenant,
-        quota="guaranteed",
+        quota="guarantee",
     )
 
 
 def guarantee_warning(status: ClusterStatus) -> str:
     """Says that the pool is smaller than what its tenants are guaranteed; empty: it is not."""
-    guaranteed = sum(each.guaranteed for each in status.tenants)
+    guaranteed = sum(each.guarantee_bytes for each in status.tenants)
     size = status.size
     if not size or guaranteed <= size:
         return ""

@@ -84,7 +84,7 @@ class Repairer:
             self._client = Client(config=self._config)
         objects = size = failed = 0
         while not self._stopped:
-            copied = self._client.move_some(self._node, repair=True)
+            copied = self._client.move_page(self._node, repair=True)
             objects += copied.objects
             size += copied.size
             failed += copied.failed + copied.corrupt

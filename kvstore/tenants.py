@@ -24,13 +24,13 @@ class TenantRule(NamedTuple):
     name: str
     namespaces: tuple[str, ...] = ()
     """Patterns."""
-    guaranteed: int = 0
+    guarantee_bytes: int = 0
     """What the puts of other tenants cannot take from it."""
-    at_most: int = UNBOUNDED
+    limit_bytes: int = UNBOUNDED
     """What it can never exceed."""
-    pinned: int = UNBOUNDED
+    pin_limit_bytes: int = UNBOUNDED
     """What its pins may hold."""
-    puts: float = 1.0
+    put_share: float = 1.0
     """Share of the puts that may be under way, and that may wait, at the same time."""
 
 

@@ -92,7 +92,7 @@ class DigestCache:
         except OSError as error:
             log.debug("digest_not_remembered reason=%s", error)
 
-    def can_tell(self, file: os.stat_result) -> bool:
+    def is_change_detectable(self, file: os.stat_result) -> bool:
         """Whether a change of this file from now on changes its state."""
         return self._now_ns() - max(file.st_mtime_ns, file.st_ctime_ns) > SETTLED_NS
 
@@ -161,7 +161,7 @@ def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest
         if digest is not None:
             told.advance(before.st_size)
             return FileDigest(before.st_size, digest, names)
-        can_tell = remembered.can_tell(before) and not _is_image(file.fileno(), before)
+        can_tell = remembered.is_change_detectable(before) and not _is_image(file.fileno(), before)
         total, buffer = 0, memoryview(bytearray(PIECE_BYTES))
         for description, left in tensors or [((), sys.maxsize)]:
             hasher = xxh3_128(json.dumps(description).encode() if description else b"")

@@ -99,7 +99,7 @@ class Authorizer:
 
     # --- who a peer is ------------------------------------------------------------------------
 
-    def of_grpc(self, context: Mapping[str, Iterable[bytes]]) -> Identity:
+    def identify_grpc_peer(self, context: Mapping[str, Iterable[bytes]]) -> Identity:
         """Who makes a gRPC call, by its ``auth_context``.
 
         Raises:
@@ -108,10 +108,10 @@ class Authorizer:
         names = context.get("peer_uri", ())  # other kinds of names are for people to choose
         version = next(iter(context.get("ssl_tls_version", ())), _TLS)
         if version != _TLS:
-            raise self.refusal(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
+            raise self.refusal_error(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
         return self._identity(tuple(name.decode(errors="replace") for name in names))
 
-    def of_tls(self, connection: ssl.SSLObject) -> Identity:
+    def identify_tls_peer(self, connection: ssl.SSLObject) -> Identity:
         """Who has opened a connection, by its ``ssl_object``.
 
         Raises:
@@ -125,7 +125,7 @@ class Authorizer:
             try:
                 who = identity_of(names)
             except InvalidArgumentError as error:
-                raise self.refusal(error.message, error.advice) from None
+                raise self.refusal_error(error.message, error.advice) from None
             if len(self._known) >= IDENTITIES_MAX:
                 self._known.clear()
             self._known[names] = who
@@ -134,16 +134,18 @@ class Authorizer:
 
     def _check_revoked(self, who: Identity) -> None:
         if self._revoked.has(who):
-            raise self.refusal(f"{who.shown} was revoked", "Issue it a new identity.", who)
+            raise self.refusal_error(
+                f"{who.display_name} was revoked", "Issue it a new identity.", who
+            )
 
-    def refused_holders(self) -> list[int]:
+    def rejected_holders(self) -> list[int]:
         """Holders whose capabilities may still be valid although their identities are revoked; the
         last ones, if there are too many for one message."""
-        return [holder_by(number) for number in self._revoked.lately()[-REFUSED_HOLDERS_MAX:]]
+        return [holder_by(number) for number in self._revoked.recent()[-REFUSED_HOLDERS_MAX:]]
 
     # --- tokens -------------------------------------------------------------------------------
 
-    def token(self, secret: bytes, who: Identity, name: bytes, number: int) -> bytes:
+    def issue_client_token(self, secret: bytes, who: Identity, name: bytes, number: int) -> bytes:
         """The token of a client that has joined with this identity.
 
         Args:
@@ -177,19 +179,19 @@ class Authorizer:
         Raises:
             PermissionDeniedError: it may not make this call, or was revoked.
         """
-        self._ask(who, permissions.check, request)
+        self._check_permission(who, permissions.check, request)
         if who is not None and isinstance(request, AUDITED):
             self._audit(who, request)
 
     def check_node(self, who: Identity | None, name: str) -> None:
         """As ``check``, for a stream of the node of this name."""
-        self._ask(who, permissions.check_node, name)
+        self._check_permission(who, permissions.check_node, name)
 
-    def _ask(
+    def _check_permission(
         self, who: Identity | None, check: Callable[[Identity, WhatT], None], what: WhatT
     ) -> None:
         if who is None:
-            raise self.refusal("a peer without an identity")
+            raise self.refusal_error("a peer without an identity")
         self._check_revoked(who)
         try:
             check(who, what)
@@ -197,7 +199,9 @@ class Authorizer:
             self._note(error.message, who)
             raise
 
-    def own(self, caller: Caller | None, request: Request, pending: PendingGrants) -> Request:
+    def bind_to_caller(
+        self, caller: Caller | None, request: Request, pending: PendingGrants
+    ) -> Request:
         """The request as its caller may make it: its puts are of its own number, and the tokens
         that it names are of such puts.
 
@@ -213,7 +217,9 @@ class Authorizer:
             tokens = request.tokens
         puts = [pending.get(token) for token in tokens]
         if any(put is not None and put.client_number != caller.number for put in puts):
-            self._note(f"{caller.identity.shown} names a put of another client", caller.identity)
+            self._note(
+                f"{caller.identity.display_name} names a put of another client", caller.identity
+            )
             raise permissions.permission_error(
                 caller.identity, request, "names a put of another client"
             )
@@ -229,7 +235,7 @@ class Authorizer:
             len(getattr(request, "keys", ())), extra={"whose": who.certified},
         )  # fmt: skip
 
-    def refusal(
+    def refusal_error(
         self, why: str, advice: str = "", who: Identity | None = None
     ) -> PermissionDeniedError:
         """The error for a peer that does not get in; counted, and logged."""
@@ -276,7 +282,7 @@ def token_for(
         half = (room - len(CUT.encode())) // 2
         begin, end = (part.decode(errors="ignore") for part in (name[:half], name[-half:]))
         name = f"{begin}{CUT}{end}".encode()
-    return gate.token(secret, who, name, number) if gate and who else secret + name
+    return gate.issue_client_token(secret, who, name, number) if gate and who else secret + name
 
 
 def caller_of(

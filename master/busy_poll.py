@@ -54,7 +54,7 @@ class BusyPollSelector(selectors.EpollSelector):
             if timeout is not None:
                 timeout = deadline - now
         ready = super().select(timeout)
-        if ready and self._gauge.pays():
+        if ready and self._gauge.should_poll():
             self._awake_until = time.perf_counter() + self._spin_s
         return ready
 

@@ -57,10 +57,10 @@ def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> Segm
         return segment
     token, uuid, generation = segment.token, segment.uuid, segment.generation
     key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
-    if segment.handover is not None:
+    if segment.descriptor_socket is not None:
         for_map = map_key(token, uuid, generation, holder, rights)
-        handover, shm_name = segment.handover._replace(rights=rights, key=for_map), ""
-    return segment._replace(token=key, holder=holder, handover=handover, shm_name=shm_name)
+        handover, shm_name = segment.descriptor_socket._replace(rights=rights, key=for_map), ""
+    return segment._replace(token=key, holder=holder, descriptor_socket=handover, shm_name=shm_name)
 
 
 class CapabilityIssuer:
@@ -80,7 +80,7 @@ class CapabilityIssuer:
             calls.ObjectDetail: self._detail,
         }
 
-    def seal(
+    def add_capabilities(
         self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
         """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
@@ -145,12 +145,12 @@ class CapabilityIssuer:
         ):
             return reply  # not stored, or replaced or removed already
         extents = record.extents()
-        if not extents or not extents[0][0].offer.stamp_key:
+        if not extents or not extents[0][0].offer.header_mac_key:
             return reply  # without an extent: it is removed, and a parent of others
         segment, offset = extents[0]
-        mounts = {0: segment.offer.stamp_key}
+        mounts = {0: segment.offer.header_mac_key}
         columns = [offset], [record.size], [epoch], [token], [namespace], [key]
-        return reply._replace(stamp=steps.stamp(mounts, [0], *columns))
+        return reply._replace(header_mac=steps.stamp(mounts, [0], *columns))
 
     def _moves(
         self, now_ms: int, request: calls.StartMoves, reply: calls.StartMovesReply, holder: int
@@ -170,17 +170,17 @@ class CapabilityIssuer:
         self, now_ms: int, request: calls.Renew, reply: calls.RenewReply, holder: int
     ) -> calls.RenewReply:
         reply = reply._replace(lease_ms=reply.lease_ms - self._read_slack_ms)
-        if not reply.tokens_held:
+        if not reply.tokens_leased:
             return reply
         segments, offsets, sizes = [], [], []
-        for token, is_held in zip(request.tokens, reply.tokens_held, strict=True):
+        for token, is_held in zip(request.tokens, reply.tokens_leased, strict=True):
             put = self._common.pending.get(token) if is_held else None
             extents = [(0, 0)] if put is None else [(s.segment_id, at) for s, at in put.extents[:1]]
             segments.append(extents[0][0])
             offsets.append(extents[0][1])
             sizes.append(0 if put is None else put.size)
         until_ms = now_ms + reply.deadline_ms + SLACK_MS
-        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.WRITE)
+        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.WRITE)
         return reply._replace(capabilities=made)
 
     def _detail(
@@ -197,7 +197,7 @@ class CapabilityIssuer:
         if len(segments) != len(sizes) or max(replicas, default=1) > 1:
             sizes = _each(map(repeat, sizes, replicas))
         offsets = placements.offsets
-        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.READ)
+        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.READ)
         return placements._replace(capabilities=made)
 
     def _writable(
@@ -216,14 +216,16 @@ class CapabilityIssuer:
             columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
         segments, offsets = grants.segments, grants.offsets
-        made = self._sealed(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
+        made = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
         known = self._common.pool.segments
         offers = {number: known[number].offer for number in set(segments) if number in known}
-        mounts = {number: offer.stamp_key for number, offer in offers.items() if offer.stamp_key}
+        mounts = {
+            number: offer.header_mac_key for number, offer in offers.items() if offer.header_mac_key
+        }
         stamps = steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
-        return grants._replace(capabilities=made, stamps=stamps)
+        return grants._replace(capabilities=made, header_macs=stamps)
 
-    def _sealed(
+    def _issue(
         self,
         segments: Sequence[int],
         offsets: Sequence[int],

@@ -53,7 +53,7 @@ def _why_not(segments: Sequence[SegmentInfo], tls: ClientTls | None) -> str:
             continue
         connection = ClientConnection(describe_segment(segment, MASTER), tls=tls)
         try:
-            connection.greet(deadline)
+            connection.handshake(deadline)
         except SegmentGoneError:
             pass  # fenced meanwhile: the node joins anew
         except KVStoreError as error:

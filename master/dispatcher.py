@@ -122,7 +122,9 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
             stats.us.add((time.perf_counter() - started) * 1e6)
             raise _to_wire_error(call, stats, error) from None
-        task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
+        task = asyncio.get_running_loop().create_task(
+            self._await_reply(call, stats, waiting, started)
+        )
         # Not in a ``finally``: a task that is cancelled before its first step would not run it.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
@@ -169,7 +171,7 @@ class Dispatcher:
         else:
             logger.info("call_slow call=%s ms=%d", call.name, took_ms)
 
-    async def _wait(
+    async def _await_reply(
         self,
         call: RpcMethod[Any, Any],
         stats: RpcStats,

@@ -88,7 +88,7 @@ class Election:
             ClusterMismatchError: another cluster uses this etcd prefix.
         """
         while True:
-            action = self._role.next(uptime())
+            action = self._role.next_action(uptime())
             try:
                 await self._do(action)
             except ClusterMismatchError:
@@ -98,18 +98,18 @@ class Election:
             else:
                 if self._etcd_fails and not isinstance(action, WaitUntil | ReleaseLease | StepDown):
                     self._etcd_fails = False
-                    log.info("etcd_reachable place=%s", self._etcd.place.shown)
+                    log.info("etcd_reachable place=%s", self._etcd.place.text)
 
-    def outrun(self, epoch: int) -> None:
+    def step_down_below(self, epoch: int) -> None:
         """Called when a node has joined a master of a later epoch: steps down, and leads again only
         above that epoch."""
-        self._role.outrun(epoch)
+        self._role.on_epoch_superseded(epoch)
         self._terms.end("")
 
     async def resign(self) -> None:
         """Steps down for good, and lets another master lead at once."""
         self._terms.end("")
-        leading, epoch = self._role.leading, self._role.epoch
+        leading, epoch = self._role.is_leading, self._role.epoch
         lease_id = self._role.resign()
         if lease_id:
             await self._revoke(lease_id)
@@ -124,15 +124,15 @@ class Election:
                 await asyncio.sleep(max(until - uptime(), 0.0))
             case ReadLeader():
                 await self._cluster(deadline)  # a mismatch shows before this master must take over
-                sight = await etcd.look(deadline)
-                role.saw(_to_leader_key(sight.leader), sight.revision)
+                sight = await etcd.read_leader(deadline)
+                role.on_leader_read(_to_leader_key(sight.leader), sight.revision)
                 self._stand_by()
             case WatchLeader(revision):
                 await etcd.watch_for_end(revision, uptime() + WATCH_S)
-                role.changed()
+                role.on_leader_changed()
             case AcquireLease():
                 lease = await etcd.grant(self._ttl_s, deadline)
-                role.granted(lease.lease_id, lease.ttl_s)
+                role.on_lease_granted(lease.lease_id, lease.ttl_s)
             case Campaign(lease_id):
                 self.cluster = await self._cluster(deadline)
                 leader = await etcd.campaign(lease_id, self._address, deadline)
@@ -147,10 +147,10 @@ class Election:
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
-                sight = await etcd.look(keep_by)
-                role.kept(ttl_s, _to_leader_key(sight.leader))
+                sight = await etcd.read_leader(keep_by)
+                role.on_lease_kept(ttl_s, _to_leader_key(sight.leader))
                 if not self._terms.extend(role.until):
-                    role.stopped()
+                    role.on_service_stopped()
             case ReleaseLease(lease_id):
                 await self._revoke(lease_id)
             case BecomeLeader(epoch):
@@ -168,7 +168,7 @@ class Election:
         named = await self._etcd.cluster_named(self.cluster, deadline)
         if self.cluster and named != self.cluster:
             raise ClusterMismatchError(
-                f"the masters of the cluster {named} use {self._etcd.place.shown}, and this "
+                f"the masters of the cluster {named} use {self._etcd.place.text}, and this "
                 f"one belongs to the cluster {self.cluster}",
                 advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX); or, if it is "
                 "the same one, all masters the same --cluster. The name is in the etcd, under "
@@ -194,8 +194,8 @@ class Election:
         self._counters["etcd_failures"] += 1
         if not self._etcd_fails:
             self._etcd_fails = True
-            log.warning("etcd_unreachable leading=%s reason=%s", self._role.leading, error)
-        self._role.failed(uptime())
+            log.warning("etcd_unreachable leading=%s reason=%s", self._role.is_leading, error)
+        self._role.on_etcd_failed(uptime())
 
     async def _revoke(self, lease_id: int) -> None:
         try:

@@ -35,11 +35,11 @@ class FairScheduler:
         """What each identity has asked for, oldest first. It has used its slice."""
         self._is_due = False
 
-    def is_over(self, who: str) -> bool:
+    def slice_used_up(self, who: str) -> bool:
         """Whether this identity has used its slice of this round."""
         return self._used.get(who, 0.0) >= SLICE_S
 
-    def timed(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
+    def run_timed(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
         """Does ``work`` now, in the time of this identity."""
         started = self._clock()
         try:
@@ -47,19 +47,19 @@ class FairScheduler:
         finally:
             self._used[who] = self._used.get(who, 0.0) + self._clock() - started
 
-    def later(self, who: str, work: Callable[[], object]) -> None:
+    def defer(self, who: str, work: Callable[[], object]) -> None:
         """Does ``work`` in the next round in which this identity has time left, after what it has
-        asked for before. ``work`` uses ``timed`` and raises nothing."""
+        asked for before. ``work`` uses ``run_timed`` and raises nothing."""
         self._waiting.setdefault(who, deque()).append(work)
         self._call_soon()
 
-    async def taken(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
+    async def run_in_turn(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
         """The result of ``work``, which is done when it is this identity's turn, and not at all if
         the caller is cancelled before that. Raises what ``work`` raises: a ``KVStoreError``."""
-        if not self.is_over(who):
-            return self.timed(who, work)
+        if not self.slice_used_up(who):
+            return self.run_timed(who, work)
         turn: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
-        self.later(who, functools.partial(self._go, who, work, turn))
+        self.defer(who, functools.partial(self._go, who, work, turn))
         try:
             return await turn
         finally:
@@ -69,21 +69,21 @@ class FairScheduler:
         if turn.done():  # cancelled
             return
         try:
-            turn.set_result(self.timed(who, work))
+            turn.set_result(self.run_timed(who, work))
         except KVStoreError as error:
             turn.set_exception(without_frames(error))
 
     def _call_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._round)
+            asyncio.get_running_loop().call_soon(self._start_round)
 
-    def _round(self) -> None:
+    def _start_round(self) -> None:
         self._is_due = False
         self._used.clear()
         try:
             for who in list(self._waiting):
-                while (queue := self._waiting.get(who)) and not self.is_over(who):
+                while (queue := self._waiting.get(who)) and not self.slice_used_up(who):
                     work = queue.popleft()
                     if not queue:
                         del self._waiting[who]

@@ -182,7 +182,7 @@ class GrpcServer:
                     if key == trace_context.METADATA_KEY and isinstance(value, str):
                         data = trace_context.with_trace(data, value)
                 work = functools.partial(self._begin, context, call, data, caller)
-                reply = work() if self._turns is None else await self._turns.taken(name, work)
+                reply = work() if self._turns is None else await self._turns.run_in_turn(name, work)
                 if not isinstance(reply, bytes):
                     reply = await reply
             except KVStoreError as error:
@@ -246,7 +246,7 @@ class GrpcServer:
                 no identity, and needs one.
         """
         gate = self._gate
-        who = None if gate is None else gate.of_grpc(context.auth_context())
+        who = None if gate is None else gate.identify_grpc_peer(context.auth_context())
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA:
                 known = None
@@ -281,7 +281,7 @@ class GrpcServer:
         it is collected."""
         try:
             gate = self._gate
-            who = None if gate is None else gate.of_grpc(context.auth_context())
+            who = None if gate is None else gate.identify_grpc_peer(context.auth_context())
             outgoing = self._dispatcher.service.node_session(self._messages(context), who)
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outgoing, AsyncGenerator):

@@ -87,7 +87,7 @@ class LaneStats:
     """Counters of the lane since the master's start."""
 
     accepted: int = 0
-    refused: int = 0
+    rejected: int = 0
     """Connections that sent no good HELLO, were over the bound, or broke the protocol."""
     stalled: int = 0
     """Clients that were cut because they did not read."""
@@ -172,15 +172,15 @@ class LaneServer:
         if self._listener is not None:
             self._listener.close()
         self._listener = self._accepting = None
-        self.cut()
+        self.drop_connections()
         await asyncio.sleep(0)  # lets ``connection_lost`` of each connection run
         self._servers.clear()
         self.port, self.unix = 0, ""
 
-    def cut(self) -> None:
+    def drop_connections(self) -> None:
         """Cuts every connection, and goes on listening."""
         for connection in self.connections:
-            connection.cut()
+            connection.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accepts connections that begin with TLS."""
@@ -211,8 +211,8 @@ class LaneServer:
             without_frames(error)
             told = TlsError(error) if isinstance(error, ssl.SSLError) else error
             why = getattr(told, "strerror", "") or str(told) or "it was ended"
-            self.stats.refused += 1
-            self.gate.refusal(f"a connection to the lane: {why}")
+            self.stats.rejected += 1
+            self.gate.refusal_error(f"a connection to the lane: {why}")
 
     def _connection(self) -> _LaneProtocol:
         return _LaneProtocol(self, self._dispatcher)
@@ -262,7 +262,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
             self._refuse(error)
             return
         server.stats.accepted += 1
-        self._set_timer(server.settings.hello_timeout_s, self._silent)
+        self._set_timer(server.settings.hello_timeout_s, self._on_hello_timeout)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.space()
@@ -270,7 +270,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._reader.received(nbytes)
         if not self._held:
-            self._answer()
+            self._reply()
 
     def eof_received(self) -> bool:
         return False  # close: a client that has gone reads no replies
@@ -278,17 +278,17 @@ class _LaneProtocol(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         assert self._transport is not None
         self._congested = True
-        self._hold()
+        self._pause()
         self._expect_rest(has_begun=False)
-        self._set_timer(self._server.settings.stall_timeout_s, self._stalled)
+        self._set_timer(self._server.settings.stall_timeout_s, self._on_write_timeout)
         unread = self._transport.get_write_buffer_size()
-        self._server.unread.wait(self, self._stalled, unread)
+        self._server.unread.wait(self, self._on_write_timeout, unread)
 
     def resume_writing(self) -> None:
         self._congested = False
         self._set_timer(0.0, None)
         self._server.unread.release(self)
-        self._continue()
+        self._resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.release(self)
@@ -302,20 +302,20 @@ class _LaneProtocol(asyncio.BufferedProtocol):
 
     # --- frames --------------------------------------------------------------------------------
 
-    def _answer(self) -> None:
+    def _reply(self) -> None:
         """Answers received calls, until one must wait or other connections get their turn."""
         replies: list[bytes] = []
         size, has_begun = 0, False
         try:
             for _ in range(FRAMES_PER_TURN):
                 if self._waiting is not None:
-                    if self._reader.held:
-                        self._hold()
+                    if self._reader.buffered:
+                        self._pause()
                     break
-                if self._turns is not None and self._turns.is_over(self._who):
-                    self._hold()
+                if self._turns is not None and self._turns.slice_used_up(self._who):
+                    self._pause()
                     self._in_line = True
-                    self._turns.later(self._who, self._turn_came)
+                    self._turns.defer(self._who, self._on_time_slice)
                     break
                 received = self._reader.next()
                 if received is None:
@@ -327,7 +327,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
                         reply = self._call(call_id, name, payload)
                     else:
                         work = functools.partial(self._call, call_id, name, payload)
-                        reply = self._turns.timed(self._who, work)
+                        reply = self._turns.run_timed(self._who, work)
                     if reply is not None:
                         replies.append(reply)
                         size += len(reply)
@@ -337,24 +337,24 @@ class _LaneProtocol(asyncio.BufferedProtocol):
                             if self._held:
                                 break
                 elif not self._greeted:
-                    replies.append(self._greet(received))
+                    replies.append(self._handle_hello(received))
                 else:
                     raise ProtocolError(f"a client sends no frames of kind {kind}")
             else:
-                self._hold()
-                self._loop.call_soon(self._continue)
+                self._pause()
+                self._loop.call_soon(self._resume)
         except KVStoreError as error:
             self._write(replies)
             self._refuse(error)
             return
         self._write(replies)
-        if self._greeted and (self._is_partial or self._reader.held):
+        if self._greeted and (self._is_partial or self._reader.buffered):
             self._expect_rest(has_begun=has_begun)
 
     def _expect_rest(self, *, has_begun: bool) -> None:
         """Bounds a frame of which a part has come, in time and bytes. ``has_begun``: it is another
         one than at the last call."""
-        is_partial = self._reader.held > 0 and not self._held
+        is_partial = self._reader.buffered > 0 and not self._held
         if self._is_partial and (has_begun or not is_partial):
             self._set_timer(0.0, None)
             self._server.arriving.release(self)
@@ -365,11 +365,11 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         if is_partial and self._reader.size > frames.BUFFER_BYTES:
             self._server.arriving.wait(self, self._late, self._reader.size)
 
-    def _greet(self, received: frames.Frame) -> bytes:
+    def _handle_hello(self, received: frames.Frame) -> bytes:
         token, server = frames.read_hello(received), self._server
         who = None
         if server.gate is not None and self._address != LOCAL and self._transport is not None:
-            who = server.gate.of_tls(self._transport.get_extra_info("ssl_object"))
+            who = server.gate.identify_tls_peer(self._transport.get_extra_info("ssl_object"))
         caller = caller_of(token, server.token, self._address, server.gate, who)
         if caller is None:
             raise PermissionDeniedError(
@@ -416,7 +416,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
             self._write([frame(call_id, REPLY, b"", waited.result())])
         elif isinstance(error, KVStoreError):
             self._write([frame(call_id, ERROR, b"", encode_error(error))])
-        self._continue()
+        self._resume()
 
     # --- bounds --------------------------------------------------------------------------------
 
@@ -425,18 +425,18 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         if transport is None or not replies or transport.is_closing():
             return
         if self._congested:  # it has sent a call that waits behind others, and reads no replies
-            self._stalled()
+            self._on_write_timeout()
             return
         transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
 
-    def _hold(self) -> None:
-        """Stops reading and answering until ``_continue``."""
+    def _pause(self) -> None:
+        """Stops reading and answering until ``_resume``."""
         if not self._held and self._transport is not None:
             self._held = True
             self._transport.pause_reading()
 
-    def _continue(self) -> None:
-        """Continues after ``_hold``, once no bound is exceeded."""
+    def _resume(self) -> None:
+        """Continues after ``_pause``, once no bound is exceeded."""
         if (
             not self._held
             or self._in_line
@@ -448,11 +448,11 @@ class _LaneProtocol(asyncio.BufferedProtocol):
             return
         self._held = False
         self._transport.resume_reading()
-        self._answer()
+        self._reply()
 
-    def _turn_came(self) -> None:
+    def _on_time_slice(self) -> None:
         self._in_line = False
-        self._continue()
+        self._resume()
 
     def _set_timer(self, after_s: float, action: Callable[[], None] | None) -> None:
         if self._timer is not None:
@@ -460,30 +460,30 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._timer = None if action is None else self._loop.call_later(after_s, action)
 
     def _preempted(self) -> None:
-        self._server.stats.refused += 1
-        self.cut()
+        self._server.stats.rejected += 1
+        self.close()
 
-    def _silent(self) -> None:
+    def _on_hello_timeout(self) -> None:
         self._refuse(ProtocolError("the client sent no HELLO in time"))
 
     def _late(self) -> None:
         self._refuse(ProtocolError("the rest of a frame has not come in time"))
 
-    def _stalled(self) -> None:
+    def _on_write_timeout(self) -> None:
         self._server.stats.stalled += 1
         logger.warning("lane client does not read its replies, connection cut")
-        self.cut()
+        self.close()
 
     def _refuse(self, error: KVStoreError) -> None:
         """Sends the error, closes the connection and counts it as refused."""
-        self._server.stats.refused += 1
+        self._server.stats.rejected += 1
         logger.info("lane connection refused error=%s reason=%r", error.code, error.message)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(0, ERROR, b"", encode_error(error)))
             self._transport.close()
-            self._set_timer(self._server.settings.stall_timeout_s, self.cut)
+            self._set_timer(self._server.settings.stall_timeout_s, self.close)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Closes the connection at once, and drops unsent replies."""
         if self._transport is not None:
             self._transport.abort()

@@ -151,7 +151,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
         endpoints = master.endpoints
         if etcd is None:
             # The wall clock grows from start to start, so no epoch needs to be stored. If the
-            # clock was put back, the nodes report it (``_outrun``).
+            # clock was put back, the nodes report it (``_supersede_epoch``).
             master.begin(wall_clock_ms(), math.inf)
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
@@ -205,7 +205,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 owned = f"{config.memory >> 20} MiB as node {child.said['name']}"
                 print(f"kvstore-master owns {owned}", flush=True)
             running.append(start_task("child", _watch(child), expected=StartupError))
-        parent.tell(port=endpoints.port)
+        parent.notify_ready(port=endpoints.port)
         if temporary is not None and not stopped.is_set():
             temporary.started(endpoints.port, listener.getsockname()[1] if listener else 0)
         await asyncio.wait((stopping, breaking, *running), return_when=asyncio.FIRST_COMPLETED)
@@ -251,7 +251,7 @@ class _MasterProcess:
             quarantine_ms=config.dead_ms + times.LATE_WRITE_MS,
             pinned_max=config.pinned_max,
             gather_ms=times.GATHER_MS,
-            beat_ms=config.dead_ms // times.BEATS_UNTIL_DEAD,
+            heartbeat_ms=config.dead_ms // times.BEATS_UNTIL_DEAD,
             liveness=LivenessRules(suspect_ms=config.dead_ms // 3, dead_ms=config.dead_ms),
             repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
@@ -310,13 +310,13 @@ class _MasterProcess:
         if self._address:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
-        service.outrun = self._outrun
+        service.outrun = self._supersede_epoch
         service.noticed = self.notices.add
         service.reach = self._reach
         if self.feed is not None:
             self.feed.lead(state)
             service.has_events = self.feed.changed
-        self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
+        self.endpoints = service.endpoints = self.carriers.switch_service(service, self.endpoints)
         service.start()
         self.notices.add("leads", {"epoch": epoch})
 
@@ -334,25 +334,25 @@ class _MasterProcess:
             self.notices.add("stands_by", {"leader": leader or "unknown"})
         self._told_leader = leader
         if service is not None:
-            service.cease()
+            service.stop_serving()
             if self.feed is not None:
                 self.feed.lead(None)
-            self.endpoints = self.carriers.serve(self._standby, self.endpoints)
+            self.endpoints = self.carriers.switch_service(self._standby, self.endpoints)
             task = start_task("end of term", service.stop(), died=self._died)
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
 
-    def _outrun(self, epoch: int) -> None:
+    def _supersede_epoch(self, epoch: int) -> None:
         """Called when a node says that it has joined a master of a later epoch: a clock was set
         back. The next term begins above that epoch."""
-        asyncio.get_running_loop().call_soon(self._end_below, epoch)
+        asyncio.get_running_loop().call_soon(self._end_if_below, epoch)
 
-    def _end_below(self, epoch: int) -> None:
+    def _end_if_below(self, epoch: int) -> None:
         if self._service is None or not self._outruns.ends_term(self.epoch, epoch, uptime()):
             return
         log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
         if self._election is not None:
-            self._election.outrun(epoch)
+            self._election.step_down_below(epoch)
             return
         self.end("")
         self.begin(self._outruns.next_epoch(epoch, wall_clock_ms()), math.inf)
@@ -437,10 +437,10 @@ class _MasterProcess:
             # The child may not count them itself where our memory is hidden.
             "open_files": None if self.gate is None else descriptors.open_now(),
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
-            "shares_refused": {} if self.gate is None else carriers.shares_refused(),
+            "shares_refused": {} if self.gate is None else carriers.identity_limit_refusals(),
             "files_refused": refused_files(),
             "counters": {
-                "connections_refused": carriers.lane.stats.refused,
+                "connections_refused": carriers.lane.stats.rejected,
                 "refused": 0 if self.gate is None else self.gate.refused,
                 "connections_stalled": carriers.lane.stats.stalled,
                 **({} if self._election is None else self._election.counters()),

@@ -12,9 +12,8 @@ master win.
 A lease serves one campaign, and each election has its own epoch, higher than any before. A master
 that has lost its lease, or may have, leads again only under a new lease and epoch.
 
-Times are seconds of ``kvstore.clock.uptime``. Every ``next`` is followed by the one report that
-its action asks for.
-"""
+Times are seconds of ``kvstore.clock.uptime``. Every ``next_action`` is followed by the one report
+that its action asks for."""
 
 from __future__ import annotations
 
@@ -34,30 +33,30 @@ BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 
 class ReadLeader(NamedTuple):
-    """Read the leader's key. Report: ``saw`` or ``failed``."""
+    """Read the leader's key. Report: ``on_leader_read`` or ``on_etcd_failed``."""
 
 
 class WatchLeader(NamedTuple):
     """Wait, for a limited time, until the leader's key changes after ``revision``. Report:
-    ``changed`` or ``failed``."""
+    ``on_leader_changed`` or ``on_etcd_failed``."""
 
     revision: int
 
 
 class AcquireLease(NamedTuple):
-    """Get a lease. Report: ``granted`` or ``failed``."""
+    """Get a lease. Report: ``on_lease_granted`` or ``on_etcd_failed``."""
 
 
 class Campaign(NamedTuple):
     """Write this master's address as the leader's, if there is none, and get an epoch. Report:
-    ``campaigned`` or ``failed``."""
+    ``campaigned`` or ``on_etcd_failed``."""
 
     lease_id: int
 
 
 class KeepAlive(NamedTuple):
     """Keep the lease, and check that the leader's key still names this master; by ``deadline``.
-    Report: ``kept`` or ``failed``."""
+    Report: ``on_lease_kept`` or ``on_etcd_failed``."""
 
     lease_id: int
     deadline: float
@@ -78,7 +77,7 @@ class BecomeLeader(NamedTuple):
 class StepDown(NamedTuple):
     """Stop serving, at once. No report."""
 
-    why: str
+    reason: str
 
 
 class WaitUntil(NamedTuple):
@@ -131,17 +130,18 @@ class ElectionStateMachine:
         """Leases to revoke."""
         self._ttl_s = 0.0
         self._asked_at = 0.0
-        """When ``next`` returned the action under way: its request is sent later than that."""
+        """When ``next_action`` returned the action under way: its request is sent later than
+        that."""
         self._granted_until = 0.0
         self._not_before = 0.0
         self._failures = 0
 
     @property
-    def leading(self) -> bool:
+    def is_leading(self) -> bool:
         """Whether ``BecomeLeader`` has been returned, and ``StepDown`` has not."""
         return self._leading
 
-    def next(self, now: float) -> Action:
+    def next_action(self, now: float) -> Action:
         """The next action."""
         self._asked_at = now
         if self._leading:
@@ -162,7 +162,7 @@ class ElectionStateMachine:
                 self._not_before = now
                 return BecomeLeader(self.epoch)
             self._end()
-            return self.next(now)
+            return self.next_action(now)
         if now < self._not_before:
             return WaitUntil(self._not_before)
         if not self._revision:
@@ -173,16 +173,16 @@ class ElectionStateMachine:
 
     # --- reports ------------------------------------------------------------------------------
 
-    def saw(self, leader: LeaderKey | None, revision: int) -> None:
+    def on_leader_read(self, leader: LeaderKey | None, revision: int) -> None:
         """After ``ReadLeader``: who leads, at that revision of the store."""
         self._failures = 0
         self.leader, self._revision = leader, revision
 
-    def changed(self) -> None:
+    def on_leader_changed(self) -> None:
         """After ``WatchLeader``: the leader changed, or the watch is over."""
         self._revision = 0
 
-    def granted(self, lease_id: int, ttl_s: float) -> None:
+    def on_lease_granted(self, lease_id: int, ttl_s: float) -> None:
         """After ``AcquireLease``."""
         self._lease_id, self._ttl_s = lease_id, ttl_s
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
@@ -198,7 +198,7 @@ class ElectionStateMachine:
         self._end()
         self.leader, self._revision = leader, leader.revision
 
-    def kept(self, ttl_s: float, leader: LeaderKey | None) -> None:
+    def on_lease_kept(self, ttl_s: float, leader: LeaderKey | None) -> None:
         """After ``KeepAlive``: how long the lease lives from then on, and the leader in etcd."""
         if ttl_s <= 0:
             self._why = "lease_gone"
@@ -210,18 +210,18 @@ class ElectionStateMachine:
             self.until = max(self.until, self._asked_at + ttl_s * (1 - MARGIN))
             self._not_before = self._asked_at + ttl_s * KEEP_SHARE
 
-    def stopped(self) -> None:
-        """After ``kept``: the service had already stopped, because its time had passed."""
+    def on_service_stopped(self) -> None:
+        """After ``on_lease_kept``: the service had already stopped, because its time had passed."""
         self._why = "lease_not_kept"
 
-    def outrun(self, epoch: int) -> None:
+    def on_epoch_superseded(self, epoch: int) -> None:
         """At any time: a node has joined a master of that epoch before. If this master leads under
         an epoch that is not above it, it steps down; it leads again only above it."""
         self.epoch_least = max(self.epoch_least, epoch + 1)
         if self._leading and self.epoch <= epoch:
             self._why = "outrun"
 
-    def failed(self, now: float) -> None:
+    def on_etcd_failed(self, now: float) -> None:
         """After any action: etcd did not answer. It may have executed the request."""
         self._failures += 1
         if self._leading:

@@ -87,13 +87,13 @@ class RpcServers:
             host, self.grpc.port, self.lane.port, self.lane.unix, self.lane.token
         )
 
-    def serve(self, service: RpcService, endpoints: ListenAddresses) -> ListenAddresses:
+    def switch_service(self, service: RpcService, endpoints: ListenAddresses) -> ListenAddresses:
         """From now on ``service`` answers. Clients that had joined before must join again: the lane
         is cut, and there is a new token."""
         token = secrets.token_bytes(16)
         self.lane.token = self.grpc.token = token
         self.dispatcher.service = service
-        self.lane.cut()
+        self.lane.drop_connections()
         return endpoints._replace(lane_token=token)
 
     async def start(self) -> None:
@@ -106,7 +106,7 @@ class RpcServers:
         await self.lane.stop()
         await self.grpc.stop(grace_s)
 
-    def shares_refused(self) -> dict[str, dict[str, int]]:
+    def identity_limit_refusals(self) -> dict[str, dict[str, int]]:
         """By door, how often each identity was refused a place of it."""
         return {each.name: each.refusals() for each in (self.lane.connections, self.grpc.limiter)}
 
@@ -114,7 +114,7 @@ class RpcServers:
         """Counters for the status: calls and errors by name, and those of the lane."""
         counted = {
             "lane_connections": self.lane.stats.accepted,
-            "lane_refused": self.lane.stats.refused,
+            "lane_refused": self.lane.stats.rejected,
             "lane_stalled": self.lane.stats.stalled,
         }
         for name, stats in self.dispatcher.stats.items():

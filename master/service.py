@@ -175,7 +175,7 @@ class MasterService:
         """Starts the timer; call it in the running loop."""
         self._ticker = start_task("tick", self._tick_forever())
 
-    def cease(self) -> None:
+    def stop_serving(self) -> None:
         """Stops acting: refuses the waiting calls and ends the nodes' streams. Idempotent."""
         self.leads_until = -math.inf
         self.state.take_effects()
@@ -186,19 +186,20 @@ class MasterService:
         for outbox in self._outboxes.values():
             self._put(outbox, self._over())
 
-    def _break(self, error: BaseException) -> None:
+    def _fail_permanently(self, error: BaseException) -> None:
         """Called when the state may be half changed: stops acting, and lets the process end."""
         if not self._broken:
             self._broken = True
             epoch = self.state.epoch
             log.critical("master_broken epoch=%d error=%r", epoch, error, exc_info=error)
-            self.cease()
+            self.stop_serving()
             self._died(error)
 
-    def _check_whole(self, error: Exception) -> None:
-        """After an exception in a step: calls ``_break`` if the state may be half changed."""
+    def _check_state_intact(self, error: Exception) -> None:
+        """After an exception in a step: calls ``_fail_permanently`` if the state may be half
+        changed."""
         if not isinstance(error, KVStoreError) and self.state.common.changing:
-            self._break(error)
+            self._fail_permanently(error)
 
     @property
     def ceased(self) -> bool:
@@ -214,7 +215,7 @@ class MasterService:
     def _check_time(self, now: float) -> None:
         """Raises NotLeaderError, or UnavailableError if an error has broken the state."""
         if now >= self.leads_until:
-            self.cease()
+            self.stop_serving()
             raise self._over()
 
     async def stop(self) -> None:
@@ -251,25 +252,25 @@ class MasterService:
         if started >= self.leads_until:
             self._check_time(started)
         if self.gate is not None:
-            request = self.gate.own(caller, request, self.state.common.pending)
+            request = self.gate.bind_to_caller(caller, request, self.state.common.pending)
         self.state.common.changing = False
         self._traffic.caller = caller = caller or self._traffic.unknown
         try:
             now_ms = self._clock()
             result: calls.Reply | DeferredReply = step(now_ms, request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
-                self._wait_for(result.ticket, request, caller)
+                self._wait_for(result.reply_id, request, caller)
                 if isinstance(result, DeferredReply)
                 else result
             )
             if caller.holder and not isinstance(result, DeferredReply):
-                answer = self._sealing.seal(now_ms, request, result, caller)
+                answer = self._sealing.add_capabilities(now_ms, request, result, caller)
         except Exception as error:
-            self._check_whole(error)
+            self._check_state_intact(error)
             raise
         finally:
-            self._settle()
-            ended = self._took(started)
+            self._apply_effects()
+            ended = self._record_step_time(started)
         if ended >= self.leads_until:
             self._check_time(ended)
         if isinstance(answer, calls.ClusterStatus):
@@ -279,7 +280,7 @@ class MasterService:
                 answer = permissions.visible_status(caller.identity, answer)
         return answer
 
-    def _took(self, started: float) -> float:
+    def _record_step_time(self, started: float) -> float:
         """Notes how long the loop was held. Returns the time now."""
         ended = uptime()
         took_us = (ended - started) * 1e6
@@ -358,7 +359,7 @@ class MasterService:
         encrypts = any(offer.encrypts for offer in first.segments)
         certified = who.certified if who is not None and encrypts else ""
         with self._transition() as state:
-            accepted = state.nodes.joined(self._clock(), session, first, certified)
+            accepted = state.nodes.on_node_join(self._clock(), session, first, certified)
             self._outboxes[session] = outbox
             outbox.put_nowait(accepted)
         reader = start_task(
@@ -366,7 +367,7 @@ class MasterService:
             self._read_node(session, incoming, outbox, who, first.name),
             died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
         )
-        reaching = start_task(f"reach {first.name}", self._reach_node(session))
+        reaching = start_task(f"reach {first.name}", self._probe_node(session))
         try:
             while (message := await outbox.get()) is not None:
                 if isinstance(message, KVStoreError):
@@ -394,17 +395,17 @@ class MasterService:
                     self.gate.check_node(who, name)  # it may have been revoked
                 self._check_time(uptime())
                 with self._transition() as state:
-                    state.nodes.said(self._clock(), session, message)
+                    state.nodes.on_node_message(self._clock(), session, message)
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
 
-    async def _reach_node(self, session: int) -> None:
+    async def _probe_node(self, session: int) -> None:
         """Connects to the node's memory until that has succeeded once."""
-        while self.reach is not None and (offered := self.state.nodes.offered(session)):
+        while self.reach is not None and (offered := self.state.nodes.segments_of_session(session)):
             why = await self.reach(offered)
             with self._transition() as state:
-                state.nodes.reached(session, why)
+                state.nodes.on_connectivity_result(session, why)
             if not why:
                 return
             await asyncio.sleep(AGAIN_S)
@@ -416,10 +417,10 @@ class MasterService:
         try:
             yield self.state
         except Exception as error:
-            self._check_whole(error)
+            self._check_state_intact(error)
             raise
         finally:
-            self._settle()
+            self._apply_effects()
 
     @staticmethod
     def _put(outbox: Outbox, message: calls.MasterMessage | KVStoreError | None) -> None:
@@ -431,12 +432,12 @@ class MasterService:
 
     # --- effects and time ---------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _apply_effects(self) -> None:
         """Carries out the state's effects, and schedules its background work."""
         try:
             self._carry_out()
         except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
-            self._break(error)
+            self._fail_permanently(error)
 
     def _carry_out(self) -> None:
         state = self.state
@@ -444,16 +445,16 @@ class MasterService:
             self.has_events()
         while state.effects:
             if uptime() >= self.leads_until:
-                self.cease()
+                self.stop_serving()
                 return
             for effect in state.take_effects():
                 match effect:
                     case SendReply(ticket, result):
-                        self._answer(ticket, result)
+                        self._reply(ticket, result)
                     case SendToNode(session, message):
                         if self.gate is not None and isinstance(message, calls.MasterHeartbeat):
-                            refused = self.gate.refused_holders()
-                            message = message._replace(refused_holders=refused)
+                            refused = self.gate.rejected_holders()
+                            message = message._replace(rejected_holders=refused)
                         if session in self._outboxes:
                             self._put(self._outboxes[session], message)
                     case CloseSession(session, error):
@@ -470,7 +471,7 @@ class MasterService:
             self._working = True
             asyncio.get_running_loop().call_soon(self._work, context=self._no_call)
 
-    def _answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
+    def _reply(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         waiting = self._answers.pop(ticket, None)
         if waiting is None or waiting.future.done():
             if isinstance(result, calls.Grants) and result.tokens:  # no client will write there
@@ -481,7 +482,9 @@ class MasterService:
         if isinstance(result, KVStoreError):
             future.set_exception(result)
         elif caller.holder:
-            future.set_result(self._sealing.seal(self._clock(), request, result, caller))
+            future.set_result(
+                self._sealing.add_capabilities(self._clock(), request, result, caller)
+            )
         else:
             future.set_result(result)
 
@@ -493,10 +496,10 @@ class MasterService:
         try:
             self.state.work(self._clock())
         except Exception as error:  # noqa: BLE001  # as a tick's
-            self._break(error)
+            self._fail_permanently(error)
             return
-        self._took(started)
-        self._settle()
+        self._record_step_time(started)
+        self._apply_effects()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -505,15 +508,15 @@ class MasterService:
             started = uptime()
             self.late_us.add(max(0.0, started - due) * 1e6)
             if started >= self.leads_until:
-                self.cease()
+                self.stop_serving()
                 return
             try:
                 self.state.tick(self._clock())
             except Exception as error:  # noqa: BLE001  # of any kind
-                self._break(error)
+                self._fail_permanently(error)
                 return
-            self._settle()
-            self._took(started)
+            self._apply_effects()
+            self._record_step_time(started)
 
 
 def _shown(value: str | int) -> str | int:

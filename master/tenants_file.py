@@ -50,9 +50,9 @@ class TenantsFileWatcher:
         InvalidArgumentError. With a file that became wrong the rules stay."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look(apply)
+            self.poll_once(apply)
 
-    def look(self, apply: Apply) -> None:
+    def poll_once(self, apply: Apply) -> None:
         """As ``follow``, once."""
         found = self._file.value
         if found is self._applied:

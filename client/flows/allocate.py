@@ -110,7 +110,7 @@ def refuse_lost(context: Context, items: Items) -> None:
     parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
     for part in itertools.chain.from_iterable(parts):
         lease = context.views.allocation(part)
-        if lease is not None and not lease.held:
+        if lease is not None and not lease.is_held:
             raise _lost()
 
 
@@ -131,7 +131,7 @@ def put(
         return PutOutcome.STORED if same else None
     granted = lease.what
     assert isinstance(granted, AllocationLease)
-    if not lease.held:
+    if not lease.is_held:
         raise _lost()
     if lease.capability:
         granted = granted._replace(capability=lease.capability)
@@ -146,12 +146,12 @@ def put(
     if outcome is PutOutcome.REFUSED:
         raise _lost()
     if outcome is not PutOutcome.STORED:  # quarantined: it is readable until its deadline
-        lease.unneeded()
+        lease.mark_redundant()
         return outcome
     asked = context.clock()
     renewed = yield from ask(_renewal(named, granted.place), calls.RenewReply)
-    held_s = renewed.lease_ms / 1000 if renewed.keys_held[0] else 0.0
-    lease.become(named, asked + held_s - context.lease_margin_s)
+    held_s = renewed.lease_ms / 1000 if renewed.keys_leased[0] else 0.0
+    lease.convert_to_object(named, asked + held_s - context.lease_margin_s)
     return outcome
 
 
@@ -165,19 +165,19 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | N
     """
     named = lease.unanswered
     if named is None:
-        return None, context.clock() + lease.seconds_left
+        return None, context.clock() + lease.remaining_s
     asked = context.clock()
     assert isinstance(lease.what, AllocationLease)
     renew = _renewal(named, lease.what.place, [named.counter])
     renewed = yield from ask(renew, calls.RenewReply)
     until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
     lease.capability = renewed.capabilities
-    if renewed.keys_held[0] and lease.held:
-        lease.become(named, until)
+    if renewed.keys_leased[0] and lease.is_held:
+        lease.convert_to_object(named, until)
         return named, until
-    if not renewed.tokens_held[0]:
+    if not renewed.tokens_leased[0]:
         raise _lost()
-    return None, min(until, context.clock() + lease.seconds_left)
+    return None, min(until, context.clock() + lease.remaining_s)
 
 
 def commit(
@@ -223,10 +223,10 @@ def commit(
         calls.CommitReply,
     )  # fmt: skip
     context.placements.forget(options.namespace, key)
-    if committed.stamp and end + len(committed.stamp) <= HEADER_BYTES:
+    if committed.header_mac and end + len(committed.header_mac) <= HEADER_BYTES:
         # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
         # the next master, or the next start of its node, does not find it.
-        move = RangeCopy(offset + end, memoryview(committed.stamp), extent=granted.extent)
+        move = RangeCopy(offset + end, memoryview(committed.header_mac), extent=granted.extent)
         errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:

@@ -52,9 +52,9 @@ class MoveProgress(NamedTuple):
     """Payload bytes of the moved objects."""
     failed: int
     """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
-    left: int
+    remaining: int
     """Objects for which other nodes have no space but that of objects that may not be evicted."""
-    left_size: int
+    remaining_size: int
     evicted: int
     """Less recently used objects on other nodes that were evicted to make room."""
     corrupt: int
@@ -131,8 +131,8 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[MoveProgress]:
         objects=len(moved),
         size=sum(copy.size for copy in moved),
         failed=reply.skipped + len(copies) - len(moved) - corrupt,
-        left=reply.left,
-        left_size=reply.left_bytes,
+        remaining=reply.remaining,
+        remaining_size=reply.remaining_bytes,
         evicted=reply.evicted,
         corrupt=corrupt,
     )

@@ -61,7 +61,7 @@ def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) ->
     memories = [payload for payload in payloads if not isinstance(payload, list)]
     events = [event for memory in memories for event in memory.after]
     if stream is not None or not all(memory.after for memory in memories):
-        events.append(device.driver.mark(handle_of(stream)))
+        events.append(device.driver.record_event(handle_of(stream)))
     return WaitForDevice(device, events)
 
 
@@ -90,7 +90,7 @@ class DeviceReads(ObjectReads):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
                     outcomes += self._straight(group, under_way, transport, locked)
-                    under_way.settle(all_but=1)
+                    under_way.wait_for_copies(all_but=1)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         outcomes += self._staged(part, device, transport, deadline)
@@ -121,7 +121,7 @@ class DeviceReads(ObjectReads):
     ) -> list[Outcome]:
         """The device copies within its memory, after the headers have been checked."""
         with (
-            transport.lent(self.segment, _extents(group), deadline) as (ranges, check),
+            transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
             _DeviceCopies(device, deadline) as under_way,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
@@ -159,11 +159,11 @@ class DeviceHeaderChecks(ObjectReads):
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
             return
-        with transport.lent(self.segment, _extents(self.rows), deadline) as (ranges, check):
+        with transport.has_views(self.segment, _extents(self.rows), deadline) as (ranges, check):
             found = _headers_on(self, self.rows, ranges, deadline, check)
             self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
             self.lent = [
-                transport.lend(self.segment, row[0] + HEADER_BYTES, row[1])
+                transport.make_view(self.segment, row[0] + HEADER_BYTES, row[1])
                 if isinstance(outcome, bytes)
                 else None
                 for row, outcome in zip(self.rows, self.outcomes, strict=True)
@@ -196,21 +196,21 @@ class DeviceWrites(ObjectWrites):
                     self._begin(group, under_way, transport, locked)
                     unsealed.append(group)
                     if len(unsealed) > 1:  # checksums of one are computed while the next is copied
-                        under_way.settle(all_but=1)
-                        self._seal(unsealed.popleft(), transport, deadline)
+                        under_way.wait_for_copies(all_but=1)
+                        self._write_headers(unsealed.popleft(), transport, deadline)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         self._staged(part, device, transport, deadline)
-            under_way.settle()
+            under_way.wait_for_copies()
             for group in unsealed:
-                self._seal(group, transport, deadline)
+                self._write_headers(group, transport, deadline)
 
     def _within(
         self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> None:
         """The device copies within its memory. The checksums are of the bytes in the segment."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
-        with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
+        with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
             with _DeviceCopies(device, deadline) as under_way:
                 under_way.copy(Direction.SAVE, group, ranges.base)
@@ -235,7 +235,7 @@ class DeviceWrites(ObjectWrites):
             memory[row[0] : row[0] + len(WIPE)] = WIPE
         under_way.copy(Direction.SAVE, group, locked.base, locked)
 
-    def _seal(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
+    def _write_headers(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
         """Writes the headers of objects whose payloads are in their places."""
         transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
 
@@ -306,7 +306,7 @@ class _DeviceCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.settle()
+        self.wait_for_copies()
 
     def copy(
         self, way: Direction, rows: Sequence[Any], base: int, locked: LockedSegment | None = None
@@ -325,11 +325,11 @@ class _DeviceCopies:
             event = self._device.copy(way, copies, locked)
         self._events.append(event)
 
-    def settle(self, all_but: int = 0) -> None:
+    def wait_for_copies(self, all_but: int = 0) -> None:
         """Waits for the copies of all groups but the last ``all_but``."""
         while len(self._events) > all_but:
             if (event := self._events[0]) is not None:
-                self._device.settle(event, self.deadline)
+                self._device.wait_for_copies(event, self.deadline)
             self._events.popleft()
 
 
@@ -356,7 +356,7 @@ class _HostMemory:
         if values:
             copies = layout_copies(values, places)
             copy = self._device.copy if self._is_locked else self._device.copy_ordinary
-            self._device.settle(copy(way, copies), deadline)
+            self._device.wait_for_copies(copy(way, copies), deadline)
 
 
 @contextmanager
@@ -375,7 +375,9 @@ def _straight(
     device: Device, transport: Transport, segment: SegmentInfo
 ) -> Iterator[LockedSegment | None]:
     """The mapped segment, for copies by the device itself; None: it is not mapped here."""
-    is_mounted: Callable[[], bool] | None = transport.watch(segment) if transport.maps else None
+    is_mounted: Callable[[], bool] | None = (
+        transport.mount_checker(segment) if transport.maps else None
+    )
     if is_mounted is None:
         yield None
         return

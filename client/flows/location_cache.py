@@ -41,7 +41,7 @@ class Replica(NamedTuple):
     """For the extent; empty: the master makes none."""
 
     @property
-    def place(self) -> tuple[SegmentInfo, int]:
+    def location(self) -> tuple[SegmentInfo, int]:
         """What the replica is told by: each answer of the master has another capability."""
         return self.segment, self.offset
 
@@ -75,7 +75,7 @@ def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
 def writable_of_each(grants: Grants) -> Sequence[bytes]:
     """One capability for each extent of the grants, with its stamp behind it (``WriteRow``)."""
     capabilities = capability_of_each(grants.capabilities, len(grants.segments))
-    stamps = grants.stamps
+    stamps = grants.header_macs
     if not stamps:
         return capabilities
     starts = range(0, len(stamps), STAMP_BYTES)

@@ -28,7 +28,7 @@ class ReadRequest(Protocol):
 
     key: Key
 
-    def make_room(self, size: int) -> Payload: ...
+    def allocate(self, size: int) -> Payload: ...
 
 
 class ObjectReads(Transfer):
@@ -58,7 +58,7 @@ class ObjectReads(Transfer):
             BufferMismatchError: as ``Target.make_room``.
         """
         size, epoch, counter, _, _, _ = placed
-        room = target.make_room(size)
+        room = target.allocate(size)
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 

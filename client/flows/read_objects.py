@@ -98,7 +98,7 @@ class ReadTarget:
         self.bad: Sequence[CorruptReplica] = ()
         """Reads under a valid lease that found other bytes."""
 
-    def make_room(self, size: int) -> Payload:
+    def allocate(self, size: int) -> Payload:
         """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
         views = self.views
         if views is not None:
@@ -131,7 +131,7 @@ class _OnDevice(ReadTarget):
         self.device = device
         self.tensor = device.driver.empty(0)
 
-    def make_room(self, size: int) -> Payload:
+    def allocate(self, size: int) -> Payload:
         if self.tensor.numel() != size:
             self.tensor = self.device.driver.empty(size)
         return memory_of(self.device, self.tensor) if size else []
@@ -387,8 +387,8 @@ def order_replicas(placed: LeasedLocation, bad: Sequence[CorruptReplica]) -> Seq
     """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
-    seen = Counter(each.replica.place for each in bad)
-    return sorted(placed.replicas, key=lambda replica: seen[replica.place])
+    seen = Counter(each.replica.location for each in bad)
+    return sorted(placed.replicas, key=lambda replica: seen[replica.location])
 
 
 def report_corrupt(

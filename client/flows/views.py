@@ -34,7 +34,7 @@ class _HeaderChecks(NamedTuple):
 
     segment: SegmentInfo
     shown: memoryview
-    """``TransportSelector.shown``."""
+    """``TransportSelector.readonly_memory``."""
     rows: list[ReadRow]
     of: list[tuple[int, LeasedLocation, Replica]]
 
@@ -57,7 +57,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
             for replica in known.replicas:
                 segment, offset, _ = replica
                 looks = here.get(id(segment))
-                if looks is None and (shown := context.pool.shown(segment)) is not None:
+                if looks is None and (shown := context.pool.readonly_memory(segment)) is not None:
                     looks = here[id(segment)] = _HeaderChecks(segment, shown, [], [])
                 if looks is not None:
                     size, epoch, counter, _, _, _ = known

@@ -56,7 +56,7 @@ class Items(NamedTuple):
     device: Device | None = None
     """Where the payloads are; None: in the host's memory."""
 
-    def of(self, rows: Sequence[int]) -> Items:
+    def select(self, rows: Sequence[int]) -> Items:
         """The items with these indexes."""
         keys, sizes, parts, descriptors, device = self
         return Items(
@@ -222,7 +222,7 @@ def _start(
     written before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
-    some = items if len(run) == len(keys) else items.of(run)
+    some = items if len(run) == len(keys) else items.select(run)
     at = context.clock()
     request = calls.PutStart(
         options.namespace,
@@ -253,7 +253,7 @@ def _start(
     started = yield from _start(context, items, run[:middle], options, 0, avoid)
     too_large = [size for each in started if each.grants is None for size in each.items.sizes]
     if too_large and (options.chain or min(some.sizes[middle:]) >= min(too_large)):
-        return [*started, none._replace(run=run[middle:], items=items.of(run[middle:]))]
+        return [*started, none._replace(run=run[middle:], items=items.select(run[middle:]))]
     try:
         return started + (yield from _start(context, items, run[middle:], options, 0, avoid))
     except KVStoreError:
@@ -356,7 +356,7 @@ def _rows(
     parents = [root, *items.keys[:-1]] if chain else [root] * count
     if replicas > 1 or len(granted) < count:
         each = [index for index in granted for _ in range(replicas)]
-        items, parents = items.of(each), [parents[index] for index in each]
+        items, parents = items.select(each), [parents[index] for index in each]
         tokens = [token for token in tokens for _ in range(replicas)]
     keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)

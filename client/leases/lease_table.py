@@ -3,7 +3,7 @@
 A lease is renewed when a third of its remaining time has passed. If the master confirms it and the
 segment is mounted as it was, the lease is extended. Otherwise it ends with the last promise; a
 lease of an allocation, or of memory of a device, ends as soon as the segment is mounted again. Once
-a lease has ended, its ``held`` is False for good.
+a lease has ended, its ``is_held`` is False for good.
 
 A renewal names the place of the leased memory as well as the version: the version may have ended
 there, and have come back with the memory of another node.
@@ -51,7 +51,7 @@ RENEW_KEYS_MAX: Final = 4_096
 """Keys per renewal call: well below the bound of a batch, and short work for the master."""
 
 Mounted = Callable[[], bool]
-"""Whether a segment is mounted as it was (``Transport.watch``)."""
+"""Whether a segment is mounted as it was (``Transport.mount_checker``)."""
 
 
 class LeasedExtent(NamedTuple):
@@ -163,7 +163,7 @@ class Lease:
         self.plan_renewal()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether the promise has held without a gap until now. False is final.
 
         The lease of an allocation also ends when its segment is mounted again, because the next
@@ -183,13 +183,13 @@ class Lease:
         return self.place is None or not self.place.ends_with_owner
 
     @property
-    def seconds_left(self) -> float:
+    def remaining_s(self) -> float:
         """How much longer it holds if it is not renewed again."""
-        return max(0.0, self._until - self._clock()) if self.held else 0.0
+        return max(0.0, self._until - self._clock()) if self.is_held else 0.0
 
     def extend(self, until: float) -> None:
         """Called when the master has given the same promise again."""
-        if self.held and until > self._until:
+        if self.is_held and until > self._until:
             self._until = until
             self.plan_renewal()
 
@@ -208,7 +208,7 @@ class Lease:
     def mounted_again(self, mounted: Mounted, until: float) -> None:
         """Called when a lookup has found the object at its place, on the segment that ``mounted``
         watches."""
-        if self.held and mounted():
+        if self.is_held and mounted():
             self._mounted = mounted
             self.extend(until)
 
@@ -224,9 +224,9 @@ class Lease:
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 10, RENEW_PAUSE_S)
 
-    def become(self, named: ObjectLease, until: float) -> None:
+    def convert_to_object(self, named: ObjectLease, until: float) -> None:
         """Called when the allocation was put: it is an object now."""
-        self._kept = self.held  # a lease that has ended stays ended
+        self._kept = self.is_held  # a lease that has ended stays ended
         if isinstance(self.what, AllocationLease):
             self.place = self.what.place
         self.what = named
@@ -234,7 +234,7 @@ class Lease:
         self._until = until
         self.plan_renewal()
 
-    def unneeded(self) -> None:
+    def mark_redundant(self) -> None:
         """Called when the allocation was put, and its object was stored already."""
         if isinstance(self.what, AllocationLease):
             self.what = RedundantAllocation(self.what.epoch, self.what.token)
@@ -246,7 +246,7 @@ class Lease:
         self._mounted = _gone
 
     def __repr__(self) -> str:
-        return f"<Lease held={self.held} seconds_left={self.seconds_left:.1f} of {self.what}>"
+        return f"<Lease held={self.is_held} seconds_left={self.remaining_s:.1f} of {self.what}>"
 
 
 def _gone() -> bool:
@@ -278,13 +278,13 @@ class LeaseTable:
         """The lease of the memory at ``address``, for one more holder. A new lease is in the table
         only after ``enter``."""
         there = self._leases.get(address)
-        if there is not None and there[-1].what == held and there[-1].held:
+        if there is not None and there[-1].what == held and there[-1].is_held:
             there[-1].extend(until)
             return there[-1]
         return Lease(held, until, size, mounted, self.clock, place)
 
     def enter(self, address: int, lease: Lease, holder: object) -> None:
-        """Called once it is certain that ``let_go`` will be called for ``holder``."""
+        """Called once it is certain that ``release`` will be called for ``holder``."""
         lease.holders.add(holder)
         there = self._leases.get(address)
         if there is None:
@@ -292,12 +292,12 @@ class LeaseTable:
         elif there[-1] is not lease:
             there.append(lease)
 
-    def let_go(self, address: int, lease: Lease, holder: object) -> AllocationLease | None:
+    def release(self, address: int, lease: Lease, holder: object) -> AllocationLease | None:
         """Removes one holder; returns the allocation if it can no longer be put. Idempotent."""
         lease.holders.discard(holder)
         if lease.holders:
             return None
-        is_ours = lease.held
+        is_ours = lease.is_held
         lease.end()
         there = [each for each in self._leases.get(address, ()) if each is not lease]
         if there:
@@ -310,7 +310,7 @@ class LeaseTable:
         """Whether leased memory starts at this address."""
         return address in self._leases
 
-    def around(self, address: int) -> list[tuple[int, Lease]]:
+    def containing(self, address: int) -> list[tuple[int, Lease]]:
         """Every lease whose memory contains this byte, with the address of that memory."""
         return [
             (start, lease)
@@ -327,7 +327,7 @@ class LeaseTable:
 
     def wake_at(self) -> float:
         """When the next renewal is due; infinity: none is."""
-        return min((lease.renew_at for lease in self if lease.held), default=math.inf)
+        return min((lease.renew_at for lease in self if lease.is_held), default=math.inf)
 
     def due(self) -> list[LeaseRenewal]:
         """The calls that renew the leases that are due now, or within ``RENEW_PAUSE_S``."""
@@ -339,7 +339,7 @@ class LeaseTable:
 
     def _due(self) -> Iterator[Lease]:
         soon = self.clock() + RENEW_PAUSE_S
-        return (lease for lease in self if lease.renew_at <= soon and lease.held)
+        return (lease for lease in self if lease.renew_at <= soon and lease.is_held)
 
 
 def found_at(
@@ -374,7 +374,7 @@ class LeaseRenewal:
     def patience_s(self) -> float:
         """The time-out of the call. A first attempt takes half of the time left, so that a second
         one, which may have to connect anew, can take most of the rest."""
-        left = min(lease.seconds_left for lease in self._leases)
+        left = min(lease.remaining_s for lease in self._leases)
         is_retried = any(lease.is_retried for lease in self._leases)
         return max(0.05, left * (0.8 if is_retried else 0.5))
 
@@ -383,13 +383,13 @@ class LeaseRenewal:
         for lease in self._leases:
             lease.plan_retry()
 
-    def answered(self, renewed: calls.RenewReply, asked: float, margin_s: float) -> None:
+    def on_reply(self, renewed: calls.RenewReply, asked: float, margin_s: float) -> None:
         """
         Args:
             asked: on the leases' clock, before the question was sent.
             margin_s: what is taken off each promise.
         """
-        held = (*renewed.keys_held, *renewed.tokens_held)
+        held = (*renewed.keys_leased, *renewed.tokens_leased)
         extended = renewed.capabilities
         promised_ms = renewed.lease_ms if self.request.keys else renewed.deadline_ms
         for index, (lease, still) in enumerate(zip(self._leases, held, strict=True)):
@@ -400,7 +400,7 @@ class LeaseRenewal:
                 lease.renewed(asked + promised_ms / 1000 - margin_s)
             else:
                 # The object was removed, or a new master does not know it: the bytes stay until
-                # the last promise ends, and ``held`` turns False then.
+                # the last promise ends, and ``is_held`` turns False then.
                 lease.plan_renewal()
 
 

@@ -78,7 +78,7 @@ class ArrayTracker:
 
     When an array is freed, only two C functions run, ``deque.append`` and ``SimpleQueue.put``: this
     may happen between any two steps of any thread, whatever locks it holds, and a signal handler
-    that raises must not cut it short. ``settle`` does the rest. Any thread may read; only one
+    that raises must not cut it short. ``remove_dead`` does the rest. Any thread may read; only one
     thread at a time may call the other methods.
     """
 
@@ -138,23 +138,23 @@ class ArrayTracker:
         if storage:
             self._storages[storage] = watch
 
-    def settle_alone(self) -> None:
-        """From now on no thread calls ``settle``: it runs whenever an array is freed."""
+    def remove_one_dead(self) -> None:
+        """From now on no thread calls ``remove_dead``: it runs whenever an array is freed."""
         for watch in list(self._arrays.values()):
             array = watch()
             if array is not None:
                 self._watch_array(
-                    array, watch.address, watch.lease, watch.storage, self._settle_last
+                    array, watch.address, watch.lease, watch.storage, self._remove_last_dead
                 )
                 watch.lease.holders.discard(watch)
                 self._allocations.discard(watch)
-        self.settle([])
+        self.remove_dead([])
 
-    def _settle_last(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
+    def _remove_last_dead(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
         self.let_go(watch)
-        self.settle([])
+        self.remove_dead([])
 
-    def settle(self, dropped: list[AllocationLease]) -> None:
+    def remove_dead(self, dropped: list[AllocationLease]) -> None:
         """Removes arrays that are gone; adds the allocations that can no longer be put to
         ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
         while self._let_go:
@@ -165,7 +165,7 @@ class ArrayTracker:
             if watch.storage and self._storages.get(watch.storage) is watch:
                 self._storages.pop(watch.storage, None)
             self._allocations.discard(watch)
-            granted = self.leases.let_go(watch.address, watch.lease, watch)
+            granted = self.leases.release(watch.address, watch.lease, watch)
             if granted is not None:
                 dropped.append(granted)
             with contextlib.suppress(IndexError, ValueError):  # another thread was faster
@@ -177,8 +177,8 @@ class ArrayTracker:
         watch = self._watch(value)
         if watch is not None:
             return watch.lease
-        there = [lease for _, lease in self.leases.around(_address(value))]
-        return next((lease for lease in there if not lease.held), there[0] if there else None)
+        there = [lease for _, lease in self.leases.containing(_address(value))]
+        return next((lease for lease in there if not lease.is_held), there[0] if there else None)
 
     def allocation(self, data: memoryview) -> Lease | None:
         """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
@@ -191,7 +191,7 @@ class ArrayTracker:
             return lease if is_it else None
         if not self.leases.starts_at(address):
             return None
-        there = self.leases.around(address)
+        there = self.leases.containing(address)
         granted = [
             lease
             for start, lease in there
@@ -200,7 +200,7 @@ class ArrayTracker:
         if len(there) == 1 and granted:
             return granted[0]
         # Several leases cover this memory. A lost allocation must not be put; others are copied.
-        return next((lease for lease in granted if not lease.held), None)
+        return next((lease for lease in granted if not lease.is_held), None)
 
     def end(self) -> None:
         for watch in list(self._arrays.values()):
@@ -275,7 +275,7 @@ class ViewManager:
             mounted: whether the segment under them is mounted as it was.
         """
         with self._lock:
-            self._settle()
+            self._remove_dead()
             leases = self._watches.add(arrays, mounted)
             if leases and min(lease.renew_at for lease in leases) < self._wake_at:
                 self._watches.woken.put(None)
@@ -300,35 +300,35 @@ class ViewManager:
         """Stops renewals. Views stay readable; their leases run out."""
         self.stop_renewing()
         join_all(self._started, CLOSE_S)
-        self._watches.settle_alone()
+        self._watches.remove_one_dead()
 
-    def begin_anew(self, reads: ReadLeases) -> None:
+    def reset_after_fork(self, reads: ReadLeases) -> None:
         """As ``forks.watch`` has it: the leases are the parent's, which renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
         self._begin(reads)
         if closed:
             self._closing.set()
-            self._watches.settle_alone()
+            self._watches.remove_one_dead()
 
     def __len__(self) -> int:
         with self._lock:
-            self._settle()
+            self._remove_dead()
             return len(self._watches.leases)
 
-    def _settle(self) -> None:
-        self._watches.settle(self._dropped)
+    def _remove_dead(self) -> None:
+        self._watches.remove_dead(self._dropped)
 
-    def _follow(self, moved: list[Lease]) -> None:
+    def _relocate(self, moved: list[Lease]) -> None:
         """Asks for objects whose segments were mounted anew, one by one, until a call fails."""
         for lease in moved:
             lease.plan_renewal()
         for lease in moved:
             what, asked = lease.what, uptime()
-            if not isinstance(what, ObjectLease) or self._watch is None or not lease.held:
+            if not isinstance(what, ObjectLease) or self._watch is None or not lease.is_held:
                 continue
             try:
-                patience_s = max(0.05, lease.seconds_left / 2)
+                patience_s = max(0.05, lease.remaining_s / 2)
                 found = self._ask(calls.Lookup(what.namespace, [what.key]), patience_s)
                 assert isinstance(found, calls.LookupReply)
                 segments = calls.DescribeSegments(found.placements.segments)
@@ -366,7 +366,7 @@ class ViewManager:
     def _wait(self) -> None:
         """Waits until a renewal is due, or there is an allocation to revoke."""
         with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
-            self._settle()
+            self._remove_dead()
             self._wake_at = self._watches.leases.wake_at()
             if self._is_armed:
                 self._wake_at = min(self._wake_at, self._reads.release_at())
@@ -378,13 +378,13 @@ class ViewManager:
             while True:
                 self._watches.woken.get_nowait()
         with self._lock:
-            self._settle()
+            self._remove_dead()
 
     def _renew(self) -> None:
         with self._lock:
-            self._settle()
+            self._remove_dead()
             due, moved = self._watches.leases.due(), self._watches.leases.moved()
-        self._follow(moved)
+        self._relocate(moved)
         for renewal in due:
             asked = uptime()
             try:
@@ -395,7 +395,7 @@ class ViewManager:
                 renewal.failed(error)
             else:
                 assert isinstance(renewed, calls.RenewReply)
-                renewal.answered(renewed, asked, self._margin_s)
+                renewal.on_reply(renewed, asked, self._margin_s)
 
     def _release_later(self) -> None:
         if not self._is_armed and not self._closing.is_set():

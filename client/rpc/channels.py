@@ -80,7 +80,7 @@ class ChannelPool:
         self._closed = False
 
     @contextmanager
-    def lend(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
+    def acquire(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
         """The channel to ``address``, for one call. For a new channel the host's name is resolved.
 
         Raises:

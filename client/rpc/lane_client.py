@@ -48,7 +48,7 @@ class LaneConnection:
         self._gauge = BusyPollGauge()
         self._call_id = 0
 
-    def greet(self, joined: JoinReply, until: float) -> None:
+    def handshake(self, joined: JoinReply, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
         first = hello(joined.lane_token)
         try:
@@ -74,7 +74,7 @@ class LaneConnection:
         self._call_id += 1
         request = frame(self._call_id, CALL, name, payload)
         gauge = self._gauge
-        spinning = spin and self._spin_s > 0 and gauge.pays()
+        spinning = spin and self._spin_s > 0 and gauge.should_poll()
         spin_s = self._spin_s if spinning else 0.0
         status, number, kind, data = self._exchange(
             self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX

@@ -123,7 +123,7 @@ class TokenRefusedError(Exception):
 class FindLeader(NamedTuple):
     """Ask the etcd for the leader. Answer: its address; empty if no master leads."""
 
-    place: EtcdPlace
+    address: EtcdPlace
     timeout_s: float
 
 
@@ -228,15 +228,15 @@ class MasterConnectionState:
         self.current = True
         self.generation += 1
 
-    def lost(self, generation: int) -> None:
+    def on_master_lost(self, generation: int) -> None:
         """Called when the master joined in ``generation`` cannot be reached, or is another one."""
         if self.current and self.generation == generation:
             self.current = False
             self.generation += 1
 
     def next_address(self, failed: str) -> None:
-        """Called after ``lost`` when ``failed`` cannot be used: goes on to the next address, unless
-        another call has done so or has joined a master since."""
+        """Called after ``on_master_lost`` when ``failed`` cannot be used: goes on to the next
+        address, unless another call has done so or has joined a master since."""
         if self.current or self.address != failed:
             return
         if self._leader:
@@ -245,11 +245,11 @@ class MasterConnectionState:
             self._turn = (self._turn + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
-        """Called after ``lost`` when etcd or a standby names ``leader``."""
+        """Called after ``on_master_lost`` when etcd or a standby names ``leader``."""
         if not self.current:
             self._leader = leader
 
-    def silence_s(self, request: Request) -> float:
+    def failover_timeout_s(self, request: Request) -> float:
         """How long a master may be silent to ``request`` before another one is asked."""
         if self.alone:
             return math.inf
@@ -349,7 +349,7 @@ def attempts(
                 link.lane_failed(clock(), str(refused))
                 reasons[address] = str(refused)
                 pause_s = link.backoff_s(refusals)
-            link.lost(generation)
+            link.on_master_lost(generation)
         except LaneUnreachableError as unreachable:
             link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
         except ConnectionBrokenError as failure:
@@ -363,7 +363,7 @@ def attempts(
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
                 doubtful = epoch
-            link.lost(generation)
+            link.on_master_lost(generation)
             if failure.silent:
                 link.next_address(address)
             elif joining or call is None or not call.lane:
@@ -377,7 +377,7 @@ def attempts(
             if call is not None and not joining and not call.idempotent:
                 # A leader whose term ended while it executed the call answers so, too.
                 doubtful = epoch
-            link.lost(generation)
+            link.on_master_lost(generation)
             link.next_address(address)
             leader = str(refusal.fields.get("leader", ""))
             if leader and leader != address:

@@ -87,7 +87,7 @@ class _Sending(NamedTuple):
     payload: bytes
     deadline: float
     silence_s: float
-    """As ``MasterConnectionState.silence_s``."""
+    """As ``MasterConnectionState.failover_timeout_s``."""
 
 
 class MasterStub:
@@ -95,7 +95,7 @@ class MasterStub:
 
     Calls of clients first join the master. Then they take the lane, a pool of connections with one
     call at a time each, or gRPC if the lane cannot be reached. Calls of operators take gRPC and
-    need no join. In the child of a fork, call ``abandon``.
+    need no join. In the child of a fork, call ``close_after_fork``.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class MasterStub:
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
         self._answered = self._told_waiting = False
         self._lock = threading.Lock()  # guards ``_connections``
-        self.begin_anew()
+        self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
         """Our identity; None: without authentication."""
         self._channels = ChannelPool(self.credentials)
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """Called after a foreign exception has cut a call: the next calls use connections and locks
         of their own. Calls of other threads go on."""
         self._joining = threading.Lock()
@@ -156,7 +156,7 @@ class MasterStub:
         return self._link.joined.epoch if self._link.joined is not None else 0
 
     @property
-    def reached(self) -> bool:
+    def contacted(self) -> bool:
         """Whether a master has answered a call, or a join."""
         return self._answered or self._link.joined is not None
 
@@ -194,17 +194,17 @@ class MasterStub:
         if self.check is not None:
             self.check(request)
         if self.credentials is not None:
-            self.credentials.remind()
+            self.credentials.warn_if_expiring()
         call = CALLS[type(request)]
         cut = CUTS.get(type(request))
         if cut is not None and cut.is_large(request):
-            return self._in_pieces(cut, request, deadline, trace)
+            return self._call_in_chunks(cut, request, deadline, trace)
         payload = encode_request(request)
         if len(payload) > REQUEST_BYTES_MAX:
-            return self._in_pieces(cut, request, deadline, trace)
+            return self._call_in_chunks(cut, request, deadline, trace)
         if trace:
             payload = with_trace(payload, trace)
-        sending = _Sending(call, payload, deadline, self._link.silence_s(request))
+        sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
         broken: ConnectionBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
@@ -220,7 +220,9 @@ class MasterStub:
             self._accept(reply, self._link.address)
         return reply
 
-    def _in_pieces(self, cut: Cut | None, request: Request, deadline: float, trace: str) -> Reply:
+    def _call_in_chunks(
+        self, cut: Cut | None, request: Request, deadline: float, trace: str
+    ) -> Reply:
         """As ``call``, in several requests; again, if another master has answered some of them.
 
         Raises:
@@ -237,7 +239,7 @@ class MasterStub:
             if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
                 return cut.joined(replies)
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
         parent's connections. Takes no lock."""
         self._closed = True
@@ -287,12 +289,12 @@ class MasterStub:
             what = identify_service(action.address, action.timeout_s)
             return GRPC if what == TLS and self.credentials is not None else what
         if isinstance(action, Backoff):
-            self._tell_waiting(action.reason, deadline)
+            self._log_waiting(action.reason, deadline)
             wait_in_call(action.seconds, lambda: self._closed)
             return None
         if isinstance(action, FindLeader):
             return uninterrupted(
-                functools.partial(find_leader, action.place, uptime() + action.timeout_s)
+                functools.partial(find_leader, action.address, uptime() + action.timeout_s)
             )
         if isinstance(action, SendOnLane):
             connection = self._take() or self._connect(deadline)
@@ -353,7 +355,7 @@ class MasterStub:
         if left_s <= 0:
             raise deadline_error(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        with self._channels.lend(address, deadline) as lent:
+        with self._channels.acquire(address, deadline) as lent:
             try:
                 send = lent.channel.unary_unary(call.path)
                 metadata = self._link.metadata(call)
@@ -364,7 +366,7 @@ class MasterStub:
                 if stop is not None:
                     stop.check()
                 calling = send.future(payload, timeout=left_s, metadata=metadata)
-                with stop.wakes(calling.cancel) if stop else contextlib.nullcontext():
+                with stop.on_cancel(calling.cancel) if stop else contextlib.nullcontext():
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
@@ -389,10 +391,10 @@ class MasterStub:
         if call is JOIN:
             with contextlib.suppress(grpc.FutureTimeoutError):
                 return calling.result(TELL_S)
-            self._tell_waiting(NO_ANSWER, deadline)
+            self._log_waiting(NO_ANSWER, deadline)
         return calling.result()
 
-    def _tell_waiting(self, reason: str, deadline: float) -> None:
+    def _log_waiting(self, reason: str, deadline: float) -> None:
         """Logs what a call waits for; once, until a master is joined."""
         if reason and not self._told_waiting:
             self._told_waiting = True
@@ -425,7 +427,7 @@ class MasterStub:
             if stop is None:
                 _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
             else:
-                with stop.wakes(connection.interrupt):
+                with stop.on_cancel(connection.interrupt):
                     _, kind, _, data = connection.exchange(
                         call.wire_name, payload, until, spin=alone
                     )
@@ -467,7 +469,7 @@ class MasterStub:
         try:
             if self._closed:
                 raise ClosedError("the client is closed")
-            connection.greet(joined, until)
+            connection.handshake(joined, until)
         except BaseException:
             self._drop(connection)
             raise

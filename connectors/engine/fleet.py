@@ -85,7 +85,7 @@ class FleetRecords:
         self._told.update((fingerprint, *warnings))
         return warnings
 
-    def leave(self, models: Sequence[str], fingerprint: str) -> None:
+    def withdraw(self, models: Sequence[str], fingerprint: str) -> None:
         """Removes the record of a fingerprint that this engine no longer has. Another engine that
         still has this fingerprint puts the record again.
 
@@ -142,7 +142,7 @@ class FleetAnnouncer:
                 record, former, announce = news
                 if former:
                     current.pop(former, None)
-                    left[former] = partial(self._fleet.leave, record.models, former)
+                    left[former] = partial(self._fleet.withdraw, record.models, former)
                 current[record.fingerprint] = announce
             try:
                 for each in [*left.values(), *current.values()]:
@@ -150,7 +150,7 @@ class FleetAnnouncer:
                 left.clear()
                 pause_s = ANNOUNCED_EVERY_S
             except PermissionDeniedError as error:
-                self._refusals.tell(error)
+                self._refusals.log_once(error)
                 pause_s = ANNOUNCED_EVERY_S
             except KVStoreError as error:
                 self._log.log(
@@ -163,7 +163,7 @@ class FleetAnnouncer:
 def _warning(ours: FleetRecord, theirs: FleetRecord) -> str:
     """In what another engine differs; empty: it has ended, or is of another kind, which never
     shares blocks."""
-    if theirs.engine != ours.engine or theirs.has_ended(time.time()):
+    if theirs.engine != ours.engine or theirs.is_stopped(time.time()):
         return ""
     told = compare_descriptions(ours.engine, as_read(ours.description), theirs.description).text()
     return f"another engine serves {ours.models[0]}, and shares no block with this one: {told}"

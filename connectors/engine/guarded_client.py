@@ -49,7 +49,7 @@ class DenialLog:
         self._lock = threading.Lock()
         self._told: set[str] = set()
 
-    def tell(self, error: PermissionDeniedError) -> None:
+    def log_once(self, error: PermissionDeniedError) -> None:
         """Logs this refusal, unless its text was logged before."""
         why = str(error)  # as text: the error's frames hold buffers
         with self._lock:
@@ -102,7 +102,7 @@ class GuardedClient:
 
     def _note(self, error: KVStoreError) -> None:
         if isinstance(error, PermissionDeniedError):
-            self._refusals.tell(error)
+            self._refusals.log_once(error)
         with self._changing:
             if not isinstance(error, UnavailableError):
                 self._breaker.succeeded()

@@ -93,7 +93,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._locks = LookupLocks(self._guard, log)
         self._is_closed = False
         if l1_memory_desc is not None and self._client.config.protocol:
-            self._lend(l1_memory_desc)
+            self._wrap_buffers(l1_memory_desc)
 
     # --- descriptors --------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._submit(
             self._readers,
             self._lookups,
-            lambda: self._look_up(keys, group_layout_descs),
+            lambda: self._lookup(keys, group_layout_descs),
             Bitmap(len(keys)),
         )
 
@@ -300,7 +300,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         named = dict(zip(values, outcomes, strict=True))
         return [named[name] for name in names]
 
-    def _look_up(
+    def _lookup(
         self, keys: list[ObjectKey], descriptions: Mapping[int, MemoryLayoutDesc]
     ) -> Bitmap:
         layouts = []
@@ -378,7 +378,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             for row in self._client.list_objects(namespace=namespace):
                 yield model, row
 
-    def _lend(self, memory: L1MemoryDesc) -> None:
+    def _wrap_buffers(self, memory: L1MemoryDesc) -> None:
         size = memory.stable_registration_size or memory.size
         try:
             self._client.register(memory.ptr, size)

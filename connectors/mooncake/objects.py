@@ -53,7 +53,7 @@ class ObjectAccess:
             self._guard.client.close()
 
     @property
-    def are_there(self) -> bool:
+    def is_connected(self) -> bool:
         return self._guard is not None
 
     def client(self) -> Client:
@@ -66,15 +66,15 @@ class ObjectAccess:
         return self._guard
 
     def run(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT:
-        """As ``ask``, but raises KVStoreError."""
+        """As ``call``, but raises KVStoreError."""
         guard = self._guarded()
         return guard.run(lambda timeout_ms: call(guard.client, timeout_ms), size=size)
 
-    def ask(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
+    def call(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
         """The result of ``call(client, timeout_ms)``, which moves ``size`` bytes, or its error."""
         return _coded(lambda: self.run(call, size=size))
 
-    def done(self, call: Callable[[], object]) -> Code:
+    def run_logged(self, call: Callable[[], object]) -> Code:
         """Makes a call that should not fail, and returns its code. If it fails, logs why."""
         try:
             call()
@@ -215,7 +215,7 @@ class ObjectAccess:
             return Code.INVALID_PARAMS
         starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
         ranges = list(zip(starts, memory, strict=True))
-        found = self.ask(
+        found = self.call(
             lambda client, ms: client.get_ranges(name_of(key), ranges, timeout_ms=ms),
             size=_size(memory),
         )
@@ -225,19 +225,19 @@ class ObjectAccess:
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
         """Per key the bytes of its payload, or None. Objects that are found are leased."""
-        return self._ask_for_each(
+        return self._call_for_each(
             keys, lambda client, names, ms: client.lookup(names, timeout_ms=ms), None
         )
 
     def are_stored(self, keys: Sequence[str], *, lease: bool = True) -> list[bool] | Code:
         """Per key whether its object is stored. With ``lease`` those that are found are leased."""
-        return self._ask_for_each(
+        return self._call_for_each(
             keys,
             lambda client, names, ms: client.exists_many(names, lease=lease, timeout_ms=ms),
             False,
         )
 
-    def _ask_for_each(
+    def _call_for_each(
         self,
         keys: Sequence[str],
         call: Callable[[Client, Sequence[bytes], int], list[ResultT]],
@@ -246,7 +246,7 @@ class ObjectAccess:
         """Per key the result of ``call(client, names, timeout_ms)``; ``absent`` for empty keys."""
         names = names_of(keys)
         asked = names if all(names) else [name for name in names if name]
-        told = self.ask(
+        told = self.call(
             lambda client, ms: [each for some in slices(asked) for each in call(client, some, ms)]
         )
         if isinstance(told, Code) or asked is names:
@@ -262,14 +262,14 @@ class ObjectAccess:
         return [codes.pop(name, Code.OBJECT_NOT_FOUND) for name in names]
 
     def _remove_some(self, names: Sequence[bytes]) -> list[int]:
-        removed = self.ask(lambda client, ms: client.remove_many(names, timeout_ms=ms))
+        removed = self.call(lambda client, ms: client.remove_many(names, timeout_ms=ms))
         if isinstance(removed, Code):
             return [removed] * len(names)
         return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
 
     def placed(self, name: bytes) -> Placements | None:
         """Where the object's copies are; None: it has none, or an error occurred."""
-        stat = self.ask(lambda client, ms: client.stat(name, timeout_ms=ms))
+        stat = self.call(lambda client, ms: client.stat(name, timeout_ms=ms))
         if stat is None or isinstance(stat, Code):
             return None
         return stat.detail.placements if stat.detail.placements.segments else None

@@ -121,7 +121,7 @@ class MooncakeDistributedStore(TensorMethods):
             local_hostname = str(given.get("local_hostname", name))
         if not isinstance(local_hostname, str):
             raise TypeError(f"local_hostname is a str or a dict, not {local_hostname!r}")
-        if self._objects.are_there:
+        if self._objects.is_connected:
             log.error("setup failed: it is set up already, call close() first")
             return Code.INVALID_PARAMS
         try:
@@ -180,7 +180,7 @@ class MooncakeDistributedStore(TensorMethods):
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Lends ``size`` bytes of host memory, or of a CUDA device, which the caller keeps
         allocated, until ``unregister_buffer``."""
-        code = self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+        code = self._objects.run_logged(lambda: self._objects.client().register(buffer_ptr, size))
         if code == Code.OK:
             self._registered.add(buffer_ptr)
         return code
@@ -190,7 +190,7 @@ class MooncakeDistributedStore(TensorMethods):
         if buffer_ptr not in self._registered:
             return Code.INVALID_PARAMS
         self._registered.discard(buffer_ptr)
-        return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
+        return self._objects.run_logged(lambda: self._objects.client().unregister(buffer_ptr))
 
     def alloc_from_mem_pool(self, size: int) -> int:
         """The address of ``size`` new bytes, which last as long as this object; 0: they cannot be
@@ -559,7 +559,7 @@ class MooncakeDistributedStore(TensorMethods):
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
         """Where the copies of these objects are. Keys without a complete object are left out."""
-        status = self._objects.ask(lambda client, ms: client.status(timeout_ms=ms))
+        status = self._objects.call(lambda client, ms: client.status(timeout_ms=ms))
         if isinstance(status, Code):
             return {}
         nodes = status.nodes_by_segment()
@@ -594,7 +594,7 @@ class MooncakeDistributedStore(TensorMethods):
             keys = (row.key.decode(errors="surrogateescape") for row in rows)
             return [key for key in keys if pattern.search(key)]
 
-        keys = self._objects.ask(matching)
+        keys = self._objects.call(matching)
         if isinstance(keys, Code):
             return keys
         return self.batch_remove(keys, force).count(Code.OK)
@@ -602,7 +602,7 @@ class MooncakeDistributedStore(TensorMethods):
     def remove_all(self, force: bool = False) -> int:
         """Removes every object of the namespace; returns how many, or a code."""
         del force
-        return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
+        return self._objects.call(lambda client, _: client.clear(client.config.namespace))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
         """Removes these objects; with ``segment_name`` only those whose copies are all on that

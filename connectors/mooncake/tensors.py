@@ -146,17 +146,19 @@ class TensorMethods:
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """Per key 0 or a code; INVALID_PARAMS for memory that does not hold a tensor."""
-        return self._objects.put(keys, self._held(buffer_ptrs, sizes), None)
+        return self._objects.put(keys, self._registered_ranges(buffer_ptrs, sizes), None)
 
     def batch_upsert_tensor_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        return self._objects.put(keys, self._held(buffer_ptrs, sizes), None, overwrite=True)
+        return self._objects.put(
+            keys, self._registered_ranges(buffer_ptrs, sizes), None, overwrite=True
+        )
 
     put_tensor_from = _of_one(batch_put_tensor_from)
     upsert_tensor_from = _of_one(batch_upsert_tensor_from)
 
-    def _held(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
+    def _registered_ranges(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
         return [
             Code.INVALID_PARAMS if _tensor_in(memory) is None else memory
             for memory in self._objects.memories_of(pointers, sizes)
@@ -288,7 +290,7 @@ class TensorMethods:
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
-        return self._objects.put(keys, self._held(buffer_ptrs, sizes), config)
+        return self._objects.put(keys, self._registered_ranges(buffer_ptrs, sizes), config)
 
     def batch_upsert_tensor_with_parallelism(
         self,
@@ -313,7 +315,9 @@ class TensorMethods:
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
-        return self._objects.put(keys, self._held(buffer_ptrs, sizes), config, overwrite=True)
+        return self._objects.put(
+            keys, self._registered_ranges(buffer_ptrs, sizes), config, overwrite=True
+        )
 
     def batch_get_tensor_with_parallelism(
         self, keys: Sequence[str], targets: Any = None

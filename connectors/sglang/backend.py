@@ -181,7 +181,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> int:
         """The number of leading pages that are stored. They are leased."""
         del extra_info  # its prefix keys: a page counts whether or not those before it are stored
-        return self._answer(lambda: self._leading(GuardedCall(self._guard), keys), 0)
+        return self._bounded(lambda: self._leading(GuardedCall(self._guard), keys), 0)
 
     def batch_exists_v2(
         self,
@@ -191,14 +191,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> PoolTransferResult:
         """The prefixes that all pools can serve. Pages that are found are leased."""
         del extra_info
-        return self._answer(
+        return self._bounded(
             lambda: self._restorable(GuardedCall(self._guard), keys, pool_transfers or []),
             PoolTransferResult(0, {}, []),
         )
 
     def exists(self, key: str) -> bool:
         """Whether a page that ``set`` has put is stored."""
-        return self._answer(
+        return self._bounded(
             lambda: self._found_of(GuardedCall(self._guard), [key], [_FLAT])[_FLAT][0], False
         )
 
@@ -278,7 +278,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         del extra_info
         deadline = GuardedCall(self._guard)
         return {
-            transfer.name: self._answer(
+            transfer.name: self._bounded(
                 partial(self._read, deadline, transfer), [False] * len(transfer.keys or ())
             )
             for transfer in transfers
@@ -300,7 +300,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             buffers = [[bytes_of(target)] for target in targets]
             return self._get(GuardedCall(self._guard), self._pools[_FLAT], keys, buffers)
 
-        there = self._answer(read, [False] * len(keys))
+        there = self._bounded(read, [False] * len(keys))
         return [target if is_there else None for target, is_there in zip(targets, there)]
 
     def get(
@@ -356,7 +356,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[str, list[bool]]:
         deadline = GuardedCall(self._guard)
         return {
-            transfer.name: self._answer(
+            transfer.name: self._bounded(
                 partial(self._write, deadline, transfer, extra_info),
                 [False] * len(transfer.keys or ()),
             )
@@ -380,7 +380,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
             return self._put(GuardedCall(self._guard), self._pools[_FLAT], keys, copies, None)
 
-        return all(self._answer(write, [False]))
+        return all(self._bounded(write, [False]))
 
     def set(
         self,
@@ -453,7 +453,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._described(sglang_fingerprint.live(self._config.model_name))
         for found in list(self._fingerprints.values()):  # also of weights that were served before
             for part in sorted({part for pool in self._pools.values() for part in pool.parts}):
-                self._guard.client.clear(self._place(found, part))
+                self._guard.client.clear(self._namespace_of(found, part))
 
     def close(self) -> None:
         """Closes the client; later calls are misses. Idempotent."""
@@ -479,9 +479,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._of_thread.weights = seen = now
         if seen != now:
             raise KVStoreError("the weights have changed")
-        return self._place(self._fingerprints.get(now) or self._described(now), part)
+        return self._namespace_of(self._fingerprints.get(now) or self._described(now), part)
 
-    def _place(self, found: str, part: str) -> str:
+    def _namespace_of(self, found: str, part: str) -> str:
         """The namespace of these pages. ``found``: the fingerprint of the engine that has them."""
         return of_tenant(self._guard.client.config.tenant, f"sglang/{found}/{part}")
 
@@ -500,14 +500,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank)
                 if not any(ranks):
                     models = (weights.path or self._model_id or "unknown",)
-                    places = (self._place(found, full.parts[0]),)
+                    places = (self._namespace_of(found, full.parts[0]),)
                     self._announcer.announce(
                         FleetRecord("sglang", models, found, places, described)
                     )
                 self._fingerprints[weights] = found
             return self._fingerprints[weights]
 
-    def _answer(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
+    def _bounded(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
         """The result of a call, or a miss: SGLang computes the pages that it does not get."""
         try:
             return call()

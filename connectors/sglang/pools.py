@@ -61,7 +61,7 @@ class PoolPages:
         self._pieces = pieces
         if pieces > 1:
             _check_split(pool, pieces)
-        sizes = self._survey()
+        sizes = self._find_layout()
         self.size = sum(sizes)
         """Bytes of a page; 0: the pool only counts pages, and side pools hold the bytes."""
         self.told = {
@@ -75,7 +75,7 @@ class PoolPages:
         self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
         """Equal for pools whose pages, or pieces of pages, have equal parts in the same order."""
 
-    def _survey(self) -> list[int]:
+    def _find_layout(self) -> list[int]:
         """Sizes of a page's buffers, in bytes."""
         first = torch.arange(self.tokens, dtype=torch.int64)
         self._register()

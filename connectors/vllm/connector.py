@@ -138,7 +138,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side.audit_events()
         if scheduler_output.num_scheduled_tokens:
             self._scheduler_side.prepare()
-        return self._decisions.orders(scheduler_output)
+        return self._decisions.transfer_commands(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._decisions.arrived(connector_output.finished_recving or ())
@@ -147,7 +147,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler_side.reported(report)
 
     def has_pending_push_work(self) -> bool:
-        return self._decisions.wants_steps(TRANSFER_TIMEOUT_MS / 1000)
+        return self._decisions.needs_more_steps(TRANSFER_TIMEOUT_MS / 1000)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -198,7 +198,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             failing.pop_all()
 
-    def hello(self, worker: Any) -> WorkerIdentity:
+    def worker_identity(self, worker: Any) -> WorkerIdentity:
         """The worker's identity now; the scheduler side asks for it between two steps.
 
         Args:
@@ -234,7 +234,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def recheck(self, worker: Any) -> tuple[int, int]:
         """This rank, and the number of a check of its weights that has begun; 0: they differ."""
         assert self._live is not None, "hello comes first"
-        return worker.rank, self._live.seem_equal()
+        return worker.rank, self._live.start_check()
 
     def finish_check(self, worker: Any) -> tuple[int, tuple[int, bool]] | None:
         """Waits for the check that is under way: this rank, and ``WeightMonitor.take_verdict``."""
@@ -272,7 +272,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         del worker
         self._worker_side.forget_failures()
 
-    def _orders(self) -> TransferCommands:
+    def _transfer_commands(self) -> TransferCommands:
         orders = self._get_connector_metadata()
         assert isinstance(orders, TransferCommands)
         return orders
@@ -283,10 +283,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         be too late: for loads that no request of the step needs, vLLM calls it afterwards."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.begin(self._orders())
+            self._worker.begin(self._transfer_commands())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.load(self._orders())
+        self._worker_side.load(self._transfer_commands())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request runs only when all of its blocks have arrived."""
@@ -299,7 +299,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Orders saves; does not wait for them."""
-        self._worker_side.save(self._orders())
+        self._worker_side.save(self._transfer_commands())
 
     @property
     def _has_several_groups(self) -> bool:

@@ -1,7 +1,7 @@
 """Access to the engine core, for what vLLM's connector interface has no hook.
 
 * ``EngineCoreAccess.watch``: calls to the workers, other than those of each step, may change the
-weights. * ``EngineCoreAccess.ask``: between two steps, the workers are asked what their weights
+weights. * ``EngineCoreAccess.call``: between two steps, the workers are asked what their weights
 are. * ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache,
 blocks that are
   pinned, being loaded, or not freed yet because a step is under way, must become free.
@@ -43,7 +43,7 @@ class EngineCoreAccess:
         self._call = self._executor.collective_rpc
 
     @classmethod
-    def above(cls) -> Self | None:
+    def from_call_stack(cls) -> Self | None:
         """The core that is creating this connector; None: no core is, for example in a test."""
         for caller in callers():
             if hasattr(caller, "model_executor") and hasattr(caller, "collective_rpc"):
@@ -97,7 +97,7 @@ class EngineCoreAccess:
                 _, blocks = scheduler.deferred_frees.popleft()
                 pool.free_blocks(reversed(blocks))
 
-    def ask(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    def call(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Calls ``function`` on each worker, with vLLM's worker as its first argument; returns the
         results in the order of ranks. Waits for steps under way."""
         return list(self._call(function, args=arguments))

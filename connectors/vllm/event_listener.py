@@ -107,8 +107,8 @@ class EventListener:
             while not self._stopped.is_set():
                 try:
                     for told in follow(
-                        self._places(), under=self._under, whole=False, since=self._place,
-                        token=http_token_given(), auth=self._auth, heard=self._heard,
+                        self._segments(), under=self._under, whole=False, since=self._place,
+                        token=http_token_given(), auth=self._auth, heard=self._received,
                         failed=self._failed,
                     ):  # fmt: skip
                         self._took(told)
@@ -123,7 +123,7 @@ class EventListener:
         log.error("events_not_heard error=%r", error)
         self._listening = False
 
-    def _places(self) -> Iterator[str]:
+    def _segments(self) -> Iterator[str]:
         """Yields the address for each attempt to connect, after a pause if the last one failed."""
         while not self._stopped.is_set():
             if self._failures:
@@ -140,7 +140,7 @@ class EventListener:
             else:
                 self._failed("the master serves none: kvstore-master --events")
 
-    def _heard(self) -> None:
+    def _received(self) -> None:
         self._failures = 0
         if not self._listening:
             self._listening = True
@@ -162,7 +162,7 @@ class EventListener:
                     self._miss()
         elif told.name != "stored":
             self._miss()
-        self._place = told.place
+        self._place = told.position
 
     def _miss(self) -> None:
         with self._lock:

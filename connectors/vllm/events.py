@@ -109,7 +109,7 @@ class BlockEvents:
         self._sure, self._unsure = few, many
 
     def to_audit(self, now: float, *, listening: bool = False) -> list[Block]:
-        """The blocks to audit now. After the audit call ``gone``; if it failed, ``suspect``.
+        """The blocks to audit now. After the audit call ``removed``; if it failed, ``suspect``.
 
         Args:
             listening: whether events are heard, so that only suspect blocks need an audit.
@@ -128,7 +128,7 @@ class BlockEvents:
         self._audited, self._audited_keys = now, len(chosen)
         return chosen
 
-    def gone(self, blocks: Sequence[Block]) -> None:
+    def removed(self, blocks: Sequence[Block]) -> None:
         """Reports audited blocks that the store has lost, except those that were stored again, or
         became suspect, since the audit began."""
         from vllm.distributed.kv_events import BlockRemoved
@@ -144,7 +144,7 @@ class BlockEvents:
         """Reports that the store has lost all blocks of this model."""
         self._sure.update(self._unsure)
         self._unsure.clear()
-        self.gone(list(self._sure))
+        self.removed(list(self._sure))
 
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []

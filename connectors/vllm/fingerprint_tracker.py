@@ -85,29 +85,29 @@ class FingerprintTracker:
         self.is_off, self.is_outdated, self.fingerprint = True, False, ""
 
     @property
-    def is_certain(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether the weights of all workers have been read whole since they were doubted."""
         return bool(self.fingerprint) and not self.is_doubted and not self._checks
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """The weights may have changed: nothing is loaded or saved until they are known again."""
         self._checks, self.is_doubted = {}, False
         if not self.is_off:
             self.is_outdated, self.fingerprint = True, ""
 
-    def doubt(self) -> None:
+    def require_recheck(self) -> None:
         """Called when the caches are reset: engines whose weights are replaced without a call to
         the workers do that afterwards."""
         self.is_doubted = bool(self.fingerprint)
 
     def recheck(self, function: Callable[..., tuple[int, int] | None], *arguments: object) -> None:
         """Asks the workers for samples of their weights, between two steps, and starts a check of
-        all of them. See ``EngineCoreAccess.ask``."""
+        all of them. See ``EngineCoreAccess.call``."""
         assert self._core is not None
-        self._checks = dict(each for each in self._core.ask(function, *arguments) if each)
+        self._checks = dict(each for each in self._core.call(function, *arguments) if each)
         self.is_doubted = False
         if not all(self._checks.values()):
-            self.outdate()
+            self.invalidate()
 
     def take_verdicts(self, verdicts: Mapping[int, tuple[int, bool]]) -> None:
         """Handles the results of checks, by rank: each check's number, and whether the weights are
@@ -117,15 +117,15 @@ class FingerprintTracker:
                 del self._checks[rank]
                 if not same:
                     log.warning("weights_changed_unseen rank=%d", rank)
-                    self.outdate()
+                    self.invalidate()
 
-    def ask(
+    def start(
         self, function: Callable[..., WorkerIdentity | None], *arguments: object
     ) -> list[WorkerIdentity]:
-        """Asks the workers for their identities, between two steps; see ``EngineCoreAccess.ask``.
+        """Asks the workers for their identities, between two steps; see ``EngineCoreAccess.call``.
         Switches this engine off if their weights cannot be identified."""
         assert self._core is not None
-        hellos = [each for each in self._core.ask(function, *arguments) if each]
+        hellos = [each for each in self._core.call(function, *arguments) if each]
         self.is_outdated = False
         errors = [each.error for each in hellos if each.error]
         if errors or not hellos:

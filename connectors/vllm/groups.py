@@ -85,7 +85,7 @@ class Groups:
         """By group: the key of the last block of the first ``tokens`` tokens, or the state's.
 
         Args:
-            tokens: more than 0, as ``whole`` gives them.
+            tokens: more than 0, as ``complete_blocks`` gives them.
         """
         return dict.fromkeys(self.block_tokens, bytes(hashes[tokens // self.hash_block_tokens - 1]))
 
@@ -93,7 +93,7 @@ class Groups:
         """``tokens``, rounded down to whole scheduler blocks."""
         return tokens - tokens % self.scheduler_block_tokens
 
-    def whole(self, tokens: int) -> int:
+    def complete_blocks(self, tokens: int) -> int:
         """``tokens``, rounded down to where objects of all groups end."""
         return tokens - tokens % self.shared_tokens
 

@@ -73,14 +73,14 @@ class PendingLookup:
     hashes: list[bytes]
     expected_tokens: int
     """How many tokens the prefiller says it stores; 0: it does not say."""
-    asked: float
+    sent: float
     done: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False
     wanted_since: float = 0.0
     """When the scheduler first needed the answer; 0: it has not needed it yet."""
-    answered: float = 0.0
+    on_reply: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
     reaches: list[EngineMatchResult] = field(default_factory=list)
@@ -132,14 +132,14 @@ class LookupThread:
         self._namespaces = namespaces
         self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
 
-    def move(self, namespaces: dict[int, list[str]]) -> None:
+    def set_namespaces(self, namespaces: dict[int, list[str]]) -> None:
         """Looks up in these namespaces from now on. Forgets answers about the former ones."""
         self._namespaces = namespaces
         self.clear()
 
     # --- the scheduler ------------------------------------------------------------------------
 
-    def want(
+    def request(
         self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0
     ) -> PendingLookup:
         """Starts the request's lookup; again, if the request has grown or the answer is old."""
@@ -148,14 +148,14 @@ class LookupThread:
         if (
             known is not None
             and len(known.hashes) == len(hashes)
-            and (not known.done.is_set() or now - known.answered < FRESH_S)
+            and (not known.done.is_set() or now - known.on_reply < FRESH_S)
         ):
             return known
         lookup = PendingLookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._changed:
             if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
-                self._answer(lookup, failed=True)
+                self._complete(lookup, failed=True)
             else:
                 self._active.append(lookup)
                 self._changed.notify()
@@ -184,7 +184,7 @@ class LookupThread:
         with self._changed:
             if not lookup.done.is_set():
                 self._counters["lookups_late"] += 1
-                self._answer(lookup, tokens=lookup.tokens)
+                self._complete(lookup, tokens=lookup.tokens)
         return lookup.tokens
 
     def new_step(self) -> None:
@@ -196,7 +196,7 @@ class LookupThread:
         if lookup is not None:
             with self._changed:
                 if not lookup.done.is_set():
-                    self._answer(lookup, failed=True)
+                    self._complete(lookup, failed=True)
                 self._hold(lookup, [])
 
     def _hold(self, lookup: PendingLookup, reaches: list[EngineMatchResult]) -> None:
@@ -209,7 +209,7 @@ class LookupThread:
         for request_id in list(self._lookups):
             self.forget(request_id)
 
-    def errand(self, work: Callable[[], T]) -> Future[T]:
+    def run_on_thread(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` on the lookup thread, between two lookups. Not, if too many errands wait
         already: the future then has a KVStoreError."""
         future: Future[T] = Future()
@@ -258,7 +258,7 @@ class LookupThread:
         with self._changed:
             self._closing = True
             for lookup in self._active:
-                self._answer(lookup, failed=True)
+                self._complete(lookup, failed=True)
             errands, self._errands = self._errands, []
         for future, _ in errands:
             future.set_exception(ClosedError("the lookup thread has died"))
@@ -277,7 +277,7 @@ class LookupThread:
                     self._changed.wait(wake)
                 if self._closing:
                     for lookup in self._active:
-                        self._answer(lookup, failed=True)
+                        self._complete(lookup, failed=True)
                     return
                 errands, self._errands = self._errands, []
                 if errands:
@@ -289,13 +289,13 @@ class LookupThread:
                     future.set_exception(error)
             for lookup in due:
                 if not lookup.done.is_set():
-                    self._look(lookup)
+                    self._run_queries(lookup)
 
-    def _look(self, lookup: PendingLookup) -> None:
+    def _run_queries(self, lookup: PendingLookup) -> None:
         started = self._clock()
         if self.breaker.is_open(started):
             with self._changed:
-                self._answer(lookup, failed=True)
+                self._complete(lookup, failed=True)
             return
         try:
             reaches: list[EngineMatchResult] = []
@@ -303,12 +303,12 @@ class LookupThread:
         except KVStoreError as error:
             with self._changed:
                 self._counters["lookups_failed"] += 1
-                self._answer(lookup, failed=True)
+                self._complete(lookup, failed=True)
                 opened = self.breaker.failed(self._clock())
                 if opened:
                     self._counters["breaker_opened"] += 1
             if isinstance(error, PermissionDeniedError):
-                self._refusals.tell(error)
+                self._refusals.log_once(error)
             elif opened:
                 log.warning(
                     "store_not_answering, this engine computes without it for a while: %s", error
@@ -318,7 +318,7 @@ class LookupThread:
             log.exception("lookup_failed")
             with self._changed:
                 self._counters["lookups_failed"] += 1
-                self._answer(lookup, failed=True)
+                self._complete(lookup, failed=True)
             return
         self.breaker.succeeded()
         now = self._clock()
@@ -332,21 +332,21 @@ class LookupThread:
                 return
             self._latencies_us.append(int((now - started) * 1e6))
             lookup.tokens = tokens
-            waited = now - lookup.asked
+            waited = now - lookup.sent
             if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:
                 lookup.waits_for_writers = True
                 lookup.next_at = now + POLL_S[min(lookup.attempts, len(POLL_S)) - 1]
                 return
             if lookup.waits_for_writers:
                 self._counters["lookups_waited_for_writers"] += 1
-            self._answer(lookup, tokens=tokens)
+            self._complete(lookup, tokens=tokens)
 
     def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
         """The tokens that the store has of every group of every worker, and whether more are being
         written. Adds the answers, which are leased, to ``reaches``."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
-        for size, keys, chains, states in self._questions(hashes):
+        for size, keys, chains, states in self._queries(hashes):
             keys = keys[: tokens // size]
             if not keys:
                 return 0, False
@@ -356,7 +356,7 @@ class LookupThread:
             being_written |= reach.being_written
         return self._groups.aligned(tokens), being_written
 
-    def _questions(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
+    def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
         """One for most models. The last one asks about states, at which a hit has to end."""
         groups, size = self._groups, self._groups.scheduler_block_tokens
         states = [name for group in groups.recurrent for name in self._namespaces[group]]
@@ -376,6 +376,6 @@ class LookupThread:
         if last.chains or last.states:
             yield last
 
-    def _answer(self, lookup: PendingLookup, *, tokens: int = 0, failed: bool = False) -> None:
-        lookup.tokens, lookup.failed, lookup.answered = tokens, failed, self._clock()
+    def _complete(self, lookup: PendingLookup, *, tokens: int = 0, failed: bool = False) -> None:
+        lookup.tokens, lookup.failed, lookup.on_reply = tokens, failed, self._clock()
         lookup.done.set()

@@ -42,7 +42,7 @@ class PageSplitter:
         self._dtype = dtype
         self._known: dict[object, Numbers] = {}
 
-    def piece(
+    def chunk(
         self, index: int, name: str, cache: torch.Tensor, runs: Sequence[Page], shape: Shape
     ) -> tuple[list[Page], Shape]:
         """The runs of a layer's piece ``index``, and the shape of a page that has only its tokens.
@@ -70,19 +70,23 @@ class PageSplitter:
         if of_part >= count:
             return [], cut_shape
         page = parts[of_part]
-        found = self._cut(name, cache, (dims, strides), (left, cut_shape[2]), cut)
+        found = self._byte_ranges(name, cache, (dims, strides), (left, cut_shape[2]), cut)
         return [page._replace(offset=page.offset + at, length=n) for at, n in found], cut_shape
 
-    def _cut(self, name: str, cache: torch.Tensor, whole: _Dims, small: _Dims, cut: int) -> Part:
+    def _byte_ranges(
+        self, name: str, cache: torch.Tensor, whole: _Dims, small: _Dims, cut: int
+    ) -> Part:
         """The bytes of one piece, in the order in which the smaller page has them."""
-        offsets = self._places(name, cache, whole)[cut * self._tokens : (cut + 1) * self._tokens]
-        order = np.argsort(self._places(name, cache, small), axis=None)
+        offsets = self._element_offsets(name, cache, whole)[
+            cut * self._tokens : (cut + 1) * self._tokens
+        ]
+        order = np.argsort(self._element_offsets(name, cache, small), axis=None)
         at = offsets.ravel()[order]
         ends = np.flatnonzero(np.diff(at) != 1) + 1
         size = cache.element_size()
         return [(int(run[0]) * size, len(run) * size) for run in np.split(at, ends)]
 
-    def _places(self, name: str, cache: torch.Tensor, page: _Dims) -> Numbers:
+    def _element_offsets(self, name: str, cache: torch.Tensor, page: _Dims) -> Numbers:
         """``element_offsets``, once for each kind of layer."""
         layer: Any = self._layers.get(name)
         write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
@@ -178,26 +182,26 @@ class SplitPages:
         """``pieces``: each has one piece of every block; a group may have fewer than another."""
         self.layout = pieces[0].layout
         self.block_bytes = pieces[0].block_bytes
-        self._mark = pieces[0].mark
+        self._mark = pieces[0].record_event
         self._pieces = {
             group: [each for each in pieces if group in each.block_bytes]
             for group in self.block_bytes
         }
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Mark:
         return self._mark()
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
         found: dict[int, Payload] = {}
-        for pages, mine, blocks in self._of_each(group, block_ids):
+        for pages, mine, blocks in self._per_part(group, block_ids):
             found.update(zip(mine, pages.blocks(group, blocks, after), strict=True))
         return [found[place] for place in block_ids]
 
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
-        for pages, _, blocks in self._of_each(group, block_ids):
+        for pages, _, blocks in self._per_part(group, block_ids):
             pages.zero(group, blocks, after, deadline)
 
-    def _of_each(
+    def _per_part(
         self, group: int, places: Sequence[int]
     ) -> Iterator[tuple[Pages, list[int], list[int]]]:
         """Pages of one piece, the places of its objects, and the numbers of their blocks."""

@@ -44,7 +44,7 @@ class Pages(Protocol):
     block_bytes: dict[int, int]
     """Stored bytes of one block, by group."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Mark:
         """The moment at which all work that is now queued on the calling thread's stream has ended.
         The thread that computes calls this. Does not wait."""
         ...
@@ -230,7 +230,7 @@ class CPUPages:
         self._memory = [memoryview(each.numpy()) for each in geometry.storages]  # type: ignore[arg-type]
         self._pages = geometry.pages
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Mark:
         return None
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[list[memoryview]]:
@@ -288,8 +288,8 @@ class CUDAPages:
             for group, pages in geometry.pages.items()
         }
 
-    def mark(self) -> Mark:
-        return self._device.driver.mark()
+    def record_event(self) -> Mark:
+        return self._device.driver.record_event()
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[DeviceMemory]:
         assert after is not None, "the stream of this thread says nothing about the cache"

@@ -112,7 +112,7 @@ class SchedulerSide:
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
-        self._core = EngineCoreAccess.above()
+        self._core = EngineCoreAccess.from_call_stack()
         is_usual = groups.hash_block_tokens == groups.usual_hash_tokens
         described = fingerprint.describe(
             vllm_config, kv_cache_config, split=split,
@@ -129,7 +129,7 @@ class SchedulerSide:
         events = vllm_config.kv_events_config
         self.events = BlockEvents(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = LookupThread(
-            self._ask, groups, release=self._client.release_match,
+            self._lookup, groups, release=self._client.release_match,
             deadline_s=config.lookup_deadline_ms / 1000,
             writers_wait_s=max(WRITERS_WAIT_S, 2 * config.lookup_deadline_ms / 1000),
         )  # fmt: skip
@@ -157,7 +157,7 @@ class SchedulerSide:
         else:
             core = self._core
             self._lookups.is_busy = lambda: core.is_running
-            self._core.watch(weights=self._identity.outdate, adapters=self._outdate_adapters)
+            self._core.watch(weights=self._identity.invalidate, adapters=self._outdate_adapters)
             self.prepare()
 
     # --- identity of the workers --------------------------------------------------------------
@@ -172,7 +172,7 @@ class SchedulerSide:
             self._identity.recheck(self._on_worker, self._options, "recheck")
         has_moved = self._identity.is_outdated and self._identify()
         if request is not None and (self._renumber(request) or has_moved) and computed:
-            self.decisions.outdated(request)
+            self.decisions.on_stale_prefix_cache(request)
 
     def prepare_early(self, request: Request) -> None:
         """As ``prepare``, for a new request, before vLLM looks it up in its own prefix cache. Skips
@@ -191,7 +191,7 @@ class SchedulerSide:
 
     def _identify(self) -> bool:
         """Asks the workers for their identity; returns whether it has changed."""
-        hellos = self._identity.ask(self._on_worker, self._options, "hello")
+        hellos = self._identity.start(self._on_worker, self._options, "hello")
         if self._identity.is_off:
             return False
         self._take_adapters({hello.rank: hello.adapters for hello in hellos})
@@ -223,9 +223,9 @@ class SchedulerSide:
             **told,
         )
         if has_moved:
-            self.decisions.moved()
+            self.decisions.on_fingerprint_changed()
             self.events.cleared()
-            self._lookups.move(namespaces)
+            self._lookups.set_namespaces(namespaces)
         else:
             self._lookups.start(namespaces)
         if self.events.wanted:
@@ -289,7 +289,7 @@ class SchedulerSide:
         salt = self._salt_of(number)
         if salt is None and self._core is not None and request.request_id not in self._asked_for:
             self._asked_for.add(request.request_id)
-            for loaded in self._core.ask(self._on_worker, self._options, "adapters"):
+            for loaded in self._core.call(self._on_worker, self._options, "adapters"):
                 self._take_adapters(loaded or {})
             salt = self._salt_of(number)
         return self._remembered((number, path), salt)
@@ -326,22 +326,22 @@ class SchedulerSide:
             return
         if self._core is not None and not self._core.is_running:
             self._free_blocks(self._core)
-        self._identity.doubt()
+        self._identity.require_recheck()
 
     def _free_blocks(self, core: EngineCoreAccess) -> None:
         """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
         wait for those loads begin anew."""
         loading = self.decisions.loading
-        if self.decisions.has_held:
-            told = core.ask(self._on_worker, self._options, "finish_check")
+        if self.decisions.has_blocks_being_saved:
+            told = core.call(self._on_worker, self._options, "finish_check")
             self._identity.take_verdicts(dict(each for each in told if each))
             orders = TransferCommands(
-                self._identity.fingerprint, saves=self.decisions.released(),
+                self._identity.fingerprint, saves=self.decisions.take_ready_saves(),
                 draft=self._identity.draft,
             )  # fmt: skip
-            core.ask(self._on_worker, self._options, "order_saves", orders)
+            core.call(self._on_worker, self._options, "order_saves", orders)
         if self.decisions.has_pinned or loading:
-            drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]
+            drained = [each for each in core.call(self._on_worker, self._options, "drain") if each]
             for each in drained:
                 if each.report is not None:
                     self.reported(each.report)
@@ -355,9 +355,9 @@ class SchedulerSide:
             log.exception("blocks_not_freed")
             return
         if loading:
-            core.ask(self._on_worker, self._options, "forget_failures")
+            core.call(self._on_worker, self._options, "forget_failures")
 
-    def _ask(
+    def _lookup(
         self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
     ) -> EngineMatchResult:
         return self._client.match_all(
@@ -379,7 +379,7 @@ class SchedulerSide:
                 self._lookups.count("pins_failed")
                 log.debug("not_pinned reason=%s", error)
 
-        self._lookups.errand(pin).add_done_callback(pinned)
+        self._lookups.run_on_thread(pin).add_done_callback(pinned)
 
     def _listen(self) -> None:
         groups = {name: group for group, names in self._namespaces.items() for name in names}
@@ -406,22 +406,24 @@ class SchedulerSide:
             if not self._auditing.done():
                 return
             if self._auditing.exception() is None:
-                self.events.gone(self._auditing.result())
+                self.events.removed(self._auditing.result())
             else:
                 self.events.suspect(self._audited)
             self._auditing = None
         if blocks := self.events.to_audit(time.monotonic(), listening=heard.listening):
             namespaces, self._audited = self._namespaces, blocks
-            self._auditing = self._lookups.errand(lambda: audit(blocks, namespaces, self._there))
+            self._auditing = self._lookups.run_on_thread(
+                lambda: audit(blocks, namespaces, self._stored)
+            )
 
-    def _there(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
+    def _stored(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
         return self._client.exists_many(keys, namespace=name, timeout_ms=self._lookup_ms)
 
     def reset(self) -> bool | None:
         if self._identity.is_off:
             return None
         assert self._core is not None
-        self._identity.doubt()
+        self._identity.require_recheck()
         self.decisions.reset()
         if self._core.is_paused:
             return True
@@ -433,7 +435,7 @@ class SchedulerSide:
                 self._client.clear(name)
 
         try:
-            self._lookups.errand(clear).result(RESET_TIMEOUT_S)
+            self._lookups.run_on_thread(clear).result(RESET_TIMEOUT_S)
         except (KVStoreError, TimeoutError) as error:
             log.warning("reset_failed error=%s", error)
             return False

@@ -90,7 +90,7 @@ class BlocksBeingSaved:
 
     request_id: str
     block_ids: list[int]
-    workers_left: int
+    workers_remaining: int
     runs: list[Run]
     stored: bool = True
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class SchedulerLogic:
         if self._may_load(request) and len(request.block_hashes):
             hashes = self._hashes(tracked)
             if hashes is not None:
-                self._want(request, hashes, self._limit(tracked))
+                self._request_lookup(request, hashes, self._limit(tracked))
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
@@ -173,7 +173,7 @@ class SchedulerLogic:
             return 0, False
         limit = self._limit(tracked)
         useful = limit > computed
-        there = self._lookups.tokens(self._want(request, hashes, limit), patient=useful)
+        there = self._lookups.tokens(self._request_lookup(request, hashes, limit), patient=useful)
         if there is None:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
@@ -223,12 +223,12 @@ class SchedulerLogic:
             limit = min(limit, self._groups.aligned(max(wanted, 0)))
         return limit if tracked.limit is None else min(limit, tracked.limit)
 
-    def _want(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
+    def _request_lookup(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
         """``limit``: the most tokens that may be loaded."""
         if self._groups.recurrent:  # a state beyond them is of no use, and hides one before it
             hashes = hashes[: limit // self._groups.hash_block_tokens]
         expected = _params(request).get("stored_tokens")
-        return self._lookups.want(
+        return self._lookups.request(
             request.request_id,
             hashes,
             expected if isinstance(expected, int) else 0,
@@ -262,7 +262,7 @@ class SchedulerLogic:
 
     # --- every step ---------------------------------------------------------------------------
 
-    def orders(self, output: SchedulerOutput) -> TransferCommands:
+    def transfer_commands(self, output: SchedulerOutput) -> TransferCommands:
         """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
         self._lookups.new_step()
         orders = TransferCommands(
@@ -271,19 +271,19 @@ class SchedulerLogic:
         self._loads = []
         if self._does_save and self._identity.fingerprint:
             self._held += self._saves(output)
-        orders.saves = self.released()
+        orders.saves = self.take_ready_saves()
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
             self._lookups.forget(request_id)
         return orders
 
-    def released(self) -> list[SaveCommand]:
+    def take_ready_saves(self) -> list[SaveCommand]:
         """The saves to order now. Drops those of blocks that may have other weights."""
         fingerprint = self._identity.fingerprint
         for save in list(self._held):
             if self._pinned[save.number].fingerprint != fingerprint:
                 self._drop(save)
-        if not self._identity.is_certain:
+        if not self._identity.is_verified:
             return []
         released, self._held = self._held, []
         return released
@@ -318,7 +318,7 @@ class SchedulerLogic:
             if table is None or hashes is None:
                 continue
             runs = self._chains_to_save(tracked, hashes, table, to_save)
-            room = self._room() - sum(len(run.keys) for run in runs)
+            room = self._remaining_blocks() - sum(len(run.keys) for run in runs)
             runs += self._states_to_save(tracked, hashes, offers, to_save, room)
             if runs:
                 yield self._pin(tracked.request, runs)
@@ -391,7 +391,7 @@ class SchedulerLogic:
 
     def _fitting(self, tracked: TrackedRequest, tokens: int) -> int:
         """How many of these tokens may be pinned now; the rest is saved in a later step."""
-        room = self._room()
+        room = self._remaining_blocks()
 
         def blocks(tokens: int) -> int:
             count = 0
@@ -413,7 +413,7 @@ class SchedulerLogic:
             - 1
         ) * scheduler_block
 
-    def _room(self) -> int:
+    def _remaining_blocks(self) -> int:
         """How many more blocks may be pinned."""
         assert self._pool is not None, "bind_block_pool comes first"
         return int(self._pool.num_gpu_blocks * PINNED_MAX) - self.pinned_blocks
@@ -448,9 +448,9 @@ class SchedulerLogic:
             pinned = self._pinned.get(number)
             if pinned is None:
                 continue
-            pinned.workers_left -= end.workers
+            pinned.workers_remaining -= end.workers
             pinned.stored &= end.stored == end.workers
-            if pinned.workers_left > 0:
+            if pinned.workers_remaining > 0:
                 continue
             del self._pinned[number]
             self._unpin(pinned)
@@ -519,7 +519,7 @@ class SchedulerLogic:
         self._pool = pool
 
     @property
-    def has_held(self) -> bool:
+    def has_blocks_being_saved(self) -> bool:
         """Whether saves wait until the weights are certain."""
         return bool(self._held)
 
@@ -532,7 +532,7 @@ class SchedulerLogic:
         """Requests whose loads are ordered and not reported yet."""
         return frozenset(self._loading)
 
-    def wants_steps(self, within_s: float) -> bool:
+    def needs_more_steps(self, within_s: float) -> bool:
         """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
         save that hangs keeps its blocks, but an engine without requests, and engines that step
         along with it, become idle.
@@ -559,9 +559,9 @@ class SchedulerLogic:
         """How many leading tokens the store has or will have, as far as this engine knows."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
-        return self._groups.whole(tokens)
+        return self._groups.complete_blocks(tokens)
 
-    def moved(self) -> None:
+    def on_fingerprint_changed(self) -> None:
         """Called when the engine has a new fingerprint. Blocks that were computed before are
         neither saved nor found again, not even in vLLM's own cache."""
         self.reset()
@@ -577,7 +577,7 @@ class SchedulerLogic:
             ]
         )
 
-    def outdated(self, request: Request) -> None:
+    def on_stale_prefix_cache(self, request: Request) -> None:
         """Called when the request starts with blocks of vLLM's prefix cache that were computed with
         earlier weights."""
         tracked = self._tracked.get(request.request_id)

@@ -112,17 +112,17 @@ class WeightMonitor:
             Those of the "model", and those of a "draft" model if there is one.
         """
         self.stop()
-        self._samples = _digests(self._of(whole=False))
-        weights = self._of()
+        self._samples = _digests(self._entry_of(whole=False))
+        weights = self._entry_of()
         self._known = _in_memory(weights)
         return weights
 
-    def seem_equal(self) -> int:
+    def start_check(self) -> int:
         """The number of a check, which reads all of them in the background (``take_verdict``); 0:
         samples differ from those of the last ``read``."""
         self.stop()
         try:
-            if _digests(self._of(whole=False)) != self._samples:
+            if _digests(self._entry_of(whole=False)) != self._samples:
                 return 0
         except Exception:  # of model code; the next ``read`` tells
             log.exception("weights_not_sampled")
@@ -153,7 +153,7 @@ class WeightMonitor:
     def _check(self) -> None:
         stopping = self._stopping
         try:
-            now = self._of(stopped=stopping.is_set, beside=True)
+            now = self._entry_of(stopped=stopping.is_set, beside=True)
             same = _in_memory(now) == self._known
         except Exception:
             log.exception("weights_not_read")
@@ -167,7 +167,7 @@ class WeightMonitor:
         both = {"model": self._worker.get_model(), "draft": draft}
         return {name: each for name, each in both.items() if isinstance(each, nn.Module)}
 
-    def _of(self, *, beside: bool = False, **how: Any) -> dict[str, WorkerWeights]:
+    def _entry_of(self, *, beside: bool = False, **how: Any) -> dict[str, WorkerWeights]:
         """
         Args:
             beside: whether the engine computes meanwhile. Then nothing is multiplied: kernels may

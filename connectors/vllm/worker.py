@@ -160,23 +160,23 @@ class WorkerSide:
         """
         self._check()
         if orders.loads:
-            self._begun = self._pages.mark()
+            self._begun = self._pages.record_event()
             if self._begun is None:
-                self._order_loads(orders)
+                self._queue_loads(orders)
 
     def load(self, orders: TransferCommands) -> None:
         """Orders the loads of a step that has begun. vLLM calls this after it has queued the pass,
         so that the pass does not wait for it."""
         if orders.loads and self._begun is not None:
-            self._order_loads(orders)
+            self._queue_loads(orders)
 
-    def _order_loads(self, orders: TransferCommands) -> None:
+    def _queue_loads(self, orders: TransferCommands) -> None:
         with self._lock:
             self._loads_left.update(each.request_id for each in orders.loads)
         for each in orders.loads:
-            self._loads.put(self._order(each, orders, self._begun))
+            self._loads.put(self._queue(each, orders, self._begun))
 
-    def _order(
+    def _queue(
         self, what: LoadCommand | SaveCommand, orders: TransferCommands, after: Mark
     ) -> _QueuedTransfer:
         return _QueuedTransfer(what, orders.fingerprint, after, time.monotonic(), orders.draft)
@@ -193,11 +193,11 @@ class WorkerSide:
                 for each in orders.saves:
                     self._report.saves[each.number] = SaveResult(1, 1)
             return
-        after = self._pages.mark()
+        after = self._pages.record_event()
         with self._lock:
             self._saves_left.update(each.number for each in orders.saves)
         for save in orders.saves:
-            self._saves.put(self._order(save, orders, after))
+            self._saves.put(self._queue(save, orders, after))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those among them with missing blocks. Raises
@@ -224,7 +224,7 @@ class WorkerSide:
         time-out and some seconds. Loads that have arrived are reported with the next step, as
         always."""
         with self._lock:
-            self._settle()
+            self._wait_for_transfers()
             saves, loads = set(self._saves_left), set(self._loads_left)
         return UnfinishedTransfers(self.take_report(), saves, loads)
 
@@ -232,7 +232,7 @@ class WorkerSide:
         """As ``drain``, but keeps the report for the next step. Transfers that are ordered before
         ``resume`` fail. Idempotent."""
         with self._lock:
-            self._settle()
+            self._wait_for_transfers()
             self._is_suspended = True
 
     def resume(self) -> None:
@@ -244,7 +244,7 @@ class WorkerSide:
         if self._runaway is not None:
             raise self._runaway
 
-    def _settle(self) -> None:
+    def _wait_for_transfers(self) -> None:
         """Waits for all transfers. The caller holds the lock."""
 
         def idle() -> bool:

@@ -46,7 +46,7 @@ class WorkerParts:
         self._groups = groups
         self._split = split
         self._device_of = device_of
-        self.of_model = self._of(caches)
+        self.of_model = self._part_of(caches)
 
     def divide(self, layers: Collection[str]) -> None:
         """Takes these layers of a draft model apart, unless a cache group has no others: a block of
@@ -65,21 +65,21 @@ class WorkerParts:
             models = {caches[name].data_ptr() for name in names - drafts if name in caches}
             mine = names & drafts & caches.keys()
             own |= {name for name in mine if caches[name].data_ptr() not in models}
-        of_model = self._of({name: caches[name] for name in caches if name not in drafts})
-        self.of_drafts = self._of({name: caches[name] for name in caches if name in own})
+        of_model = self._part_of({name: caches[name] for name in caches if name not in drafts})
+        self.of_drafts = self._part_of({name: caches[name] for name in caches if name in own})
         self.of_model, self.draft_layers = of_model, drafts
 
-    def _of(self, caches: Caches) -> dict[str, Pages]:
+    def _part_of(self, caches: Caches) -> dict[str, Pages]:
         if not caches:
             return {}
         found: list[Pages] = []
         for shard in range(self._split.each):
-            geometries = [each for each in self._pieces(caches, shard) if each.pages]
+            geometries = [each for each in self._parts_of_blocks(caches, shard) if each.pages]
             pieces = [pages_of(each, self._device_of) for each in geometries]
             found.append(SplitPages(pieces) if len(pieces) > 1 else pieces[0])
         return dict(zip(self.names, found, strict=True))
 
-    def _pieces(self, caches: Caches, shard: int) -> list[CacheGeometry]:
+    def _parts_of_blocks(self, caches: Caches, shard: int) -> list[CacheGeometry]:
         """Where one shard of all pages is, once for each piece that blocks are cut into."""
         config, split = self._kv_cache_config, self._split
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -89,6 +89,6 @@ class WorkerParts:
         cutter = PageSplitter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
         count = max(map(self._groups.cuts, self._groups.block_tokens))
         return [
-            survey(caches, config, shard, split.each, partial(cutter.piece, index))
+            survey(caches, config, shard, split.each, partial(cutter.chunk, index))
             for index in range(count)
         ]

@@ -37,7 +37,7 @@ class ChunkEnds:
         self._keys: dict[tuple[int, int], bytes] = {}
 
     @classmethod
-    def of(cls, request: ReqContext) -> ChunkEnds:
+    def for_request(cls, request: ReqContext) -> ChunkEnds:
         """The ends of the chunks that the request has by now."""
         ends: ChunkEnds | None = request.get_state(cls)
         if ends is None:
@@ -77,7 +77,7 @@ def runs_of(
         else:
             chains.setdefault(group, []).append((end, key, int(chunk)))
     runs = [loose] if loose.keys else []
-    ends = ChunkEnds.of(request)
+    ends = ChunkEnds.for_request(request)
     for group, chain in chains.items():
         last: bytes | None = None
         for end, key, chunk in sorted(chain):

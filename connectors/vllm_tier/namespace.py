@@ -88,7 +88,7 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
             if group.group_id in chained
         }
         """Tokens per chunk of cache groups that attend to all tokens: their chunks are chains."""
-        core = EngineCoreAccess.above()
+        core = EngineCoreAccess.from_call_stack()
         engine = FleetRecord(ENGINE, models, "", (), description)
         super().__init__(client, core, engine, model_id=model_id, what="chunks")
         if not model_id if core is None else connector is None:
@@ -98,7 +98,7 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
         elif vllm_config is not None and vllm_config.lora_config is not None:
             self.switch_off(ADAPTERS)
         if core is not None:
-            core.watch(weights=self.outdate, adapters=lambda: None)
+            core.watch(weights=self.invalidate, adapters=lambda: None)
         self.learn()
 
     @property
@@ -109,7 +109,7 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
     def reset(self) -> None:
         """Called when vLLM resets its caches. From now on they hold only blocks of the weights that
         the engine has when it computes again."""
-        self.outdate()
+        self.invalidate()
         self.is_used = self._is_mixed = False
 
     def learn(self) -> None:
@@ -119,7 +119,7 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
         self.is_outdated = False
         if self._is_mixed:
             return
-        hellos = [] if self._core is None else self.ask(hello, self._model_id)
+        hellos = [] if self._core is None else self.start(hello, self._model_id)
         if {each.host for each in hellos} - {host_id()}:
             self.switch_off(HOSTS)
         record = None if self.is_off else self.take(hellos)

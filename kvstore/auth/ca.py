@@ -66,7 +66,7 @@ def issue(folder: Path, wanted: CertificateRequest, now: datetime) -> IssuedCert
     )
     check_mode_of(folder / KEY_NAME, "authority")
     leaf = certificates.issue(certificates.signer_of(key, certificate), wanted, now)
-    name = f"{file_name(wanted.name)}.{leaf.who.number}.crt"
+    name = f"{file_name(wanted.name)}.{leaf.identity.number}.crt"
     write_file(folder / ISSUED_NAME / name, leaf.pems.chain, PUBLIC)
     return leaf
 
@@ -105,7 +105,7 @@ def content_of(leaf: IssuedCertificate, command: str) -> bytes:
     # Text must not look like a part of the file. URIs cannot: spaces are %20 there.
     command = "".join(each if each.isprintable() else "?" for each in command)
     text = (
-        f"{leaf.who.uri}\n"
+        f"{leaf.identity.uri}\n"
         f"Valid until {leaf.until:%Y-%m-%d %H:%M} UTC. Holds a key: keep its mode at 600.\n"
         f"Made by: {command.replace('---', '- -')}\n\n"
     )

@@ -68,9 +68,9 @@ class SigningAuthority(NamedTuple):
 
 
 class IssuedCertificate(NamedTuple):
-    """An issued certificate with its key. The number of ``who`` is its serial number."""
+    """An issued certificate with its key. The number of ``identity`` is its serial number."""
 
-    who: Identity
+    identity: Identity
     until: datetime
     pems: PemBundle
 

@@ -98,7 +98,7 @@ class Credentials:
         """Until when peers accept what the file holds now."""
         return validity_of(self.pems().chain.decode("ascii"))
 
-    def remind(self) -> None:
+    def warn_if_expiring(self) -> None:
         """Logs that the certificate ends soon, once a day. Takes some 200 ns if it was called
         today: call it at any time."""
         if uptime() < self._remind_at:
@@ -114,9 +114,9 @@ class Credentials:
             )  # fmt: skip
 
     async def keep_reminding(self) -> None:
-        """As ``remind``, as long as this process runs."""
+        """As ``warn_if_expiring``, as long as this process runs."""
         while True:
-            self.remind()
+            self.warn_if_expiring()
             await asyncio.sleep(LOOK_S)
 
     def client(self) -> ssl.SSLContext:

@@ -53,7 +53,7 @@ class Identity(NamedTuple):
         return not self.roles.isdisjoint((ADMIN, MASTER))
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """For logs and errors: ``engine decode-7``."""
         return f"{'+'.join(sorted(self.roles))} {self.name}"
 
@@ -76,7 +76,7 @@ class Identity(NamedTuple):
     def may_read(self, namespace: str) -> bool:
         return self.is_admin or NODE in self.roles or self._is_engine(self.reads, namespace)
 
-    def may_read_under(self, beginning: str) -> bool:
+    def may_read_prefix(self, beginning: str) -> bool:
         """Whether it may read in all namespaces whose names begin so."""
         patterns = self.reads if ENGINE in self.roles else ()
         covers = any(each.endswith("*") and beginning.startswith(each[:-1]) for each in patterns)

@@ -141,7 +141,7 @@ def _spaces(rule: Rule, request: Request) -> Iterable[Namespace]:
 def permission_error(who: Identity, request: Request, why: str) -> PermissionDeniedError:
     call = type(request).__name__
     return PermissionDeniedError(
-        f"{call}: {who.shown} {why}",
+        f"{call}: {who.display_name} {why}",
         advice="kvstore auth show FILE says which roles and namespaces an identity has.",
         call=call,
         identity=who.name,
@@ -155,7 +155,7 @@ def check_node(who: Identity, name: str) -> None:
     """
     if not who.may_be_node(name):
         raise PermissionDeniedError(
-            f"{who.shown} may not join as node {name}",
+            f"{who.display_name} may not join as node {name}",
             advice="A node's identity has the role node, and a pattern that its name fits: "
             "kvstore auth issue --role node --node 'PATTERN' NAME.",
             identity=who.name,
@@ -185,7 +185,7 @@ def check_numbers(who: Identity) -> None:
     """
     if not (who.is_admin or NODE in who.roles or OBSERVER in who.roles):
         raise PermissionDeniedError(
-            f"{who.shown} may not see numbers of all namespaces",
+            f"{who.display_name} may not see numbers of all namespaces",
             advice="The role observer may: kvstore auth issue --role observer NAME.",
             identity=who.name,
         )
@@ -197,10 +197,10 @@ def check_events(who: Identity, namespace: str, under: str) -> None:
     Raises:
         PermissionDeniedError
     """
-    may = who.may_read(namespace) if namespace else who.may_read_under(under)
+    may = who.may_read(namespace) if namespace else who.may_read_prefix(under)
     if not may:
         raise PermissionDeniedError(
-            f"{who.shown} may not read events of {namespace or under + '*'!r}",
+            f"{who.display_name} may not read events of {namespace or under + '*'!r}",
             advice="Ask for a namespace that it may read.",
             identity=who.name,
         )
@@ -214,7 +214,7 @@ def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterS
     mine = [each for each in status.namespaces if who.may_read(each.name)]
     tenants = [each for each in status.tenants if _is_of(who, each)]
     nodes = [each._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for each in status.nodes]
-    return status._replace(nodes=nodes, namespaces=mine, tenants=tenants, counters=(), gone=())
+    return status._replace(nodes=nodes, namespaces=mine, tenants=tenants, counters=(), departed=())
 
 
 def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:

@@ -22,13 +22,13 @@ _NONE: Final[frozenset[str]] = frozenset()
 
 
 class RevocationList:
-    """Numbers of revoked certificates. Threads: any; one for ``lately``."""
+    """Numbers of revoked certificates. Threads: any; one for ``recent``."""
 
     def __init__(self, path: str, *, kept_s: float = 0.0) -> None:
         """
         Args:
             path: the file. Empty: nothing is ever revoked.
-            kept_s: for how long ``lately`` names a number.
+            kept_s: for how long ``recent`` names a number.
 
         Raises:
             ConfigError: the file cannot be read, is cut, or has something else than numbers.
@@ -45,7 +45,7 @@ class RevocationList:
         numbers = self._numbers()
         return bool(numbers) and normalize_serial(who.number) in numbers
 
-    def lately(self) -> list[str]:
+    def recent(self) -> list[str]:
         """The numbers that came into the file within ``kept_s``, the newest last; not those that
         were there at the first look."""
         now, numbers = uptime(), self._numbers()

@@ -126,17 +126,17 @@ class KVStoreDriver(StoreDriver):
         """Remove objects that this and earlier benchmarks left, and wait until their memory is
         free."""
         self.plain.clear(NAMESPACE)
-        self.settle()
+        self.wait_until_free()
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         end = time.monotonic() + SETTLE_SECONDS
-        while not self._settled() and time.monotonic() < end:
+        while not self._is_free() and time.monotonic() < end:
             time.sleep(PAUSE_SECONDS)
 
     def close(self) -> None:
         self._clients.close()
 
-    def _settled(self) -> bool:
+    def _is_free(self) -> bool:
         """Whether the memory in use is hardly more than the existing objects need."""
         status = self.plain.status()
         objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)

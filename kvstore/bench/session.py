@@ -194,7 +194,7 @@ class Session:
             [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
             for number in range(count)
         ]
-        self._make_room(count * batch * size)
+        self._free_space(count * batch * size)
         putting = self.driver.work(PUT, batches, size)
         done = 0
         try:
@@ -252,7 +252,7 @@ class Session:
             self.processor[name] = processor_seconds(pid) - before[name]
         return samples
 
-    def _make_room(self, needed: int) -> None:
+    def _free_space(self, needed: int) -> None:
         if self._kept + self._spent + needed > self._pool * USED_PART:
             self.driver.settle()
             self._spent = 0
@@ -263,7 +263,7 @@ class Session:
         if op not in self._keys:
             keys = [f"{self._name}{op[:5]}-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
             size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES
-            self._make_room(size)
+            self._free_space(size)
             self._spent -= size
             self._kept += size * 5 // 4  # includes what a system adds to each object
             put = self.driver.put_chain if op == MATCH else self.driver.put_all

@@ -189,9 +189,9 @@ class PutStart(NamedTuple):
     """How long to wait for leases to end when there is no room."""
     host: NameOrEmpty
     """The putter's host, for placement."""
-    avoid: Avoided = ()
+    avoid_segments: Avoided = ()
     """Segments (uuids) that the putter could not reach a moment ago, at most ``AVOID_MAX``."""
-    here_only: bool = False
+    local_only: bool = False
     """Only segments of ``host``: the putter has no transport that reaches another one."""
     client_number: int = 0
     """The number that the putter shows to data servers; 0: unknown."""
@@ -215,7 +215,7 @@ class Grants(NamedTuple):
     offsets: Sequence[int]
     capabilities: bytes = b""
     """``CAPABILITY_BYTES`` for each extent, with which the client may write it; empty: none."""
-    stamps: bytes = b""
+    header_macs: bytes = b""
     """``STAMP_BYTES`` for each extent, which the client writes behind the header; empty: none."""
 
 
@@ -236,7 +236,7 @@ class PutRevoke(NamedTuple):
 
     epoch: int
     tokens: Numbers
-    settled: bool
+    quiesced: bool
     """Whether no write of these puts can still land, so that the extents are free at once."""
     connections: Annotated[Sequence[int], RowCount(CONNECTIONS_CUT_MAX)] = ()
     """If not settled: the connections to data servers that may still carry bytes of these puts, by
@@ -255,9 +255,9 @@ class Allocate(NamedTuple):
     size: Size
     wait_ms: WaitMs
     host: NameOrEmpty
-    avoid: Avoided = ()
+    avoid_segments: Avoided = ()
     """As in ``PutStart``, like the next two fields."""
-    here_only: bool = False
+    local_only: bool = False
     client_number: int = 0
 
 
@@ -279,7 +279,7 @@ class Commit(NamedTuple):
 class CommitReply(NamedTuple):
     outcome: Annotated[int, IntRange(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
-    stamp: SixteenOrEmpty = b""
+    header_mac: SixteenOrEmpty = b""
     """``STAMP_BYTES``, which the client writes behind the header until the allocation's deadline;
     empty: none."""
 
@@ -303,10 +303,10 @@ class Renew(NamedTuple):
 class RenewReply(NamedTuple):
     lease_ms: int
     deadline_ms: int
-    keys_held: Sequence[int]
+    keys_leased: Sequence[int]
     """1 or 0 per key: whether that version is still promised at its place. A version alone does not
     name the leased memory: it may have ended there, and have come back elsewhere."""
-    tokens_held: Sequence[int]
+    tokens_leased: Sequence[int]
     capabilities: bytes = b""
     """``CAPABILITY_BYTES`` per token: the allocation's, extended; empty: none."""
 

@@ -25,10 +25,10 @@ from kvstore.limits import (
 
 @dataclass(frozen=True, slots=True)
 class IntRange:
-    """A number from ``least`` to ``most``."""
+    """A number from ``min`` to ``max``."""
 
-    least: int
-    most: int
+    min: int
+    max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class AnyNamespace:
 class RowCount:
     """How many rows a column or repeated field may have, and which values."""
 
-    most: int = BATCH_KEYS_MAX
+    max: int = BATCH_KEYS_MAX
     """The most rows."""
     like: str = ""
-    """An earlier field that must have as many rows; ``most`` does not count then."""
+    """An earlier field that must have as many rows; ``max`` does not count then."""
     value_max: int | None = None
     """The largest number in a row; None: any of 64 bits."""
     distinct: bool = False

@@ -42,7 +42,7 @@ class DeviceLocation(NamedTuple):
     """Its name in the node's process: ``cuda:0``."""
     entry: ShmName
     """Entry in ``/dev/shm`` that holds the superblock alone."""
-    handle: Name
+    ipc_handle: Name
     """Opens the memory in another process (``kvstore.device.driver.DeviceDriver.export``)."""
 
 
@@ -100,7 +100,7 @@ class SegmentInfo(NamedTuple):
     holder: int = 0
     """The number of the identity that has this description, if the node takes its capabilities. 0:
     clients show the token."""
-    handover: DescriptorHandle | None = None
+    descriptor_socket: DescriptorHandle | None = None
     """Where a holder asks for the memory; None: its node hands none over."""
     certified: str = ""
     """What the certificate of the node said of its identity when the node joined

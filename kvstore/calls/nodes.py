@@ -40,17 +40,17 @@ class SegmentOffer(NamedTuple):
     generation: int
     fresh: bool
     """Whether no extent of it has ever been granted."""
-    mark: Version = NO_VERSION
+    removal_watermark: Version = NO_VERSION
     """The last mark that the node was ordered to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
     data_protocol: int = DATA_PROTOCOL_VERSION
     """The version of the data protocol that the node's data server speaks."""
     device: DeviceLocation | None = None
     """None: the segment is in memory of the host."""
-    handover: ShmName = ""
+    descriptor_socket: ShmName = ""
     """Entry in ``/dev/shm``: the Unix socket where the node hands descriptors of its memory to
     clients of its host; empty: it has none."""
-    stamp_key: SixteenOrEmpty = b""
+    header_mac_key: SixteenOrEmpty = b""
     """16 bytes, which no client learns: the key of the stamps behind the segment's headers
     (``kvstore.memory.header``); empty: the node takes headers without one."""
     takes_capabilities: bool = False
@@ -84,7 +84,7 @@ class NodeHeartbeat(NamedTuple):
     """I am alive."""
 
     number: int
-    entry_gone: bool = False
+    shm_entry_missing: bool = False
     """Somebody has removed the entry of my memory in /dev/shm."""
     clock_ms: ClockMs = 0
     """As in ``NodeJoin``."""
@@ -97,7 +97,7 @@ class NodeHeartbeat(NamedTuple):
 class NodeWipeDone(NamedTuple):
     """The headers of this order are wiped."""
 
-    order: int
+    wipe_seq: int
 
 
 class NodeLeave(NamedTuple):
@@ -128,7 +128,7 @@ class NodeClaims(NamedTuple):
 
 class MasterAccepted(NamedTuple):
     epoch: int
-    beat_ms: Annotated[int, IntRange(1, 3_600_000)]
+    heartbeat_ms: Annotated[int, IntRange(1, 3_600_000)]
     """How often to send ``NodeHeartbeat``."""
     dead_ms: Annotated[int, IntRange(1, 86_400_000)]
     """Silence after which the node counts as dead, and must join anew."""
@@ -143,7 +143,7 @@ class MasterHeartbeat(NamedTuple):
     number: int
     repair: bool = False
     """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
-    refused_holders: Annotated[Sequence[int], RowCount(REFUSED_HOLDERS_MAX)] = ()
+    rejected_holders: Annotated[Sequence[int], RowCount(REFUSED_HOLDERS_MAX)] = ()
     """Whose data connections the node ends and refuses, until a beat names them no more: identities
     that were revoked a short time ago."""
 
@@ -151,19 +151,19 @@ class MasterHeartbeat(NamedTuple):
 class MasterWipe(NamedTuple):
     """Wipe the headers at these offsets, each only if it still has that version; then zero."""
 
-    order: int
+    wipe_seq: int
     uuid: Uuid
     offsets: Numbers
     epochs: NumberPerOffset
     counters: NumberPerOffset
-    mark: Version = NO_VERSION
+    removal_watermark: Version = NO_VERSION
     """The mark to keep in the segment; ``NO_VERSION``: none. Memory whose mark is older than
     another's was away during a removal. A master that does not know what was removed refuses the
     claims of such memory."""
-    cut_clients: Numbers = ()
+    disconnect_clients: Numbers = ()
     """Data connections to end first, because they may still carry bytes of abandoned puts: the
     client of each, 0 for any."""
-    cut_connections: Annotated[Sequence[int], RowCount(like="cut_clients")] = ()
+    disconnect_connections: Annotated[Sequence[int], RowCount(like="disconnect_clients")] = ()
     """For each of them the number that its client has given it; 0: all of that client."""
     lengths: Numbers = ()
     """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a

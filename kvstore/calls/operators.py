@@ -68,7 +68,7 @@ class NodeStatus(NamedTuple):
     unreachable: str = ""
     """Why the master could not connect to the node's memory after its join; empty: it could, or
     has not tried yet."""
-    entry_gone: bool = False
+    shm_entry_missing: bool = False
     """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
     cannot map it, and what it holds is lost when the node ends."""
     stored_bytes: int = 0
@@ -112,9 +112,9 @@ class DepartedNode(NamedTuple):
     name: str
     host: str
     """Where its data port was; of a node without one, the id of its host's running kernel."""
-    why: str
+    reason: str
     """left, silent, broken, replaced, untold or unwiped, as the log has it."""
-    gone_ms: int
+    departed_ms: int
     """Time since then."""
     missing: int
     """Objects that were on no other node, and come back with this node."""
@@ -141,8 +141,8 @@ class TenantStatus(NamedTuple):
     name: str
     """Empty: has what belongs to no other tenant."""
     bytes: int
-    guaranteed: int
-    at_most: int
+    guarantee_bytes: int
+    limit_bytes: int
     """0: no bound."""
     pinned: int
     """Bytes that its pins hold."""
@@ -180,9 +180,9 @@ class ClusterStatus(NamedTuple):
     cluster: str = ""
     """Name of the cluster; empty: it has none."""
     next_cursor: int = 0
-    """Not 0: there are more nodes or namespaces. ``counters``, ``gone`` and ``tenants`` are part of
-    the first page only."""
-    gone: Sequence[DepartedNode] = ()
+    """Not 0: there are more nodes or namespaces. ``counters``, ``departed`` and ``tenants`` are
+    part of the first page only."""
+    departed: Sequence[DepartedNode] = ()
     tenants: Sequence[TenantStatus] = ()
     """Empty: the master has no tenants."""
 
@@ -314,10 +314,10 @@ class StartMovesReply(NamedTuple):
     skipped: int
     """Objects that are being replaced at this moment, or for which there will be room elsewhere
     in a moment."""
-    left: int
+    remaining: int
     """Objects for which there is no room elsewhere: the objects there may not be evicted, or are
     leased or being written."""
-    left_bytes: int
+    remaining_bytes: int
     evicted: int
     """Objects elsewhere that were used longer ago, and had to make room."""
     namespaces: Sequence[Namespace]

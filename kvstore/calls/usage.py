@@ -52,7 +52,7 @@ class MissedKey(NamedTuple):
     """Time since that question."""
     found: int
     """Keys before it in that question; they were stored."""
-    asked: int
+    requested: int
     """Keys of that question."""
     present: bool
     """Whether the key is stored now."""
@@ -71,14 +71,14 @@ class NamespaceTraffic(NamedTuple):
     objects: int
     size: int
     """Payload bytes, replicas not counted."""
-    putters: Sequence[ClientTraffic]
-    askers: Sequence[ClientTraffic]
+    writers: Sequence[ClientTraffic]
+    readers: Sequence[ClientTraffic]
     misses: Sequence[MissedKey]
     """The last missed key of each client that asked, the most recent one first."""
-    questions: int
-    none: int
+    queries: int
+    queries_without_hit: int
     """Questions whose first key was not stored."""
-    partly: int
+    queries_with_partial_hit: int
     """Questions of which a later key was not stored."""
     evicted: int
     """Objects that were evicted."""
@@ -138,7 +138,7 @@ class Branch(NamedTuple):
     """Blocks directly below the last one, also in branches that the answer does not have."""
     matched: int
     """Matches that ended in this branch or below it, at the tips that the master remembers."""
-    ended: int
+    matches_ended: int
     """Of those: matches that ended at its last block."""
     counted_ms: int
     """How long the oldest of these counts has been kept; 0: there is none."""
@@ -148,7 +148,7 @@ class Branch(NamedTuple):
     """How long a lease still protects a block of it, or one below it in this answer."""
     pinned: int
     """Of its blocks: those that pins hold."""
-    cut: bool
+    truncated: bool
     """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
     segments: Numbers
     """The segments that hold most of the replicas of its blocks."""
@@ -170,7 +170,7 @@ class ChainsReply(NamedTuple):
     """Time since the start of the master, which remembers no match from before."""
     branches: Sequence[Branch]
     """Each branch comes after the one that it continues; the most matched chain is first."""
-    whole: bool
+    complete: bool
     """Whether every wanted chain was walked."""
 
 

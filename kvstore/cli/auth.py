@@ -138,7 +138,7 @@ def issue(
     whole = ca.content_of(leaf, shlex.join(["kvstore", *sys.argv[1:]]))
     for path, content in zip(files, leaf.pems if into else [whole], strict=True):
         write_file(path, content)
-    who = f"{sanitize(leaf.who.shown, 200)}, number {leaf.who.number}"
+    who = f"{sanitize(leaf.identity.display_name, 200)}, number {leaf.identity.number}"
     click.echo(f"{into or own}: {who}, valid until {leaf.until:%Y-%m-%d}")
 
 

@@ -66,7 +66,7 @@ def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool 
                     "node": left.node,
                     "path": left.path,
                     "cluster": left.owner.cluster,
-                    "master": list(left.owner.places),
+                    "master": list(left.owner.locations),
                     "size": left.size,
                     "held": left.held,
                     "removed": removed,
@@ -94,7 +94,7 @@ def _is_agreed(found: list[LeftoverSegment]) -> bool:
             left.node or "-",
             size_text(left.held),
             left.owner.cluster or "-",
-            ", ".join(left.owner.places) or "-",
+            ", ".join(left.owner.locations) or "-",
             left.path,
         )
     console_of_names(stderr=True).print(table)

@@ -76,15 +76,17 @@ def drain(
             )
     if invocation.as_json:
         print_json(asdict(done))
-        return 0 if done.has_left else EXIT_FAILED
+        return 0 if done.has_departed else EXIT_FAILED
     counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"
     if done.evicted:
         counted += f", {done.evicted} less recently used ones evicted to make room"
-    if done.left:
-        counted += f", no space on other nodes for {done.left} ({size_text(done.left_bytes)})"
+    if done.remaining:
+        counted += (
+            f", no space on other nodes for {done.remaining} ({size_text(done.remaining_bytes)})"
+        )
     if done.corrupt:
         counted += f", {done.corrupt} are corrupt"
-    if done.has_left:
+    if done.has_departed:
         click.echo(f"{node} has left: {counted}")
         return 0
     click.echo(f"{node} has not left, and gets no new objects: {counted}")

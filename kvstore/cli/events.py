@@ -82,7 +82,7 @@ def events(
     ):  # fmt: skip
         said = ""
         if invocation.as_json:
-            print_json({"event": told.name, "id": told.place, **told.data})
+            print_json({"event": told.name, "id": told.position, **told.data})
         else:
             click.echo("\t".join(_cells(told)))
         sys.stdout.flush()

@@ -94,9 +94,9 @@ class Commands(Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, self._what(name)) for name in names])
+                formatter.write_dl([(name, self._summary_of(name)) for name in names])
 
-    def _what(self, name: str) -> str:
+    def _summary_of(self, name: str) -> str:
         """What a command does, in one sentence. Loads none."""
         return LATE.get(name) or PROGRAMS.get(name) or sentence(self.commands[name])
 

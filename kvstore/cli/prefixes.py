@@ -53,7 +53,7 @@ def prefixes(invocation: Invocation, count: int) -> None:
         click.echo(line)
     if not found.branches:
         click.echo("No chain is stored.")
-    elif not found.whole:
+    elif not found.complete:
         click.echo("There are longer chains, or more branches, than one answer holds.", err=True)
 
 
@@ -97,7 +97,7 @@ def _line(row: Branch, nodes: Mapping[int, str], *, whole: bool) -> str:
             *([f"{row.missing:,} missing"] if row.missing else []),
             *([f"{row.being_written:,} being written"] if row.being_written else []),
             *([f"{row.pinned:,} pinned"] if row.pinned else []),
-            *(["goes on above"] if row.cut else []),
+            *(["goes on above"] if row.truncated else []),
             "on " + (" ".join(map(name_text, row.replicas_by_node(nodes))) or "no node"),
         ]
     )

@@ -104,7 +104,7 @@ def spare_memory() -> int:
 
     room = os.statvfs(SHM_DIRECTORY)
     shared = room.f_bavail * room.f_frsize if room.f_blocks else None
-    limit = next((limit.room for limit in cgroup.limits()), None)
+    limit = next((limit.available for limit in cgroup.limits()), None)
     free = memory_available()
     bounds = {
         SHM_DIRECTORY: None if shared is None else shared // 2,

@@ -113,8 +113,8 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
             tenants.add_row(
                 name_text(each.name) if each.name else "(none)",
                 size_text(each.bytes),
-                size_text(each.guaranteed),
-                size_text(each.at_most) if each.at_most else "-",
+                size_text(each.guarantee_bytes),
+                size_text(each.limit_bytes) if each.limit_bytes else "-",
                 size_text(each.pinned),
                 str(each.objects),
                 str(each.evicted_by_own),
@@ -187,7 +187,7 @@ def _state(node: NodeStatus) -> str:
     words = [node.state]
     if node.unreachable:
         words.append("unreachable")
-    if node.entry_gone:
+    if node.shm_entry_missing:
         words.append("entry gone")
     if any(segment.reports for segment in node.segments):
         words.append("reports its objects")

@@ -49,7 +49,7 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
     with invocation.client() as client:
         found = explain(client, client.status(), namespace=namespace, model=model)
     report, causes = report_of(found), found.causes
-    if not found.parties and (namespace or model):
+    if not found.groups and (namespace or model):
         _say_unknown(invocation, namespace or model, found)
         return EXIT_NOT_FOUND
     if invocation.as_json:
@@ -71,7 +71,7 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
 
 
 def _print_clients(report: Report) -> Iterator[str]:
-    for party in report.parties[:PARTIES_SHOWN]:
+    for party in report.groups[:PARTIES_SHOWN]:
         size, states = party.size, party.state_size
         head = f"{party.model}  {party.name}" if party.model else party.name
         yield f"{sanitize(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
@@ -81,23 +81,23 @@ def _print_clients(report: Report) -> Iterator[str]:
                 f"  holds   {counted(party.state_objects, 'state')} of recurrent layers, "
                 f"{size_text(states)}; {blocks}, {size_text(size - states)}"
             )
-        for row in party.writes:
+        for row in party.writers:
             there = f", {row.found} were there" if row.found else ""
             yield f"  writes  {_client(row)}: {row.stored} of {row.keys} keys stored{there}"
-        for row in party.asks:
+        for row in party.readers:
             yield f"  asks    {_client(row)}: {row.found} of {row.keys} keys found"
-        if not party.writes and not party.asks:
+        if not party.writers and not party.readers:
             yield "  neither put nor asked"
         if (miss := party.missed) is not None:
             there = " (it had been evicted)" if miss.evicted else ""
             there += " (it is there now)" if miss.present else ""
             yield (
                 f"  missed  {sanitize(miss.text, 40)}{there}, key {miss.found + 1} of "
-                f"{miss.asked}, asked by {sanitize(miss.client or 'a client', 40)} "
+                f"{miss.requested}, asked by {sanitize(miss.client or 'a client', 40)} "
                 f"{duration_text(miss.idle_ms)} ago"
             )
         yield ""
-    more = len(report.parties) + report.others - PARTIES_SHOWN
+    more = len(report.groups) + report.others - PARTIES_SHOWN
     if more > 0:
         yield f"and {more} more: name one, or use --json\n"
 
@@ -128,7 +128,7 @@ def _wrapped(begin: str, text: str) -> list[str]:
 
 
 def _say_unknown(invocation: Invocation, wanted: str, found: Explanation) -> None:
-    known = [party.record.model if party.record else party.name for party in found.everyone]
+    known = [party.record.model if party.record else party.name for party in found.clients]
     names = ", ".join(sanitize(name, 60) for name in dict.fromkeys(known[:20])) or "nothing"
     message = f"{sanitize(wanted)}: neither puts nor questions nor objects; there is: {names}"
     if invocation.as_json:

@@ -381,7 +381,7 @@ class NodeConfig(HttpConfig):
         return self
 
     @property
-    def hands_over(self) -> bool:
+    def passes_descriptors(self) -> bool:
         """Whether clients with an identity get descriptors of the memory."""
         return bool(self.auth) and not self.device
 

@@ -2,10 +2,10 @@
 
 [acme]
 namespaces = ["acme/*"]
-guaranteed = "20GiB"   # what nobody else can take from it; 0 by default
-at_most = "60GiB"      # what it can never exceed; no bound by default
-pinned = "10GiB"       # what its pins may hold; no bound of its own by default
-puts = 0.5             # share of the puts under way, and of those that wait; 1.0 by default
+guarantee = "20GiB"   # what nobody else can take from it; 0 by default
+limit = "60GiB"      # what it can never exceed; no bound by default
+pin_limit = "10GiB"       # what its pins may hold; no bound of its own by default
+put_share = 0.5             # share of the puts under way, and of those that wait; 1.0 by default
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Tenant(Config):
     section = "tenants"
 
     namespaces: tuple[str, ...] = Field(min_length=1, max_length=PATTERNS_MAX)
-    guaranteed: Limit = Field(default=0, lt=UNBOUNDED)
-    at_most: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
-    pinned: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
-    puts: float = Field(default=1.0, gt=0, le=1)
+    guarantee: Limit = Field(default=0, lt=UNBOUNDED)
+    limit: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
+    pin_limit: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
+    put_share: float = Field(default=1.0, gt=0, le=1)
 
     @field_validator("namespaces")
     @classmethod
@@ -74,10 +74,8 @@ def _rule(name: str, fields: object) -> TenantRule:
     if not re.fullmatch(r"\S{1,64}", name) or not name.isprintable():
         raise InvalidArgumentError("it is no name of 1 to 64 printable characters without spaces")
     given = _Tenant(**fields)
-    if given.guaranteed > given.at_most:
-        raise InvalidArgumentError(
-            f"guaranteed ({given.guaranteed}) is above at_most ({given.at_most})"
-        )
+    if given.guarantee > given.limit:
+        raise InvalidArgumentError(f"guarantee ({given.guarantee}) is above limit ({given.limit})")
     # A bound of 0 is one of 1 byte, which nothing fits into: the status says 0 for no bound.
-    at_most, pinned = max(1, given.at_most), max(1, given.pinned)
-    return TenantRule(name, given.namespaces, given.guaranteed, at_most, pinned, given.puts)
+    limit, pin_limit = max(1, given.limit), max(1, given.pin_limit)
+    return TenantRule(name, given.namespaces, given.guarantee, limit, pin_limit, given.put_share)

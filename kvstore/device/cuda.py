@@ -174,7 +174,7 @@ class CUDADriver:
 
     # --- order --------------------------------------------------------------------------------
 
-    def mark(self, stream: int | None = None) -> Event:
+    def record_event(self, stream: int | None = None) -> Event:
         return self._record(current_stream(self._number) if stream is None else stream)
 
     def is_done(self, event: Event) -> bool:
@@ -212,7 +212,7 @@ class CUDADriver:
                 ctypes.byref(refused), self._streams[way],
             )  # fmt: skip
             if status:
-                self._settle_after_error(way)
+                self._synchronize_after_error(way)
                 row = min(int(refused.value), len(sizes) - 1)
                 what = f"{sizes[row]} bytes from {source[row]:#x} to {to[row]:#x}"
                 self._check("cuMemcpyBatchAsync", status, what)
@@ -225,13 +225,13 @@ class CUDADriver:
             for row in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
                 status = copy(*row, stream)
                 if status:
-                    self._settle_after_error(way)
+                    self._synchronize_after_error(way)
                     into, out_of, size = row
                     what = f"{size} bytes from {out_of:#x} to {into:#x}"
                     self._check("cuMemcpyAsync", status, what)
         return self._record(stream)
 
-    def _settle_after_error(self, way: Direction) -> None:
+    def _synchronize_after_error(self, way: Direction) -> None:
         """Some copies of a refused batch may be queued: they end before the error is raised."""
         self._library.cuStreamSynchronize(self._streams[way])
 

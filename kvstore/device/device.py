@@ -71,7 +71,7 @@ class Device:
                 )
 
     def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
-        """Queues copies. Call ``settle`` before the memory is used for anything else.
+        """Queues copies. Call ``wait_for_copies`` before the memory is used for anything else.
 
         Args:
             locked: the segment that the other side is in; None: a slot of the ring, or memory of
@@ -94,7 +94,7 @@ class Device:
             return self.driver.copy_ordinary(way, other, device, sizes)
         return self.driver.copy_ordinary(way, device, other, sizes)
 
-    def settle(self, event: Event, deadline: float) -> None:
+    def wait_for_copies(self, event: Event, deadline: float) -> None:
         """Waits until copies have ended. Unless this raises, they touch no memory afterwards.
 
         Raises:

@@ -44,7 +44,7 @@ class DeviceDriver(Protocol):
         """As torch names the device: ``cuda:0``."""
         ...
 
-    def mark(self, stream: int | None = None) -> Event:
+    def record_event(self, stream: int | None = None) -> Event:
         """The moment at which the work that was queued on a stream until now has ended.
 
         Args:

@@ -50,7 +50,8 @@ class PageLocks:
 
         Args:
             memory: all of it, the same object for each mapping.
-            is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
+            is_mounted: see ``Transport.mount_checker``; once it says no, ``sweep`` unlocks the
+                memory.
         """
         with self._changing:
             segment = self._segments.get(id(memory))

@@ -183,13 +183,13 @@ class ClusterChecks:
         return found + self.cluster(",".join(sorted(leaders)))
 
     def master(self, place: str) -> _MasterAnswer:
-        answer = self._answer(place, uptime() + self._timeout_s)
+        answer = self._reply(place, uptime() + self._timeout_s)
         return answer._replace(found=list(under(f"master {place}", answer.found)))
 
-    def _answer(self, place: str, deadline: float) -> _MasterAnswer:
+    def _reply(self, place: str, deadline: float) -> _MasterAnswer:
         stub = self._stub(place)
         try:
-            self._ask_only(place, deadline)
+            self._call(place, deadline)
             joined = stub.join(deadline)
         except NotLeaderError as error:
             leader = str(error.fields.get("leader", ""))
@@ -198,7 +198,7 @@ class ClusterChecks:
         except KVStoreError as error:
             if error.advice and "kvstore doctor" not in error.advice:
                 return _MasterAnswer([of_row("error", error=error)])
-            refused = self._identity_refused(place, deadline)
+            refused = self._identity_rejected(place, deadline)
             unreached = of_row("master_unreached", error=error, command=start_command(place))
             return _MasterAnswer([refused or unreached])
         finally:
@@ -213,7 +213,7 @@ class ClusterChecks:
             found.append(ok(f"knows this process as {_described(joined.identity)}"))
         return _MasterAnswer([*found, self._lane(place, joined, deadline)], serves=True)
 
-    def _identity_refused(self, place: str, deadline: float) -> Finding | None:
+    def _identity_rejected(self, place: str, deadline: float) -> Finding | None:
         """Why the handshake of TLS with a master fails, of which gRPC says little; None: it does
         not, or nothing is there to shake hands with."""
         if self._credentials is None:
@@ -234,7 +234,7 @@ class ClusterChecks:
             pass
         return None
 
-    def _ask_only(self, place: str, deadline: float) -> None:
+    def _call(self, place: str, deadline: float) -> None:
         """Asks exactly this master; the client would go on to the leader.
 
         Raises:
@@ -312,7 +312,7 @@ class ClusterChecks:
             return of_row("error", error=not_encrypted(segment))
         connection = ClientConnection(segment, tls=self._tls)
         try:
-            connection.greet(uptime() + self._timeout_s)
+            connection.handshake(uptime() + self._timeout_s)
         except KVStoreError as error:
             return of_row("data_port", address=segment.address, why=error.message)
         finally:
@@ -336,7 +336,7 @@ def _described(uri: str) -> str:
         for verb, patterns in (("reads", who.reads), ("writes", who.writes))
         if patterns
     ]
-    return "; ".join([who.shown, *rights])
+    return "; ".join([who.display_name, *rights])
 
 
 def _of_store(each: DetectedProblem) -> Finding:
@@ -362,7 +362,7 @@ def by_shm(segment: SegmentInfo) -> Iterator[Finding]:
 
 def _mapped(segment: SegmentInfo) -> Finding:
     transport = ShmTransport()
-    is_whole = transport.may_write(segment)
+    is_whole = transport.can_write(segment)
     why_not = _unreadable(transport, segment)
     if why_not is None:
         return ok("its memory can be mapped" + ("" if is_whole else ", to read alone"))
@@ -372,7 +372,7 @@ def _mapped(segment: SegmentInfo) -> Finding:
             if size < segment.size:
                 return of_row("truncated", size=size, whole=segment.size)
     more = ""
-    if segment.handover is not None:
+    if segment.descriptor_socket is not None:
         more = " What this identity may read, and the node's --shm-clients, decide as well."
     why_not = transport.not_mapped.get(segment.node, why_not)
     return of_row("not_mapped", why=why_not, more=more)

@@ -54,15 +54,15 @@ OBJECTS_LOOKED_AT: Final = 1_000
 class Explanation(NamedTuple):
     uptime_ms: int
     """Time since the master's start; it remembers nothing from before."""
-    everyone: list[EngineGroup]
-    parties: list[EngineGroup]
+    clients: list[EngineGroup]
+    groups: list[EngineGroup]
     """Those that were asked about, the last used first."""
     causes: list[Cause]
     notes: list[str]
     """What could not be seen."""
 
 
-class PartyReport(NamedTuple):
+class GroupReport(NamedTuple):
     """Engines that share blocks, or a namespace without a record of an engine."""
 
     name: str
@@ -76,14 +76,14 @@ class PartyReport(NamedTuple):
     state_objects: int
     """Of the objects: states of recurrent layers."""
     state_size: int
-    asked: int
+    requested_keys: int
     """Keys."""
     found: int
     """Of those."""
     evicted: int
-    writes: Sequence[ClientTraffic]
+    writers: Sequence[ClientTraffic]
     """The last clients that put."""
-    asks: Sequence[ClientTraffic]
+    readers: Sequence[ClientTraffic]
     """The last clients that asked."""
     missed: MissedKey | None
     """The last one."""
@@ -95,7 +95,7 @@ class Report(NamedTuple):
     uptime_ms: int
     """Of the master, which remembers nothing from before."""
     causes: Sequence[Cause]
-    parties: Sequence[PartyReport]
+    groups: Sequence[GroupReport]
     others: int
     """Further parties."""
     notes: Sequence[str]
@@ -104,14 +104,14 @@ class Report(NamedTuple):
 
 def report_of(found: Explanation) -> Report:
     """What programs get, bounded: as JSON of ``kvstore why`` and of HTTP."""
-    parties, others = found.parties[:PARTIES_SHOWN], len(found.parties[PARTIES_SHOWN:])
-    described = [_party_report(party) for party in parties]
+    parties, others = found.groups[:PARTIES_SHOWN], len(found.groups[PARTIES_SHOWN:])
+    described = [_group_report(party) for party in parties]
     return Report(found.uptime_ms, found.causes[:CAUSES_SHOWN], described, others, found.notes)
 
 
-def _party_report(party: EngineGroup) -> PartyReport:
+def _group_report(party: EngineGroup) -> GroupReport:
     record, misses = party.record, party.misses
-    return PartyReport(
+    return GroupReport(
         name=party.name,
         engine=record.engine if record else "",
         model=record.model if record else "",
@@ -121,11 +121,11 @@ def _party_report(party: EngineGroup) -> PartyReport:
         size=party.size,
         state_objects=sum(space.objects for space in party.states),
         state_size=sum(space.size for space in party.states),
-        asked=party.asked,
+        requested_keys=party.requested_keys,
         found=party.found,
         evicted=party.evicted,
-        writes=party.putters[:CLIENTS_SHOWN],
-        asks=party.askers[:CLIENTS_SHOWN],
+        writers=party.writers[:CLIENTS_SHOWN],
+        readers=party.readers[:CLIENTS_SHOWN],
         missed=misses[0] if misses else None,
     )
 
@@ -228,7 +228,7 @@ def _inspect_objects(
     """Adds to the evidence what only a look at single objects shows, for parties that find
     nothing. These are operators' calls: they count as no traffic, and lease nothing."""
     for party in chosen[:PARTIES_LOOKED_AT]:
-        if not party.asked or party.found:
+        if not party.requested_keys or party.found:
             continue
         space = min(
             party.spaces, key=lambda space: min((m.idle_ms for m in space.misses), default=1e15)
@@ -251,4 +251,4 @@ def _inspect_objects(
 
 
 def _last_used(party: EngineGroup) -> int:
-    return min((row.idle_ms for row in [*party.putters, *party.askers]), default=1 << 62)
+    return min((row.idle_ms for row in [*party.writers, *party.readers]), default=1 << 62)

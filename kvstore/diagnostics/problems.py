@@ -135,8 +135,8 @@ def of_engines(
     asking = [
         party
         for party in everyone
-        if party.asked and not party.found
-        if min((row.idle_ms for row in party.askers), default=0) < RECENT_S * 1000
+        if party.requested_keys and not party.found
+        if min((row.idle_ms for row in party.readers), default=0) < RECENT_S * 1000
     ]
     causes = diagnose(Evidence(uptime_ms=0, spaces=spaces, records=records), asking, everyone)
     found = []
@@ -166,7 +166,9 @@ def standby_problems(leader: str) -> list[DetectedProblem]:
 def _now(seen: _Seen) -> Iterator[DetectedProblem]:
     for name, holds in OF_NODES.items():
         yield from _of_nodes(name, [node for node in seen.status.nodes if holds(node)])
-    gone = [each for each in seen.status.gone if each.why != "left" or each.missing or each.lost]
+    gone = [
+        each for each in seen.status.departed if each.reason != "left" or each.missing or each.lost
+    ]
     yield from map(_gone, gone[:NODES_NAMED])
     if len(gone) > NODES_NAMED:
         text = f"{len(gone) - NODES_NAMED} more nodes left or died."
@@ -200,7 +202,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
 
 def _gone(node: DepartedNode) -> DetectedProblem:
     """A node that has left or died, with the objects that went with it."""
-    left, missing = node.why == "left", _count(node.missing, "object")
+    left, missing = node.reason == "left", _count(node.missing, "object")
     name = "died_empty"
     if node.reports:
         name = "back"
@@ -210,8 +212,8 @@ def _gone(node: DepartedNode) -> DetectedProblem:
         name = "lost"
     return _found(
         name, who=f"Node {name_text(node.name)} ({node.host})", missing=missing,
-        lost=_count(node.lost, "object"), ago=duration_text(node.gone_ms),
-        how="left" if left else f"died ({node.why})",
+        lost=_count(node.lost, "object"), ago=duration_text(node.departed_ms),
+        how="left" if left else f"died ({node.reason})",
     )  # fmt: skip
 
 
@@ -286,7 +288,7 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
     "dead": lambda node: node.state == "dead",
     "draining": lambda node: node.state == "draining",
     "unreachable": lambda node: node.unreachable,
-    "entry_gone": lambda node: node.entry_gone,
+    "entry_gone": lambda node: node.shm_entry_missing,
     **{of: _holds_much(of) for of in SHARES},
 }
 

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     name: str
     """Of the alert and of the section of the runbook."""
     means: str
-    look_at: str
+    see_also: str
     advice: str
     """What to do, on one line. Code is between backticks."""
     more: str = ""
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     def parts(self) -> Iterator[tuple[str, str]]:
         """The paragraphs of the section of the runbook, with their headings."""
         yield "Means", self.means
-        yield "Look at", self.look_at
+        yield "Look at", self.see_also
         yield "Do", f"{self.advice} {self.more}".rstrip()
 
 

@@ -110,24 +110,24 @@ class EngineGroup:
         return sum(space.evicted for space in self.spaces)
 
     @property
-    def questions(self) -> int:
-        return sum(space.questions for space in self.spaces)
+    def queries(self) -> int:
+        return sum(space.queries for space in self.spaces)
 
     @property
     def none(self) -> int:
-        return sum(space.none for space in self.spaces)
+        return sum(space.queries_without_hit for space in self.spaces)
 
     @property
     def partly(self) -> int:
-        return sum(space.partly for space in self.spaces)
+        return sum(space.queries_with_partial_hit for space in self.spaces)
 
     @property
-    def putters(self) -> list[ClientTraffic]:
-        return _merged(row for space in self.spaces for row in space.putters)
+    def writers(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.writers)
 
     @property
-    def askers(self) -> list[ClientTraffic]:
-        return _merged(row for space in self.spaces for row in space.askers)
+    def readers(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.readers)
 
     @property
     def misses(self) -> list[MissedKey]:
@@ -135,27 +135,27 @@ class EngineGroup:
         return sorted((m for space in self.spaces for m in space.misses), key=lambda m: m.idle_ms)
 
     @property
-    def wanted(self) -> int:
+    def requested(self) -> int:
         """Keys that clients wanted to put."""
-        return sum(row.keys for row in self.putters)
+        return sum(row.keys for row in self.writers)
 
     @property
     def written(self) -> int:
         """Keys that were put, or were there already when somebody wanted to."""
-        return sum(row.stored + row.found for row in self.putters)
+        return sum(row.stored + row.found for row in self.writers)
 
     @property
-    def asked(self) -> int:
-        return sum(row.keys for row in self.askers)
+    def requested_keys(self) -> int:
+        return sum(row.keys for row in self.readers)
 
     @property
     def found(self) -> int:
-        return sum(row.found for row in self.askers)
+        return sum(row.found for row in self.readers)
 
     @property
-    def share(self) -> float:
+    def hit_ratio(self) -> float:
         """The share of the asked keys that were found."""
-        return self.found / self.asked if self.asked else 0.0
+        return self.found / self.requested_keys if self.requested_keys else 0.0
 
     @property
     def writes(self) -> bool:
@@ -230,7 +230,7 @@ def diagnose(
     """
     if not evidence.nodes:
         return [_of_row("no_node", {})]
-    if not any(party.objects or party.wanted or party.asked for party in parties):
+    if not any(party.objects or party.requested or party.requested_keys for party in parties):
         return [_of_row("nothing", {})]
     found = (
         _cause(Case(evidence, party, [each for each in others if each is not party]))
@@ -244,14 +244,14 @@ def diagnose(
 
 def _cause(case: Case) -> Cause | None:
     """The cause of the first rule whose condition holds."""
-    party = case.party
+    party = case.group
     name = next(name for name, holds in RULES if holds(case, party))
     if name == "explained elsewhere":
         return None
     if name == "compared with the writer":
         return _differ(cast("EngineGroup", case.writer), party)
     if name == "compared with the asker":
-        return _differ(party, cast("EngineGroup", case.asker))
+        return _differ(party, cast("EngineGroup", case.reader))
     cause = _of_row(name, case.words)
     is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
     spaces = case.pair if name == "other_namespace" else party.namespaces
@@ -271,65 +271,65 @@ class Case(NamedTuple):
     """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
 
     evidence: Evidence
-    party: EngineGroup
+    group: EngineGroup
     others: Sequence[EngineGroup]
 
     @property
     def writer(self) -> EngineGroup | None:
-        return _nearest(self.party, [each for each in self.others if each.writes])
+        return _nearest(self.group, [each for each in self.others if each.writes])
 
     @property
-    def asker(self) -> EngineGroup | None:
-        return _nearest(self.party, [each for each in self.others if each.asked])
+    def reader(self) -> EngineGroup | None:
+        return _nearest(self.group, [each for each in self.others if each.requested_keys])
 
     @property
     def pair(self) -> tuple[str, ...]:
         """A namespace of the party, and another one that holds a key that was not found in it."""
         elsewhere = self.evidence.elsewhere
-        spaces = self.party.namespaces
+        spaces = self.group.namespaces
         return next(((name, elsewhere[name]) for name in spaces if name in elsewhere), ())
 
     @property
     def is_read_elsewhere(self) -> bool:
         """Whether another party asks for keys of this one: its cause names both namespaces."""
-        return bool({*self.party.namespaces} & {*self.evidence.elsewhere.values()})
+        return bool({*self.group.namespaces} & {*self.evidence.elsewhere.values()})
 
     @property
     def detached(self) -> tuple[int, int]:
         """How many objects have a missing ancestor, and how many were looked at."""
-        seen = [self.evidence.detached.get(name, (0, 0)) for name in self.party.namespaces]
+        seen = [self.evidence.detached.get(name, (0, 0)) for name in self.group.namespaces]
         return sum(some for some, _ in seen), sum(looked for _, looked in seen)
 
     @property
     def words(self) -> dict[str, object]:
         """What the texts of ``CAUSES`` are formatted with."""
-        party, named = self.party, self.party.record
+        party, named = self.group, self.group.record
         lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
         deep = next((miss for miss in party.misses if miss.found), None)
         last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms, default=None)
         are_others = any(each.writes for each in self.others)
         evicted = counted(party.evicted, "object")
-        is_one = {row.client for row in party.putters} & {row.client for row in party.askers}
+        is_one = {row.client for row in party.writers} & {row.client for row in party.readers}
         return {
             "p": party,
             "pair": self.pair,
             "detached": self.detached,
             "objects": counted(party.objects, "object"),
-            "pages": counted(party.asked, "asked page"),
+            "pages": counted(party.requested_keys, "asked page"),
             "written": counted(party.written, "object"),
             "evicted": evicted,
-            "putters": _names(party.putters),
-            "askers": _names(party.askers),
-            "write": _do(party.putters, "write"),
-            "ask": _do(party.askers, "ask"),
+            "writers": _names(party.writers),
+            "readers": _names(party.readers),
+            "write": _do(party.writers, "write"),
+            "ask": _do(party.readers, "ask"),
             "losers": ", ".join(list(dict.fromkeys(lost))[:NAMES_SHOWN]),
             "model": f"for {named.model}" if named else "there",
             "this_model": "this model" if named else "there",
-            "percent": f"{100 * party.share:.0f} %",
+            "percent": f"{100 * party.hit_ratio:.0f} %",
             "age": _age(last.evicted_ms if last else 0),
             "idle": _age(last.evicted_idle_ms if last else 0),
-            "deep": f", the last after {deep.found} of {deep.asked} keys" if deep else "",
-            "sizes": " or ".join(map(str, _sizes(row.key for row in party.putters))),
+            "deep": f", the last after {deep.found} of {deep.requested} keys" if deep else "",
+            "sizes": " or ".join(map(str, _sizes(row.key for row in party.writers))),
             "asked_sizes": " or ".join(map(str, _sizes(miss.key for miss in party.misses))),
             "others_write": f" {PHRASES['others_write']}" if are_others else "",
             "seed": "." if is_one else PHRASES["seeds"],
@@ -340,8 +340,8 @@ class Case(NamedTuple):
 
     @property
     def has_other_hash(self) -> bool:
-        put = _sizes(row.key for row in self.party.putters)
-        asked = _sizes(miss.key for miss in self.party.misses)
+        put = _sizes(row.key for row in self.group.writers)
+        asked = _sizes(miss.key for miss in self.group.misses)
         return _are_hashes(put) and _are_hashes(asked) and not {*put} & {*asked}
 
 
@@ -351,22 +351,22 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
     # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
     ("guesses", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
     ("evicted_keys",
-     lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.share < FEW),
+     lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.hit_ratio < FEW),
     ("compared with the writer",
-     lambda c, p: p.asked and p.share <= NEARLY_NONE and c.writer),
+     lambda c, p: p.requested_keys and p.hit_ratio <= NEARLY_NONE and c.writer),
     # Parties that only write, or do nothing.
-    ("no_traffic", lambda c, p: not p.asked and not p.wanted),
-    ("explained elsewhere", lambda c, p: not p.asked and c.is_read_elsewhere),
-    ("compared with the asker", lambda c, p: not p.asked and c.asker),
-    ("only_writers", lambda c, p: not p.asked),
+    ("no_traffic", lambda c, p: not p.requested_keys and not p.requested),
+    ("explained elsewhere", lambda c, p: not p.requested_keys and c.is_read_elsewhere),
+    ("compared with the asker", lambda c, p: not p.requested_keys and c.reader),
+    ("only_writers", lambda c, p: not p.requested_keys),
     # Parties that ask.
-    ("put_fails", lambda c, p: not p.writes and p.wanted),
+    ("put_fails", lambda c, p: not p.writes and p.requested),
     ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
     ("only_readers", lambda c, p: not p.writes),
     ("evicted", lambda c, p: not p.objects and p.evicted),
     ("gone", lambda c, p: not p.objects),
     ("too_early", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
-    ("fine", lambda c, p: p.share >= FEW),
+    ("fine", lambda c, p: p.hit_ratio >= FEW),
     ("evicted", lambda c, p: p.evicted > p.objects),
     ("other_hash", lambda c, p: not p.found and c.has_other_hash),
     ("broken_chain", lambda c, p: not p.found and 2 * c.detached[0] >= c.detached[1] > 0),
@@ -379,7 +379,7 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
 
 
 def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup | None:
-    """The party of the same model whose description differs least from that of ``party``."""
+    """The party of the same model whose description differs least from that of ``group``."""
     ours = party.record
     if ours is None:
         return None
@@ -388,7 +388,7 @@ def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup |
         theirs = other.record
         assert theirs is not None
         must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
-        idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
+        idle_ms = min((row.idle_ms for row in [*other.writers, *other.readers]), default=1 << 62)
         is_apart = ours.tenant != theirs.tenant, ours.engine != theirs.engine
         return *is_apart, len(must), len(cuts), idle_ms
 
@@ -407,8 +407,8 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
     ours, theirs = writer.record, asker.record
     assert ours is not None
     assert theirs is not None
-    writing = f"{_do(writer.putters, 'write', 'another client')} {ours.model} under {writer.name}"
-    asking = f"{_do(asker.askers, 'ask')} under {asker.name}"
+    writing = f"{_do(writer.writers, 'write', 'another client')} {ours.model} under {writer.name}"
+    asking = f"{_do(asker.readers, 'ask')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
     for name in ("engine", "tenant"):
         if getattr(ours, name) != getattr(theirs, name):

@@ -111,7 +111,7 @@ class Etcd:
 
     # --- the leader's key ---------------------------------------------------------------------
 
-    async def look(self, deadline: float) -> LeaderSnapshot:
+    async def read_leader(self, deadline: float) -> LeaderSnapshot:
         found = await self._call(RANGE, rpc.RangeRequest(key=self.place.leader_key), deadline)
         return LeaderSnapshot(_leader(found), found.header.revision)
 
@@ -183,7 +183,7 @@ class Etcd:
             value, changed_at = found.kvs[0].value, found.kvs[0].mod_revision
             if not value.isdigit() or len(value) > EPOCH_DIGITS_MAX:
                 raise ProtocolError(
-                    f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
+                    f"{key.decode()} in the etcd at {self.place.text} holds {value[:40]!r}, "
                     "not an epoch",
                     advice="Another program may use this prefix. Give each cluster its "
                     "own: --etcd etcd://HOST/PREFIX.",

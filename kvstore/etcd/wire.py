@@ -92,7 +92,7 @@ def reason_of(error: grpc.RpcError) -> str:
 def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
     """The error for a call that etcd refused."""
     details = error.details() or error.code().name.lower()
-    message = f"the etcd at {place.shown} refused a call: {details[:200]}"
+    message = f"the etcd at {place.text} refused a call: {details[:200]}"
     if error.code() in (
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
@@ -107,7 +107,7 @@ def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableErr
     """The error for a call that no member carried out. ``reasons``: why not, by member."""
     why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
     return EtcdUnreachableError(
-        f"the etcd at {place.shown} did not do what it was asked ({why or 'no time left'})"[:400],
+        f"the etcd at {place.text} did not do what it was asked ({why or 'no time left'})"[:400],
         advice=advice_on(why),
     )
 

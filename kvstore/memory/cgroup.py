@@ -45,14 +45,14 @@ class CgroupLimit(NamedTuple):
     """Bytes in use, without those that the kernel can reclaim."""
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         return max(0, self.limit - self.used)
 
 
 def limits() -> list[CgroupLimit]:
     """The limits of this process, least room first; empty if there are none or they are unknown."""
     found = [limit for where, files in _groups() if (limit := _limit(where, files)) is not None]
-    return sorted(found, key=lambda each: each.room)
+    return sorted(found, key=lambda each: each.available)
 
 
 def check(size: int) -> None:
@@ -62,9 +62,9 @@ def check(size: int) -> None:
         MemoryLimitError: a control group allows less.
     """
     tightest = next(iter(limits()), None)
-    if tightest is None or not size or size + size // 512 + OWN_BYTES <= tightest.room:
+    if tightest is None or not size or size + size // 512 + OWN_BYTES <= tightest.available:
         return
-    most = max(0, (tightest.room - OWN_BYTES) * 512 // 513) >> 20
+    most = max(0, (tightest.available - OWN_BYTES) * 512 // 513) >> 20
     raise MemoryLimitError(
         f"{size >> 20} MiB do not fit into the memory limit of the control group "
         f"{tightest.group}: {tightest.limit >> 20} MiB, of which {tightest.used >> 20} MiB are "

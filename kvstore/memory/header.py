@@ -328,7 +328,7 @@ class SegmentOwner(NamedTuple):
 
     cluster: str = ""
     """The cluster's name; empty: none, or not known yet."""
-    places: tuple[str, ...] = ()
+    locations: tuple[str, ...] = ()
     """Addresses of its masters, from the node's settings (``kvstore.network.host.places_of``)."""
     volatile: bool = False
     """Memory of a node that a client started: it is not kept for later."""
@@ -339,7 +339,7 @@ class SegmentOwner(NamedTuple):
 def pack_owner(owner: SegmentOwner) -> bytes:
     """The bytes to write at ``OWNER_OFFSET``; places that do not fit are left out."""
     name = owner.cluster.encode()
-    places = list(owner.places)
+    places = list(owner.locations)
     while len(text := "\n".join(places).encode()) + len(name) + _OWNER.size > OWNER_BYTES_MAX:
         places.pop()
     flags = _VOLATILE * owner.volatile | _ON_DEVICE * owner.on_device
@@ -373,13 +373,13 @@ def owner_mismatch(left: SegmentOwner, wanted: SegmentOwner) -> str:
         if left.cluster == wanted.cluster:
             return ""
         return f"it belongs to the cluster {left.cluster}, and this node to {wanted.cluster}"
-    if not left.cluster and not left.places:
+    if not left.cluster and not left.locations:
         return ""
-    if not set(left.places).isdisjoint(wanted.places):
+    if not set(left.locations).isdisjoint(wanted.locations):
         return ""
-    where = ",".join(left.places) or "an unknown place"
+    where = ",".join(left.locations) or "an unknown place"
     of = f"the cluster {left.cluster}, whose master is" if left.cluster else "the master"
-    return f"it belongs to {of} at {where}; this node was told {','.join(wanted.places)}"
+    return f"it belongs to {of} at {where}; this node was told {','.join(wanted.locations)}"
 
 
 def read_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | str:

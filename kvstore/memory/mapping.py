@@ -104,7 +104,7 @@ class Mapping:
             os.close(fd)
             raise
 
-    def shown(self) -> memoryview | None:
+    def readonly_view(self) -> memoryview | None:
         """All of the segment, for values that programs read where they are; mapped at the first
         call. The memoryview says that it is writable, because torch accepts no other. But a write
         ends this process (SIGSEGV), and changes nothing.
@@ -155,8 +155,8 @@ class Mapping:
             populating = self._populating.copy()
         join_all(populating, CLOSE_S)
 
-    def abandon(self) -> None:
-        """As ``Transport.abandon``: takes no lock."""
+    def close_after_fork(self) -> None:
+        """As ``Transport.close_after_fork``: takes no lock."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self._fd)

@@ -31,8 +31,8 @@ class PrivateState(NamedTuple):
     """Of the segment; 16 bytes."""
     key: bytes
     """Of the segment's stamps; 16 bytes, random."""
-    mark: Version = NO_VERSION
-    """As ``OwnedSegment.mark``."""
+    removal_watermark: Version = NO_VERSION
+    """As ``OwnedSegment.removal_watermark``."""
     epoch: int = 0
     """As ``OwnedSegment.epoch``."""
 

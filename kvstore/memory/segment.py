@@ -79,11 +79,11 @@ class OwnedSegment:
 
     ranges: RangeAccess | None = None
     """Reads and writes the extents, if they are not in ``memory``."""
-    place: DeviceLocation | None = None
+    location: DeviceLocation | None = None
     """Where the extents are in the memory of a device; None: in ``memory``."""
-    stamp_key: bytes = b""
+    header_mac_key: bytes = b""
     """Of the stamps behind the headers, for the master alone; empty: there are none."""
-    believed: layout.HeaderFilter | None = None
+    header_filter: layout.HeaderFilter | None = None
     """Which valid headers ``scan`` yields; None: all."""
 
     def __init__(
@@ -283,11 +283,11 @@ class OwnedSegment:
         closed, and for reserved huge pages, which ``sendfile`` refuses."""
         return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
 
-    def lend(self) -> SharedDescriptors:
+    def share(self) -> SharedDescriptors:
         """Descriptors for other processes, which the caller owns. Raises OSError."""
         return lend(self._fd)
 
-    def entry_is_there(self) -> bool:
+    def has_shm_entry(self) -> bool:
         """Whether the entry is still in its directory: anybody with the rights may have removed it.
         Without it no process can map the memory any more, or find it when the owner has ended."""
         return is_same_file(self._fd, self.path)
@@ -311,25 +311,25 @@ class OwnedSegment:
         return generation
 
     @property
-    def mark(self) -> Version:
+    def removal_watermark(self) -> Version:
         """The last mark that was kept; ``NO_VERSION`` if its epoch is damaged. Read from the
         superblock once: clients can write there."""
         return self._mark if is_plausible_epoch(self._mark.epoch) else NO_VERSION
 
-    def keep_mark(self, mark: Version) -> None:
-        """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, the
-        segment has an older mark."""
-        if mark > self.mark:
+    def keep_removal_watermark(self, mark: Version) -> None:
+        """Keeps ``removal_watermark``, unless a newer one is kept. If the process is killed
+        half-way, the segment has an older mark."""
+        if mark > self.removal_watermark:
             self._mark = mark
             if self._private is not None:
-                self._private.change(lambda now: now._replace(mark=mark))
+                self._private.change(lambda now: now._replace(removal_watermark=mark))
             at = layout.MARK_OFFSET // 8
             self._words[at + 1] = 0
             self._words[at], self._words[at + 1] = mark
 
     @property
     def epoch(self) -> int:
-        """The highest epoch that was kept; 0: none, or it is damaged. As ``mark``."""
+        """The highest epoch that was kept; 0: none, or it is damaged. As ``removal_watermark``."""
         return self._epoch if is_plausible_epoch(self._epoch) else 0
 
     def keep_epoch(self, epoch: int) -> None:
@@ -349,7 +349,7 @@ class OwnedSegment:
             StartupError: as ``PrivateFile``.
         """
         self._private = private = PrivateFile(self.shm_name, self.uuid)
-        self._mark, self._epoch = private.now.mark, private.now.epoch
+        self._mark, self._epoch = private.now.removal_watermark, private.now.epoch
         return private
 
     @property
@@ -405,7 +405,7 @@ class OwnedSegment:
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``header.scan``. The segment must be fenced first."""
-        return layout.scan(self.memory, self.seed, self.believed)
+        return layout.scan(self.memory, self.seed, self.header_filter)
 
     def close(self, *, unlink: bool = True) -> None:
         """Gives the segment up. Idempotent.

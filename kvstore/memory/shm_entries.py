@@ -426,7 +426,7 @@ def of_another_cluster(path: str, left: layout.SegmentOwner, why: str) -> Cluste
         f"kvstore clean {os.path.basename(path).removeprefix(SHM_PREFIX)}",
         path=path,
         cluster=left.cluster,
-        places=",".join(left.places),
+        places=",".join(left.locations),
     )
 
 

@@ -184,10 +184,10 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
 def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
     of: dict[str, Rows] = {}
     for name in (family.name for family in STORE if family.labels == ("tenant",)):
-        field = name.removeprefix("kvstore_tenant_").removesuffix("_total").removesuffix("_bytes")
-        of[name] = {
-            (row.name,): getattr(row, field) for row in tenants if field != "at_most" or row.at_most
-        }
+        field = name.removeprefix("kvstore_tenant_").removesuffix("_total")
+        field = field if field in TenantStatus._fields else field.removesuffix("_bytes")
+        rows = [row for row in tenants if field != "limit_bytes" or row.limit_bytes]
+        of[name] = {(row.name,): getattr(row, field) for row in rows}
     return of | {
         "kvstore_tenant_evicted_objects_total": {
             **{(row.name, "own"): row.evicted_by_own for row in tenants},

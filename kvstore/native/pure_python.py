@@ -404,7 +404,7 @@ def request(
     """One request on a greeted connection; with ``extents`` on one with capabilities. ``move``
     sends, or receives, the bytes of all ranges. Returns as ``tcp_read``, without outcomes."""
     is_read = op is Op.READ
-    if not stream.is_quiet():
+    if not stream.is_idle():
         return interface.UNASKED, 0, 1
     how, number = interface.ANSWERED, 0
     try:
@@ -521,8 +521,8 @@ class CapabilityVerifier(NamedTuple):
     holder: int
     mac: Callable[[bytes, bytes], bytes]
     """``siphash``, in Python or compiled."""
-    orders: memoryview
-    asked: memoryview
+    wipe_seqs: memoryview
+    writes_in_progress: memoryview
     """As ``serve`` takes them."""
 
     def check(self, record: protocol.CapabilityRange, op: Op) -> None:
@@ -530,7 +530,7 @@ class CapabilityVerifier(NamedTuple):
         now."""
         place = record.extent_offset, record.extent_length
         said = protocol.sealed(
-            self.generation, self.holder, *place, record.expires_ms, record.order, record.rights
+            self.generation, self.holder, *place, record.expires_ms, record.wipe_seq, record.rights
         )
         if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
@@ -548,27 +548,27 @@ class CapabilityVerifier(NamedTuple):
         Raises:
             RefusedTransferError: a capability is older than an order to wipe its extent.
         """
-        asked, orders = self.asked.cast("Q"), self.orders.cast("Q")
+        asked, orders = self.writes_in_progress.cast("Q"), self.wipe_seqs.cast("Q")
         for index, record in enumerate(records, 1):
             asked[index] = record.extent_offset
         asked[0] = len(records)
-        if any(record.order < orders[_slot(record.extent_offset)] for record in records):
+        if any(record.wipe_seq < orders[_slot(record.extent_offset)] for record in records):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
 
     def end_write(self) -> None:
-        self.asked.cast("Q")[0] = 0
+        self.writes_in_progress.cast("Q")[0] = 0
 
 
 def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None:
     """Ends the right to write of all capabilities for these extents that are older than the
-    order. Requests that have begun go on: ``asked`` of ``serve`` names them.
+    order. Requests that have begun go on: ``writes_in_progress`` of ``serve`` names them.
 
     Args:
         orders: ``ORDERS_BYTES``, zeros at first: the last order of each extent, by a hash of
             its offset.
 
     Raises:
-        ValueError: ``orders`` has another size.
+        ValueError: ``wipe_seqs`` has another size.
     """
     if orders.nbytes != interface.ORDERS_BYTES:
         raise ValueError("no table of orders")

@@ -90,7 +90,7 @@ class EtcdPlace(NamedTuple):
         return f"{ETCD_SCHEME}{user}{','.join(self.endpoints)}/{self.prefix}{query}"
 
     @property
-    def shown(self) -> str:
+    def text(self) -> str:
         """For messages: without the password and the files."""
         return f"{ETCD_SCHEME}{','.join(self.endpoints)}/{self.prefix}"
 
@@ -130,4 +130,4 @@ def parse_etcd(text: str) -> EtcdPlace:
 
 def shown_place(master: str) -> str:
     """Where a master may be, for messages: an etcd without its password."""
-    return parse_etcd(master).shown if master.startswith(ETCD_SCHEME) else master
+    return parse_etcd(master).text if master.startswith(ETCD_SCHEME) else master

@@ -76,7 +76,7 @@ class _Resolver:
         """The callers that wait, by the name that a thread looks up."""
         self.found: OrderedDict[str, list[Address]] = OrderedDict()
 
-    def ask(self, host: str) -> SimpleQueue[_Resolved | None]:
+    def request(self, host: str) -> SimpleQueue[_Resolved | None]:
         """A queue that gets the answer. Raises UnknownNameError: too many lookups wait."""
         answer: SimpleQueue[_Resolved | None] = SimpleQueue()
         with self.lock:
@@ -93,13 +93,13 @@ class _Resolver:
             # by ``Thread.start``, which waits for the thread in Python code that a signal can cut.
             self.waiting[host] = [answer]
             try:
-                _thread.start_new_thread(self._look_up, (host,))
+                _thread.start_new_thread(self._resolve, (host,))
             except BaseException:
                 self.waiting.pop(host, None)
                 raise
         return answer
 
-    def _look_up(self, host: str) -> None:
+    def _resolve(self, host: str) -> None:
         try:
             rows = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             answer = _Resolved([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
@@ -147,7 +147,9 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
     lookups = _lookups
     old = lookups.found.get(host)
     try:
-        answer = _wait(lookups.ask(host), min(deadline, uptime() + PATIENCE_S) if old else deadline)
+        answer = _wait(
+            lookups.request(host), min(deadline, uptime() + PATIENCE_S) if old else deadline
+        )
     except NameResolutionError:
         if not old:
             raise
@@ -171,7 +173,7 @@ def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | No
     try:
         if stop is None:
             return answer.get(timeout=left_s)
-        with stop.wakes(lambda: answer.put(None)):
+        with stop.on_cancel(lambda: answer.put(None)):
             said = answer.get(timeout=left_s)
         check_current()
     except Empty:

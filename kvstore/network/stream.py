@@ -135,7 +135,7 @@ class Stream:
             if sent < wanted:
                 buffers = _behind(buffers, count)
 
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the connection is open and nothing is waiting to be read."""
         try:
             # Of the class: within TLS the object's own method would decrypt.
@@ -157,7 +157,7 @@ class Stream:
         with self._ending:
             self._sock.close()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: give up our descriptor. The connection is the parent's."""
         self._sock.close()
 
@@ -174,7 +174,7 @@ class Stream:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.close()
 
-    def _left_s(self, deadline: float, received: int) -> float:
+    def _remaining_s(self, deadline: float, received: int) -> float:
         """How long the next bytes may take. Raises StalledError: it is too late."""
         remaining = deadline - uptime()
         if remaining <= 0:
@@ -182,7 +182,7 @@ class Stream:
         return min(remaining, self._stall_s)
 
     def _arm(self, option: int, deadline: float, received: int) -> None:
-        remaining = self._left_s(deadline, received)
+        remaining = self._remaining_s(deadline, received)
         seconds = int(remaining)
         micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean for ever
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))

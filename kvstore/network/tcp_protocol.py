@@ -17,8 +17,8 @@ when it has done with the segment, so after a status no byte of the request can 
 The uuid names the segment and the generation its mount; the token proves that the master has told
 the client of the segment. The client chooses the numbers of client and connection: by them the
 master orders a node to end the connections that may still carry bytes of abandoned puts
-(``DataServer.cut``). Ranges are checked before any byte moves: they lie behind the superblock and
-within the segment, and sum up to no more than its size. Numbers are little-endian.
+(``DataServer.close_writers``). Ranges are checked before any byte moves: they lie behind the
+superblock and within the segment, and sum up to no more than its size. Numbers are little-endian.
 
 With capabilities (docs/transports.md says what they are for) two places differ:
 
@@ -148,7 +148,7 @@ class CapabilityRange(NamedTuple):
     extent_offset: int
     extent_length: int
     expires_ms: int
-    order: int
+    wipe_seq: int
     rights: int
     """One bit for each ``Op``, of that value."""
     mac: bytes

@@ -93,7 +93,7 @@ class TlsStream(Stream):
                 server_hostname=self._server_name,
                 do_handshake_on_connect=False,
             )
-        self._tls.settimeout(self._left_s(deadline, 0))
+        self._tls.settimeout(self._remaining_s(deadline, 0))
         try:
             self._tls.do_handshake()
         except TimeoutError:
@@ -117,7 +117,7 @@ class TlsStream(Stream):
         for buffer in buffers:
             at = 0
             while at < len(buffer):
-                tls.settimeout(self._left_s(deadline, received))
+                tls.settimeout(self._remaining_s(deadline, received))
                 try:
                     count = tls.recv_into(buffer[at:])
                 except TimeoutError:
@@ -146,16 +146,16 @@ class TlsStream(Stream):
             self._encrypt(small, deadline)
             small.clear()
 
-    def is_quiet(self) -> bool:
-        """As ``Stream.is_quiet``."""
+    def is_idle(self) -> bool:
+        """As ``Stream.is_idle``."""
         self._tls.setblocking(False)
-        return not self._tls.pending() and super().is_quiet()
+        return not self._tls.pending() and super().is_idle()
 
     def _encrypt(self, buffer: bytes | bytearray | memoryview, deadline: float) -> None:
         tls, at = self._tls, 0
         with memoryview(buffer) as whole:
             while at < len(whole):
-                tls.settimeout(self._left_s(deadline, 0))
+                tls.settimeout(self._remaining_s(deadline, 0))
                 try:
                     at += tls.send(whole[at:])  # one record
                 except TimeoutError:

@@ -234,17 +234,17 @@ class NodeAgent:
             offer = SegmentOffer(
                 size=segment.size,
                 uuid=segment.uuid,
-                shm_name=segment.shm_name if segment.place is None else "",
+                shm_name=segment.shm_name if segment.location is None else "",
                 address=self._address,
                 token=segment.token,
                 seed=segment.seed,
                 generation=segment.generation,
                 fresh=self._fresh,
-                mark=segment.mark,
+                removal_watermark=segment.removal_watermark,
                 engine=None if self._engine is None else self._engine.address,
-                device=segment.place,
-                handover="" if self._handover is None else self._handover.name,
-                stamp_key=segment.stamp_key,
+                device=segment.location,
+                descriptor_socket="" if self._handover is None else self._handover.name,
+                header_mac_key=segment.header_mac_key,
                 takes_capabilities=self._server.takes_capabilities,
                 encrypts=self._server.encrypts,
             )
@@ -259,7 +259,7 @@ class NodeAgent:
                 version=__version__,
                 clock_ms=uptime_ms(),
             )
-            accepted = await self._answer_to(link, join)
+            accepted = await self._reply_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
             if accepted.epoch < self._epoch_max and is_plausible_epoch(self._epoch_max):
@@ -290,11 +290,15 @@ class NodeAgent:
             silence_s = accepted.dead_ms / 1000
             if self._masters.several:
                 silence_s = min(silence_s, SILENCE_SEVERAL_S)
-            beating = start_task("beat", self._beat(link, accepted), expected=KVStoreError)
-            reading = start_task(
-                "listen", self._listen(link, answers, silence_s), expected=KVStoreError
+            beating = start_task(
+                "beat", self._send_heartbeat(link, accepted), expected=KVStoreError
             )
-            telling = start_task("tell", self._tell(link, answers), expected=KVStoreError)
+            reading = start_task(
+                "listen",
+                self._process_master_messages(link, answers, silence_s),
+                expected=KVStoreError,
+            )
+            telling = start_task("tell", self._send_inventory(link, answers), expected=KVStoreError)
             stopping = asyncio.create_task(self._stopping.wait())
             tasks = (beating, reading, telling, stopping)
             self._is_joined = True
@@ -317,7 +321,7 @@ class NodeAgent:
                     raise task.exception() or AssertionError
         raise UnavailableError("the master closed the stream")
 
-    async def _answer_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
+    async def _reply_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
         """The master's answer to ``join``. A master that does not answer may have accepted the join
         all the same and may grant extents: then the node is not fresh, and ``run`` fences."""
         await link.send(join)
@@ -349,7 +353,7 @@ class NodeAgent:
         except (KVStoreError, TimeoutError) as error:
             log.debug("node_left node=%s stream_ended_by=%r", self._name, error)
 
-    async def _beat(self, link: NodeStream, accepted: MasterAccepted) -> None:
+    async def _send_heartbeat(self, link: NodeStream, accepted: MasterAccepted) -> None:
         number = 0
         while True:
             number += 1
@@ -358,22 +362,22 @@ class NodeAgent:
                 link,
                 NodeHeartbeat(
                     number,
-                    self._entry_is_gone(),
+                    self._report_shm_entry_missing(),
                     uptime_ms(),
                     read_bytes=moved.read_bytes,
                     written_bytes=moved.written_bytes,
                 ),
             )
-            await asyncio.sleep(accepted.beat_ms / 1000)
+            await asyncio.sleep(accepted.heartbeat_ms / 1000)
 
-    def _entry_is_gone(self) -> bool:
+    def _report_shm_entry_missing(self) -> bool:
         """Looks whether somebody has removed the entry of the memory; logs it once."""
-        if not self._entry_gone and not self._segment.entry_is_there():
+        if not self._entry_gone and not self._segment.has_shm_entry():
             self._entry_gone = True
             log.error("entry_gone node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE)
         return self._entry_gone
 
-    async def _tell(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
+    async def _send_inventory(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
         """Reports the node's objects, if the master needs that; then waits for ever."""
         if self._untold:
             started = time.monotonic()
@@ -418,7 +422,9 @@ class NodeAgent:
                 good = checking.result()
             yield good, len(chunk), start + rows >= len(found)
 
-    async def _listen(self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float) -> None:
+    async def _process_master_messages(
+        self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float
+    ) -> None:
         """Carries out the master's orders. A master echoes each beat, so a silent one is gone."""
         while True:
             try:
@@ -428,18 +434,18 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterHeartbeat(repair=wanted, refused_holders=refused):
-                    if ended := self._server.refuse_holders(refused):
+                case MasterHeartbeat(repair=wanted, rejected_holders=refused):
+                    if ended := self._server.reject_holders(refused):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
                     if self._handover is not None:
-                        self._handover.refuse_holders(refused)
+                        self._handover.reject_holders(refused)
                     if wanted:
                         self._repair()
                 case MasterClaimsAck():
                     answers.release()
                 case MasterWipe():
                     await self._wipe(message)
-                    await self._send(link, NodeWipeDone(message.order))
+                    await self._send(link, NodeWipeDone(message.wipe_seq))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
@@ -456,20 +462,20 @@ class NodeAgent:
         if order.uuid != self._segment.uuid:
             return
         attempts = zip(order.offsets, order.epochs, order.counters, strict=True)
-        if order.cut_clients:
+        if order.disconnect_clients:
             self._given_up.update(attempts)
-            writers = list(zip(order.cut_clients, order.cut_connections, strict=True))
-            cut = await asyncio.to_thread(self._server.cut, writers)
+            writers = list(zip(order.disconnect_clients, order.disconnect_connections, strict=True))
+            cut = await asyncio.to_thread(self._server.close_writers, writers)
             log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), cut)
         elif self._given_up:
             self._given_up.difference_update(attempts)
         if order.offsets and self._server.takes_capabilities:
-            await self._take_back(order)
+            await self._wipe_and_revoke(order)
         else:
             self._segment.wipe(order.offsets, order.epochs, order.counters)
-        self._segment.keep_mark(order.mark)
+        self._segment.keep_removal_watermark(order.removal_watermark)
 
-    async def _take_back(self, order: MasterWipe) -> None:
+    async def _wipe_and_revoke(self, order: MasterWipe) -> None:
         """Wipes and zeroes extents as ordered, in a thread. Capabilities from before the order give
         no right to write to them any more.
 
@@ -479,7 +485,7 @@ class NodeAgent:
         is_over = threading.Event()
 
         def run() -> None:
-            late = self._server.call_back(order.uuid, order.offsets, order.order)
+            late = self._server.revoke_writes(order.uuid, order.offsets, order.wipe_seq)
             if late:
                 log.warning("writes_called_back node=%s connections=%d", self._name, late)
             self._segment.wipe(order.offsets, order.epochs, order.counters)

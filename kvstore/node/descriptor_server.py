@@ -64,7 +64,7 @@ class DescriptorServer:
         self._refused: set[int] = set()
         """Holders that were revoked since the mount ``_refused_in``, whose keys end with it."""
         self._refused_in = segment.generation
-        self._lent = segment.lend()
+        self._lent = segment.share()
         self.name: Final = socket_name(segment.shm_name)
         """Entry in ``/dev/shm``. It is ours while we own the segment of that name."""
         self._path = f"{SHM_DIRECTORY}/{self.name}"
@@ -90,7 +90,7 @@ class DescriptorServer:
                 peer.cancel()
             await asyncio.gather(*peers, return_exceptions=True)
 
-    def refuse_holders(self, holders: Iterable[int]) -> None:
+    def reject_holders(self, holders: Iterable[int]) -> None:
         """Hands nothing to these holders any more. Their keys have no end of their own, so they are
         remembered until the segment is mounted anew."""
         if self._refused_in != self._segment.generation:
@@ -134,7 +134,7 @@ class DescriptorServer:
             sock.send(protocol.pack_greeting(HandoverStatus.OK, nonce))
             async with asyncio.timeout(PEER_S):
                 raw = await asyncio.get_running_loop().sock_recv(sock, protocol.HELLO_BYTES + 1)
-            status, key, writes = self._decide(raw, nonce)
+            status, key, writes = self._authorize(raw, nonce)
             if status is HandoverStatus.OK:
                 fd = self._lent.to_write if writes else self._lent.to_read
                 socket.send_fds(sock, [protocol.pack_answer(status, key, raw)], [fd])
@@ -144,7 +144,7 @@ class DescriptorServer:
                 log.warning("handover_refused status=%s count=%d", status.name, self.refused)
                 sock.send(protocol.pack_answer(status))
 
-    def _decide(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
+    def _authorize(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
         """The answer to a hello, the peer's key, and whether it may write."""
         segment = self._segment
         hello = protocol.unpack_hello(raw)

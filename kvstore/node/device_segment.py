@@ -74,7 +74,7 @@ class DeviceSegment(OwnedSegment):
         self._base = base
         self._held = held
         self.ranges = self._ranges = _OwnRanges(DeviceRanges(device, base))
-        self.place = DeviceLocation(device.name, self.shm_name, handle)
+        self.location = DeviceLocation(device.name, self.shm_name, handle)
 
     @classmethod
     def on(
@@ -184,7 +184,7 @@ class DeviceSegment(OwnedSegment):
         for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
             part = memory[: min(len(memory), self.size - start)]
             self._ranges.read([(start, part)], uptime() + STEP_S)
-            yield from layout.scan_part(part, start, self.size, self.seed, self.believed)
+            yield from layout.scan_part(part, start, self.size, self.seed, self.header_filter)
 
     def close(self, *, unlink: bool = True) -> None:
         """As ``OwnedSegment.close``, but nothing is ever left for another process. Waits up to

@@ -43,7 +43,9 @@ def answers_of(
         values = _values(agent, segment, server, handover)
         values |= exposition.of_identity("node", until)
         refused = {} if requests is None else {requests.name: requests.refusals()}
-        values |= exposition.of_shares("node", {"data": server.shares_refused(), **refused})
+        values |= exposition.of_shares(
+            "node", {"data": server.identity_limit_refusals(), **refused}
+        )
         return exposition.page(NODE, values, pid=os.getpid())
 
     return ProcessStatus(readiness, page)

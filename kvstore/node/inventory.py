@@ -50,9 +50,9 @@ def enable_header_macs(segment: OwnedSegment) -> None:
     Raises:
         StartupError: the key cannot be kept.
     """
-    is_kept = segment.place is None  # memory of a device ends with its process
+    is_kept = segment.location is None  # memory of a device ends with its process
     key = segment.keep_private().now.key if is_kept else secrets.token_bytes(16)
-    segment.stamp_key, segment.believed = key, HeaderVerifier(key)
+    segment.header_mac_key, segment.header_filter = key, HeaderVerifier(key)
 
 
 class HeaderVerifier:
@@ -67,7 +67,7 @@ class HeaderVerifier:
         self._refused += not is_right
         return is_right
 
-    def take_refused(self) -> int:
+    def take_rejected(self) -> int:
         """How many valid headers lacked their stamp since it was last asked."""
         refused, self._refused = self._refused, 0
         return refused
@@ -89,7 +89,7 @@ def build_inventory(segment: OwnedSegment, given_up: Collection[Attempt] = ()) -
         offsets, epochs, counters = zip(*given_up, strict=True)
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
-    stamps = segment.believed
+    stamps = segment.header_filter
     is_right = (lambda _: True) if stamps is None else _ChecksumCache(segment)
     found, overlapped = resolve_overlaps(segment.scan(), is_right)
     if overlapped:
@@ -99,7 +99,7 @@ def build_inventory(segment: OwnedSegment, given_up: Collection[Attempt] = ()) -
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
-    if isinstance(stamps, HeaderVerifier) and (refused := stamps.take_refused()):
+    if isinstance(stamps, HeaderVerifier) and (refused := stamps.take_rejected()):
         log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
     return sort_for_report(found)
 

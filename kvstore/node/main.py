@@ -120,7 +120,7 @@ def run(
             stack.enter_context(watching())
             kind = _LaunchContext(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
-            parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
+            parent.notify_progress(f"reserves {config.memory >> 20} MiB of memory")
             descriptors.raise_limit(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
             listener = None
             if config.http_port and not is_child:
@@ -140,7 +140,7 @@ def run(
                 # A failed start leaves the memory that it found.
                 wanted = config.keeps if not is_child or keep_orphaned else bool(config.keep)
                 keep = wanted if served else segment.attached
-                keep = keep or broken or (keep_orphaned and parent.killed)
+                keep = keep or broken or (keep_orphaned and parent.parent_died)
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
@@ -150,7 +150,7 @@ def run(
                 unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
-            if segment.place is not None and server.takes_capabilities:
+            if segment.location is not None and server.takes_capabilities:
                 # A device's new memory may hold what other processes left there.
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
@@ -219,11 +219,11 @@ async def _serve(
             f"for the master at {shown_place(config.master)}",
             flush=True,
         )
-        parent.tell(name=segment.node, epoch=accepted.epoch)
+        parent.notify_ready(name=segment.node, epoch=accepted.epoch)
 
     def waiting(error: KVStoreError) -> None:
         log.warning("waiting_for_master address=%s reason=%s", shown_place(config.master), error)
-        parent.tell_step(f"waits for its master: {error.message}")
+        parent.notify_progress(f"waits for its master: {error.message}")
 
     agent = NodeAgent(
         name=segment.node,
@@ -276,7 +276,7 @@ class _LaunchContext(NamedTuple):
 
     is_child: bool
     """A parent process started it: there is no user to ask."""
-    of_master: bool
+    from_master: bool
 
 
 def _mount(
@@ -304,7 +304,7 @@ def _named(
     options = MemoryOptions(
         huge_pages=config.huge_pages,
         numa_node=config.numa_node,
-        group="" if config.hands_over else config.shm_group,
+        group="" if config.passes_descriptors else config.shm_group,
     )
     owner = _owner(config, kind)
 
@@ -351,11 +351,11 @@ class _UnusableSegmentError(Exception):
 
 def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
     places = places_of(config.master)
-    if kind.of_master and not config.master.startswith(ETCD_SCHEME):
+    if kind.from_master and not config.master.startswith(ETCD_SCHEME):
         # The master is on this host, at any of its addresses.
         _, port = split_address(config.master)
         places = tuple(dict.fromkeys((*places, *places_of(f"127.0.0.1:{port}"))))
-    return SegmentOwner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
+    return SegmentOwner(config.cluster, places, volatile=kind.is_child and not kind.from_master)
 
 
 def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | None:
@@ -368,7 +368,7 @@ def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | N
 
 def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServer | None:
     """Raises StartupError: the memory cannot be handed over."""
-    if not config.hands_over:
+    if not config.passes_descriptors:
         return None
     try:
         return DescriptorServer(
@@ -419,7 +419,7 @@ def _left(
             return None  # new memory takes its place
         if not kind.is_child:
             raise
-        if not kind.of_master and not error.fields.get("volatile"):
+        if not kind.from_master and not error.fields.get("volatile"):
             if config.name:
                 raise
             raise _UnusableSegmentError from None

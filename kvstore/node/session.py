@@ -155,7 +155,7 @@ class NodeStream:
         try:
             await self._call.write(encode_node_message(message))
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            ended = await self._why(error)
+            ended = await self._end_reason(error)
         else:
             return
         raise ended  # without gRPC's error as context, which would keep the connection
@@ -185,9 +185,9 @@ class NodeStream:
         try:
             while isinstance(data := await call.read(), bytes):  # else it is EOF
                 await self._received.put(decode_master_message(data))
-            ended = await self._why(None)
+            ended = await self._end_reason(None)
         except grpc.RpcError as error:
-            ended = await self._why(error)
+            ended = await self._end_reason(error)
         except KVStoreError as error:
             ended = error
         except Exception as error:  # noqa: BLE001  # else ``receive`` would wait for ever
@@ -195,7 +195,7 @@ class NodeStream:
         self._ended = ended
         await self._received.put(ended)
 
-    async def _why(self, error: Exception | None) -> KVStoreError:
+    async def _end_reason(self, error: Exception | None) -> KVStoreError:
         """The error that says what ended the session."""
         if not isinstance(error, grpc.RpcError):
             # ``write`` and ``read`` only say that it ended; the call knows why.

@@ -57,7 +57,7 @@ class StartupProgress:
         left_s = elapsed / done * (self._size - done)
         return f"{text}, {duration_text(int(left_s * 1000))} left"
 
-    def answers(self) -> ProcessStatus:
+    def endpoints(self) -> ProcessStatus:
         async def readiness() -> Readiness:
             return Readiness(False, self.text)
 
@@ -89,7 +89,7 @@ def serve_startup_health(
     stopped = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(same, starting.answers(), access=access, secured=secured):
+        async with serving(same, starting.endpoints(), access=access, secured=secured):
             await stopped.wait()
 
     def run() -> None:

@@ -5,7 +5,7 @@
     stop.set()                        # any other thread: the read fails soon
 
 Code that moves bytes gets the ``current()`` stop. It looks at ``is_set`` in its loops, and uses
-``wakes`` where it waits. After it has returned, the caller's memory is not touched any more.
+``on_cancel`` where it waits. After it has returned, the caller's memory is not touched any more.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class CancelToken:
         """Lets the waits and transfers of this call fail. Idempotent.
 
         Returns:
-            Whether the caller's memory is safe from now on: the call was ``waiting``, and touches
-            none any more. Otherwise it is safe once the call's thread has ended the call.
+            Whether the caller's memory is safe from now on: the call was ``cancellable_wait``, and
+            touches none any more. Otherwise it is safe once the call's thread has ended the call.
         """
         with self._lock:
             self.is_set = True
@@ -52,7 +52,7 @@ class CancelToken:
             raise ClosedError("the call was cancelled", settled=1)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def cancellable_wait(self) -> Iterator[None]:
         """For the call's thread while it touches no memory of the caller, such as while the master
         has its request.
 
@@ -72,7 +72,7 @@ class CancelToken:
                 self._is_waiting = False
 
     @contextmanager
-    def wakes(self, cut: Callable[[], object]) -> Iterator[None]:
+    def on_cancel(self, cut: Callable[[], object]) -> Iterator[None]:
         """Calls ``cut`` when the call is stopped within this block, and never after it.
 
         Raises:

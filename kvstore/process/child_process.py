@@ -111,7 +111,7 @@ class Child:
         try:
             with (
                 ours.makefile("rb") as lines,
-                stop.wakes(process.kill) if stop else contextlib.nullcontext(),
+                stop.on_cancel(process.kill) if stop else contextlib.nullcontext(),
             ):
                 while True:
                     ours.settimeout(max(deadline - uptime(), 0.001))
@@ -145,7 +145,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """Called in the child of a fork: closes our end of the link, which would hide that the
         parent has ended."""
         self._link.close()
@@ -256,16 +256,16 @@ class ParentLink:
         """Readable when the parent is gone, or stops us."""
         return None if self._socket is None else self._socket.fileno()
 
-    def tell(self, **what: str | int) -> None:
+    def notify_ready(self, **what: str | int) -> None:
         self._send(what)
 
-    def tell_step(self, step: str) -> None:
+    def notify_progress(self, step: str) -> None:
         """Tells the parent what takes so long ("waits for ..."), for its error after a time-out."""
         if self.waits:
             self._send({"step": step})
             self.waits = True
 
-    def tell_error(self, error: KVStoreError) -> None:
+    def notify_error(self, error: KVStoreError) -> None:
         self._send(
             {
                 "error": error.code,
@@ -276,7 +276,7 @@ class ParentLink:
         )
 
     @property
-    def killed(self) -> bool:
+    def parent_died(self) -> bool:
         """Whether the parent is gone without having stopped us."""
         if self._socket is None:
             return False
@@ -300,10 +300,10 @@ class ParentLink:
         """Returns whether the parent was told the error, so that it needs no word on stderr."""
         told = False
         if self.waits and isinstance(error, KVStoreError):
-            self.tell_error(error)
+            self.notify_error(error)
             told = True
         elif self.waits and isinstance(error, Exception):
-            self.tell_error(InternalError(f"unexpected {type(error).__name__}: {error}"))
+            self.notify_error(InternalError(f"unexpected {type(error).__name__}: {error}"))
         if self._socket is not None:
             self._socket.close()
         return told

@@ -154,14 +154,14 @@ class LogWriter:
         while True:
             piece = self._queue.get()
             if isinstance(piece, threading.Event):
-                self._tell()
+                self._report_suppressed()
                 piece.set()
                 continue
-            self._tell()
+            self._report_suppressed()
             if not self._write(piece):
                 self.dropped += 1
 
-    def _tell(self) -> None:
+    def _report_suppressed(self) -> None:
         """Writes a line that says how many lines were dropped, once it can be written."""
         dropped = self.dropped
         if dropped == self._told:

@@ -165,7 +165,7 @@ class Job(Generic[AnyResult]):
     def run(self) -> None:
         """Does the work, unless it was cancelled."""
         work, self._work = self._work, None
-        if work is None or not self._claim():
+        if work is None or not self._try_start():
             return
         try:
             self._result = work()
@@ -176,7 +176,7 @@ class Job(Generic[AnyResult]):
 
     def cancel(self) -> bool:
         """Cancels the work, unless it has begun. Returns whether it has been cancelled."""
-        if self._claim():
+        if self._try_start():
             self.is_cancelled = True
             self._work = None
             self._end()
@@ -200,7 +200,7 @@ class Job(Generic[AnyResult]):
             raise ClosedError("the call was cancelled", settled=1)
         return cast("AnyResult", self._result)
 
-    def _claim(self) -> bool:
+    def _try_start(self) -> bool:
         try:
             self._unclaimed.pop()
         except IndexError:

@@ -56,7 +56,7 @@ class AdminHandlers:
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.Response:
             request_id = request_id_of(request)
-            refusal = self._access.distrusts(request)
+            refusal = self._access.check_trusted(request)
             if refusal is not None:
                 log.warning(
                     "admin_refused id=%s peer=%s path=%s status=%d",

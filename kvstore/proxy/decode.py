@@ -65,7 +65,9 @@ async def decode(
     suspects: list[InFlightRequest] = []
     failed: _FailedAttempt | None = None
     while len(tried) <= RETRIES and not (failed and failed.is_final):
-        turn = parts.instances.choose("decode", clock_ms(), without=tried, prints=asked.prints)
+        turn = parts.instances.choose(
+            "decode", clock_ms(), without=tried, prints=asked.prefix_fingerprints
+        )
         if turn is None:
             break
         with turn:
@@ -110,14 +112,16 @@ async def _attempt(
             if answer.status >= 500:
                 return await _refused(asked, turn, answer, first, suspects)
             turn.succeeded()
-            turn.instance.answered(clock_ms())
+            turn.instance.on_response(clock_ms())
             for suspect in suspects:
                 suspect.failed(clock_ms())
             return await _relay(parts, asked, request, turn, answer, first)
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
-            turn.instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
+            turn.instance.on_connect_failed(
+                clock_ms(), refused=error.failure == "refused", reason=error
+            )
             if turn.forced:
                 return _FailedAttempt(no_decoder(asked))
         log.warning("decode_failed id=%s reason=%s", asked.request_id, error)
@@ -178,7 +182,7 @@ async def _relay(
         if first:
             await _sent(response.write(first))
         async for piece in engine.rest(turn.instance.address, answer):
-            turn.instance.answered(clock_ms())
+            turn.instance.on_response(clock_ms())
             await _sent(response.write(piece))
             last = piece
         await _sent(response.write_eof())

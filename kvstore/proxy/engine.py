@@ -92,7 +92,7 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def ask(
+    async def post(
         self,
         method: Literal["GET", "POST"],
         address: str,

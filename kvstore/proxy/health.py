@@ -39,9 +39,9 @@ class HealthChecks:
         """Checks one instance. Never raises."""
         outcome: str
         reason: object
-        instance.note_asked(clock_ms())
+        instance.on_request(clock_ms())
         try:
-            answer = await self._engines.ask(
+            answer = await self._engines.post(
                 "GET", instance.address, "/health", timeout_ms=TIMEOUT_MS
             )
         except EngineError as error:

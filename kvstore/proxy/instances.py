@@ -82,7 +82,7 @@ class Instance:
 
     # --- health checks ------------------------------------------------------------------------
 
-    def note_asked(self, now_ms: int) -> None:
+    def on_request(self, now_ms: int) -> None:
         """Called when a health check begins."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
@@ -106,7 +106,7 @@ class Instance:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def answered(self, now_ms: int) -> None:
+    def on_response(self, now_ms: int) -> None:
         """Called when the instance answers a request. This is as good as a passed health check,
         unless the instance itself has said that it is not well."""
         self._answered_ms = now_ms
@@ -115,7 +115,7 @@ class Instance:
         if not self._says_ill:
             self._recover()
 
-    def unconnected(self, now_ms: int, *, refused: bool, reason: object = "") -> None:
+    def on_connect_failed(self, now_ms: int, *, refused: bool, reason: object = "") -> None:
         """Called when a request could not connect (``refused``: no process listens there). Several
         such failures in a row make the instance unhealthy; a single one may be chance."""
         self.refuses = refused
@@ -140,9 +140,9 @@ class Instance:
     # --- use ----------------------------------------------------------------------------------
 
     def usable(self, now_ms: int) -> bool:
-        return self.healthy and self.possible(now_ms)
+        return self.healthy and self.usable_ignoring_health(now_ms)
 
-    def possible(self, now_ms: int) -> bool:
+    def usable_ignoring_health(self, now_ms: int) -> bool:
         """Whether the instance is usable, apart from its health."""
         return not self.draining and self.breaker.allows(now_ms)
 
@@ -191,7 +191,7 @@ class InFlightRequest:
         traceback: TracebackType | None,
     ) -> None:
         if self._undecided_probe:
-            self.instance.breaker.abandoned()
+            self.instance.breaker.on_abandoned()
         self.instance.in_flight -= 1
         self._instances.ended(self.instance)
 
@@ -264,7 +264,9 @@ class Instances:
         if role == "prefill" or self.usable(role, now_ms):
             return []
         return [
-            each for each in self.of(role) if each.address not in without and each.possible(now_ms)
+            each
+            for each in self.of(role)
+            if each.address not in without and each.usable_ignoring_health(now_ms)
         ]
 
     def choose(

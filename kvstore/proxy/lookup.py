@@ -65,7 +65,7 @@ class StoreLookup:
         self._reachable = True
 
     def start(self) -> None:
-        self._reading = start_task("fleet records", self._read_on())
+        self._reading = start_task("fleet records", self._refresh_forever())
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -79,7 +79,7 @@ class StoreLookup:
         """The models whose prompts can be looked up."""
         return sorted({name for record in self._records for name in record.models})
 
-    async def held(
+    async def stored_tokens(
         self, model: str, token_ids: Sequence[int], salt: str, request_id: str
     ) -> StoredPrefix | None:
         """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
@@ -100,10 +100,10 @@ class StoreLookup:
             self._metrics.lookups.labels("failed").inc()
             log.debug("lookup_failed id=%s reason=%s", request_id, str(error) or "late")
             if isinstance(error, PermissionDeniedError):
-                self._tell_denied(record, error)
+                self._log_denied(record, error)
             return None
         except BaseException:
-            self._breaker.abandoned()
+            self._breaker.on_abandoned()
             raise
         self._breaker.succeeded()
         self._metrics.lookups.labels("held" if blocks else "missing").inc()
@@ -118,17 +118,17 @@ class StoreLookup:
 
     # --- the fleet's records ------------------------------------------------------------------
 
-    async def _read_on(self) -> None:
+    async def _refresh_forever(self) -> None:
         while True:
             try:
                 await self._read()
-                self._told(reachable=True)
+                self._logged(reachable=True)
             except KVStoreError as error:
-                self._told(reachable=False, reason=error)
+                self._logged(reachable=False, reason=error)
             except Exception as error:
                 if self._reachable:
                     log.exception("fleet_not_read")
-                self._told(reachable=False, reason=repr(error))
+                self._logged(reachable=False, reason=repr(error))
             await asyncio.sleep(REFRESH_S)
 
     async def _read(self) -> None:
@@ -138,7 +138,7 @@ class StoreLookup:
             log.info("fleet_read records=%d unusable=%d", len(found), len(read) - len(found))
         self._records = found
 
-    def _tell_denied(self, record: FleetRecord, error: PermissionDeniedError) -> None:
+    def _log_denied(self, record: FleetRecord, error: PermissionDeniedError) -> None:
         """Logs it once for each record."""
         if record.fingerprint not in self._denied and len(self._denied) < RECORDS_MAX:
             self._denied.add(record.fingerprint)
@@ -147,7 +147,7 @@ class StoreLookup:
                 record.model, error,
             )  # fmt: skip
 
-    def _told(self, *, reachable: bool, reason: object = "") -> None:
+    def _logged(self, *, reachable: bool, reason: object = "") -> None:
         if reachable != self._reachable:
             self._reachable = reachable
             if reachable:

@@ -237,7 +237,7 @@ async def _models(parts: ProxyContext, request: web.Request) -> web.Response:
         known = parts.instances
         for instance in known.usable(role, now_ms) or known.last_resort(role, now_ms):
             try:
-                answer = await parts.engines.ask(
+                answer = await parts.engines.post(
                     "GET", instance.address, "/v1/models",
                     headers=headers, timeout_ms=MODELS_TIMEOUT_MS,
                 )  # fmt: skip

@@ -62,7 +62,7 @@ async def _reason_of_store(
     salt = bodies.salt_of(asked.body)
     if parts.lookup is None or model is None or salt is None:
         return None
-    held = await parts.lookup.held(model, token_ids, salt, asked.request_id)
+    held = await parts.lookup.stored_tokens(model, token_ids, salt, asked.request_id)
     if held is None:
         return None
     missing = held.missing_tokens(len(token_ids))
@@ -74,7 +74,9 @@ async def _hop(parts: ProxyContext, asked: RequestContext) -> str | None:
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
     for _ in range(ATTEMPTS):
-        turn = parts.instances.choose("prefill", clock_ms(), without=tried, prints=asked.prints)
+        turn = parts.instances.choose(
+            "prefill", clock_ms(), without=tried, prints=asked.prefix_fingerprints
+        )
         if turn is None:
             break
         with turn:
@@ -107,7 +109,7 @@ async def _attempt(
     """The prefiller's answer; None: it failed, and another one may succeed."""
     address = turn.instance.address
     try:
-        answer = await parts.engines.ask(
+        answer = await parts.engines.post(
             "POST",
             address,
             asked.route.path,
@@ -118,7 +120,9 @@ async def _attempt(
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
-            turn.instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
+            turn.instance.on_connect_failed(
+                clock_ms(), refused=error.failure == "refused", reason=error
+            )
         log.warning("prefill_failed id=%s reason=%s", asked.request_id, error)
         return None
     if answer.status >= 500:
@@ -128,5 +132,5 @@ async def _attempt(
         )
         return None
     turn.succeeded()
-    turn.instance.answered(clock_ms())
+    turn.instance.on_response(clock_ms())
     return answer

@@ -44,7 +44,7 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
         parts.metrics.renders.labels("unavailable").inc()
         return False
     try:
-        answer = await parts.engines.ask(
+        answer = await parts.engines.post(
             "POST",
             instance.address,
             asked.route.path + "/render",
@@ -54,12 +54,12 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
         )
     except EngineError as error:
         if error.is_unconnected:
-            instance.unconnected(clock_ms(), refused=error.failure == "refused", reason=error)
+            instance.on_connect_failed(clock_ms(), refused=error.failure == "refused", reason=error)
         parts.metrics.renders.labels("failed").inc()
         log.warning("render_failed id=%s reason=%s", asked.request_id, error)
         return False
     if answer.is_ok:
-        instance.answered(clock_ms())
+        instance.on_response(clock_ms())
         asked.token_ids = bodies.ids_of_rendered(asked.route, answer.json())
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False

@@ -69,7 +69,7 @@ class ProxyContext:
     stopping: bool = False
 
     @contextlib.contextmanager
-    def on_its_way(self) -> Iterator[None]:
+    def counting_request(self) -> Iterator[None]:
         """Counts a request as under way, from its arrival to its answer."""
         self.under_way += 1
         self.idle.clear()
@@ -105,7 +105,7 @@ class RequestContext:
     """Headers for engines, without the request id."""
     arrived_ms: int
     token_ids: list[int] | None = None
-    prints: Prints = ()
+    prefix_fingerprints: Prints = ()
     stored: int | None = None
     prefill: str = ""
     """The prefiller's address, or why no prefiller was used."""

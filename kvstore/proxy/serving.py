@@ -54,7 +54,7 @@ async def serve(
     arrived_ms = clock_ms()
     asked: RequestContext | None = None
     status = CLIENT_LEFT
-    with parts.on_its_way():
+    with parts.counting_request():
         try:
             asked = await _read_request(parts, route, request, request_id, arrived_ms)
             with parts.slot():
@@ -138,7 +138,9 @@ async def _answer(
             return await decode(parts, asked, request)
     refused = await render(parts, asked)
     if asked.token_ids is not None and parts.config.affinity == "prefix":
-        asked.prints = fingerprints(asked.token_ids, salt=bodies.salt_of(asked.body) or "")
+        asked.prefix_fingerprints = fingerprints(
+            asked.token_ids, salt=bodies.salt_of(asked.body) or ""
+        )
     await prefill(parts, asked, refused=refused)
     return await decode(parts, asked, request)
 

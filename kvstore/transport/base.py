@@ -37,15 +37,15 @@ class Transport(ABC):
     name: str
     maps: bool = False
     """Whether the segments that it reaches are in this address space: then ``memory`` and
-    ``watch`` show them."""
+    ``mount_checker`` show them."""
 
     @abstractmethod
-    def reaches(self, segment: SegmentInfo) -> bool:
+    def can_reach(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
 
-    def may_write(self, segment: SegmentInfo) -> bool:
-        """Whether it ``reaches`` the segment, and can write there, too."""
-        return self.reaches(segment)
+    def can_write(self, segment: SegmentInfo) -> bool:
+        """Whether it ``can_reach`` the segment, and can write there, too."""
+        return self.can_reach(segment)
 
     @abstractmethod
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
@@ -114,7 +114,7 @@ class Transport(ABC):
         self.write(segment, heads, deadline)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment, if the transport ``maps``; writable, if it ``may_write`` there. The
+        """All of a segment, if the transport ``maps``; writable, if it ``can_write`` there. The
         mapping stays for as long as the memoryview lives, also after ``close``.
 
         Raises:
@@ -126,12 +126,12 @@ class Transport(ABC):
             settled=1,
         )
 
-    def shown(self, segment: SegmentInfo) -> memoryview | None:
+    def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
         """All of a segment, for values that programs get without a copy; None: programs get copies.
         It claims to be writable, but a write ends the process. Stays mapped as ``memory`` does."""
         return None
 
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+    def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         """A function that tells whether the segment is still mounted as ``segment`` says: False,
         for good, once its node has fenced, joined anew or left. None where it is not mapped.
 
@@ -153,7 +153,7 @@ class Transport(ABC):
         threads go on."""
 
     @abstractmethod
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: close our descriptors of the parent's sockets and files, and
         touch nothing else of the parent's. Takes no lock. The transport is not used after that."""
 

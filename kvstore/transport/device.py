@@ -122,7 +122,7 @@ class DeviceMapping:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
             mapped = mmap.mmap(fd, SUPERBLOCK_BYTES)
             device = device_of(place)
-            return cls(device, device.driver.open(place.handle), mapped, fd)
+            return cls(device, device.driver.open(place.ipc_handle), mapped, fd)
         except OSError as error:
             os.close(fd)
             raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None
@@ -147,7 +147,7 @@ class DeviceMapping:
         return not self._is_ending and not self.device.has_failed
 
     @contextmanager
-    def lent(self) -> Iterator[bool]:
+    def views(self) -> Iterator[bool]:
         """Keeps the memory open. False: it has been closed already."""
         me = object()
         try:
@@ -159,11 +159,11 @@ class DeviceMapping:
         finally:
             self._users.discard(me)
             if self._is_ending:
-                uninterrupted(self.settle)
+                uninterrupted(self.close_if_unused)
 
-    def lend(self, offset: int, size: int) -> DeviceView:
-        """A tensor over these bytes. The memory stays open while it lives, and until ``settle``.
-        The caller is within ``lent``."""
+    def make_view(self, offset: int, size: int) -> DeviceView:
+        """A tensor over these bytes. The memory stays open while it lives, and until
+        ``close_if_unused``. The caller is within ``views``."""
         address = self.ranges.base + offset
         owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
         tensor = self.device.driver.tensor_over(address, size, owner)
@@ -172,7 +172,7 @@ class DeviceMapping:
             self._lent[id(watch)] = watch
         return DeviceView(tensor, owner, address)
 
-    def settle(self) -> bool:
+    def close_if_unused(self) -> bool:
         """Closes the memory, if ``end`` was called and nothing uses it any more. Closing calls the
         driver, which a finalizer must not do. Returns whether the memory is closed."""
         with self._changing:
@@ -189,7 +189,7 @@ class DeviceMapping:
         if is_last:
             self._close()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: calls nothing of the device."""
         if not self._is_closed:
             os.close(self._fd)
@@ -234,8 +234,8 @@ class DeviceTransport(Transport):
         self._changing = threading.Lock()
         self._closed = False
 
-    def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``: opens the memory the first time."""
+    def can_reach(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.can_reach``: opens the memory the first time."""
         if segment.device is None:
             return False
         attachment = self._attachment(segment)
@@ -246,7 +246,7 @@ class DeviceTransport(Transport):
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
-    def lend(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
+    def make_view(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
         """A tensor over bytes of the segment, which stays open while the tensor lives, and until
         the next ``sweep``; if the transport is closed before, until the process ends.
 
@@ -256,19 +256,19 @@ class DeviceTransport(Transport):
         attachment = self._attachment(segment)
         if attachment is None:
             raise _not_here(segment, "it is not open")
-        return attachment.lend(offset, size)
+        return attachment.make_view(offset, size)
 
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """As ``Transport.watch``, of a segment that is open."""
+    def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """As ``Transport.mount_checker``, of a segment that is open."""
         attachment = self._attached.get(segment.uuid)
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
@@ -280,30 +280,30 @@ class DeviceTransport(Transport):
         """As ``Transport.sweep``; what could not be opened is tried again later."""
         for attachment in list(self._attached.values()):
             if attachment is not None:
-                attachment.settle()
+                attachment.close_if_unused()
         is_time = uptime() >= self._again_at
 
         def is_due(uuid: bytes, attachment: DeviceMapping | None) -> bool:
             return is_time if attachment is None else not attachment.is_current
 
         self._drop(is_due)
-        self._settle_ending()
+        self._close_unused()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         for attachment in (*self._attached.values(), *self._ending):
             if attachment is not None:
-                attachment.abandon()
+                attachment.close_after_fork()
 
     def close(self) -> None:
         with self._changing:
             self._closed = True
         self._drop(lambda uuid, attachment: True)
-        self._settle_ending()
+        self._close_unused()
         for device in self._devices.values():
             device.close()
 
     @contextmanager
-    def lent(
+    def has_views(
         self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
     ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
         """The memory of a segment, and a function that raises if the call must not go on.
@@ -331,7 +331,7 @@ class DeviceTransport(Transport):
                 raise deadline_exceeded(segment)
             check_current()
 
-        with attachment.lent() as is_open:
+        with attachment.views() as is_open:
             if not is_open:
                 raise segment_gone(segment)
             check()
@@ -373,7 +373,7 @@ class DeviceTransport(Transport):
             return self._attached[uuid]
 
     def _device_of(self, place: DeviceLocation) -> Device:
-        driver = driver_of_handle(place.device, place.handle)
+        driver = driver_of_handle(place.device, place.ipc_handle)
         device = self._devices.get(driver.name)
         if device is None:
             device = Device(driver, ring_bytes=self._ring_bytes)
@@ -390,10 +390,10 @@ class DeviceTransport(Transport):
             if attachment is not None:
                 attachment.end()
 
-    def _settle_ending(self) -> None:
+    def _close_unused(self) -> None:
         with self._changing:
             ending, self._ending = self._ending, []
-        left = [each for each in ending if not each.settle()]
+        left = [each for each in ending if not each.close_if_unused()]
         with self._changing:
             self._ending += left
 

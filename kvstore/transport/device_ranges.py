@@ -31,7 +31,7 @@ class _Window(NamedTuple):
     event: Event | None
     """None: they have no bytes."""
     half: memoryview
-    pieces: list[Piece]
+    chunks: list[Piece]
 
 
 class DeviceRanges:
@@ -79,7 +79,7 @@ class DeviceRanges:
                 for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
-                    self._settle(queued, deadline)
+                    self._wait_for_copies(queued, deadline)
                     batch = _CopyBatch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
                         move = moves[row]
@@ -93,7 +93,7 @@ class DeviceRanges:
                         batch.add(place, at, size)
                     queued += self._send(batch)
             finally:
-                self._settle(events[0] + events[1], deadline)
+                self._wait_for_copies(events[0] + events[1], deadline)
 
     def _read(
         self,
@@ -116,7 +116,7 @@ class DeviceRanges:
                     self._finish(window, take, deadline)
             finally:
                 events = [each.event for each in under_way if each.event is not None]
-                self._settle(events, deadline)
+                self._wait_for_copies(events, deadline)
 
     def _begin(
         self, ranges: Sequence[tuple[int, int]], pieces: list[Piece], half: memoryview
@@ -130,18 +130,18 @@ class DeviceRanges:
 
     def _finish(self, window: _Window, take: _Taking, deadline: float) -> None:
         if window.event is not None:
-            self.device.settle(window.event, deadline)
-        for at, (row, start, size) in _laid_out(window.pieces):
+            self.device.wait_for_copies(window.event, deadline)
+        for at, (row, start, size) in _laid_out(window.chunks):
             take(row, start, window.half[at : at + size])
 
     def _send(self, batch: _CopyBatch) -> list[Event]:
         copies = batch.taken()
         return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
-    def _settle(self, events: list[Event], deadline: float) -> None:
+    def _wait_for_copies(self, events: list[Event], deadline: float) -> None:
         """Waits for events, and takes each from the list when it has passed."""
         while events:
-            self.device.settle(events[0], deadline)
+            self.device.wait_for_copies(events[0], deadline)
             del events[0]
 
     @contextmanager

@@ -77,11 +77,11 @@ class ShmTransport(Transport):
         self._changing = threading.Lock()
         self._closed = False
 
-    def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``: maps the segment the first time."""
+    def can_reach(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.can_reach``: maps the segment the first time."""
         return self._mapping(segment) is not None
 
-    def may_write(self, segment: SegmentInfo) -> bool:
+    def can_write(self, segment: SegmentInfo) -> bool:
         mapping = self._mapping(segment)
         return mapping is not None and mapping.writable
 
@@ -132,11 +132,11 @@ class ShmTransport(Transport):
             raise segment_gone(segment)
         return mapping.memory
 
-    def shown(self, segment: SegmentInfo) -> memoryview | None:
+    def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
         mapping = self._mapping(segment)
-        return None if mapping is None else mapping.shown()
+        return None if mapping is None else mapping.readonly_view()
 
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+    def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         mapping = self._mapping(segment)
         return None if mapping is None else mapping.watch(segment.generation)
 
@@ -170,11 +170,12 @@ class ShmTransport(Transport):
                 if mapping is not None:
                     mapping.close()
 
-    def abandon(self) -> None:
-        """As ``Transport.abandon``: the memory is unmapped here, but for what views refer to."""
+    def close_after_fork(self) -> None:
+        """As ``Transport.close_after_fork``: the memory is unmapped here, but for what views refer
+        to."""
         for mapping in self._mappings.values():
             if mapping is not None:
-                mapping.abandon()
+                mapping.close_after_fork()
         self._mappings.clear()
 
     def _mapping(self, segment: SegmentInfo) -> Mapping | None:
@@ -183,7 +184,7 @@ class ShmTransport(Transport):
             return self._mappings[uuid]
         except KeyError:
             pass
-        if segment.host != host_id() or not (segment.shm_name or segment.handover):
+        if segment.host != host_id() or not (segment.shm_name or segment.descriptor_socket):
             return None
         return uninterrupted(partial(self._attach, segment))
 
@@ -203,7 +204,7 @@ class ShmTransport(Transport):
             return self._mappings[uuid]
 
     def _mapped(self, segment: SegmentInfo) -> Mapping | None:
-        handover = segment.handover if segment.holder else None
+        handover = segment.descriptor_socket if segment.holder else None
         try:
             if handover is None:
                 return Mapping.attach(segment.shm_name, segment.uuid)
@@ -211,12 +212,12 @@ class ShmTransport(Transport):
         except NoDescriptorError as error:
             if not error.is_for_now:
                 self._again[segment.uuid] = uptime() + AGAIN_S
-            self._say_why(segment, str(error))
+            self._log_unmapped(segment, str(error))
         except (OSError, ValueError) as error:
-            self._say_why(segment, str(error))
+            self._log_unmapped(segment, str(error))
         return None
 
-    def _say_why(self, segment: SegmentInfo, why: str) -> None:
+    def _log_unmapped(self, segment: SegmentInfo, why: str) -> None:
         """Logs once for each node why its memory cannot be mapped: its bytes travel by a slower
         transport, or not at all."""
         known = self.not_mapped.get(segment.node)

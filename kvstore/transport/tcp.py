@@ -76,8 +76,8 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._closed = False
 
-    def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``; only the first call shows whether the node answers."""
+    def can_reach(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.can_reach``; only the first call shows whether the node answers."""
         return bool(segment.address) and not self._closed
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
@@ -143,10 +143,10 @@ class TcpTransport(Transport):
     def drop_connections(self) -> None:
         self._drop(self._keys())
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         for pool in self._pools.values():
             for connection in (*pool.idle, *pool.lent):
-                connection.abandon()
+                connection.close_after_fork()
 
     @contextmanager
     def lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
@@ -164,7 +164,7 @@ class TcpTransport(Transport):
             if stop is None:
                 yield connection
             else:
-                with stop.wakes(connection.interrupt):
+                with stop.on_cancel(connection.interrupt):
                     yield connection
             is_usable = stop is None or not stop.is_set
         finally:

@@ -164,7 +164,7 @@ class ClientConnection:
 
         self._exchange(request, deadline)
 
-    def greet(self, deadline: float) -> None:
+    def handshake(self, deadline: float) -> None:
         """Connects and says hello, unless the connection is open and greeted. Errors as
         ``TcpTransport.read``: the segment is not there, in this generation, for our token."""
         if self.is_open:
@@ -178,7 +178,7 @@ class ClientConnection:
     @property
     def has_ended(self) -> bool:
         """Whether it was open, and the server has ended it."""
-        return self._stream is not None and not self._stream.is_quiet()
+        return self._stream is not None and not self._stream.is_idle()
 
     @property
     def _where(self) -> str:
@@ -191,7 +191,7 @@ class ClientConnection:
     @property
     def is_open(self) -> bool:
         """Whether it is connected, and the server has neither sent bytes unasked nor ended it."""
-        return self._stream is not None and self._stream.is_quiet()
+        return self._stream is not None and self._stream.is_idle()
 
     def read_objects(
         self, namespace: str, rows: list[ReadRow], verify: bool, deadline: float
@@ -231,7 +231,7 @@ class ClientConnection:
             stream = self._stream or self._connect(deadline)
             is_new = False
             while True:
-                spins = self._gauge.pays()
+                spins = self._gauge.should_poll()
                 status, number, settled, outcomes = exchange(stream, SPIN_S if spins else 0.0)
                 if status != UNASKED:
                     break
@@ -266,10 +266,10 @@ class ClientConnection:
             self._stream.close()
             self._stream = None
 
-    def abandon(self) -> None:
-        """As ``Transport.abandon``."""
+    def close_after_fork(self) -> None:
+        """As ``Transport.close_after_fork``."""
         if self._stream is not None:
-            self._stream.abandon()
+            self._stream.close_after_fork()
             self._stream = None
 
     def reset(self) -> None:

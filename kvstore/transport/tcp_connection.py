@@ -75,19 +75,21 @@ class ServerContext:
     capabilities: bool = False
     tls: NodeTls | None = None
     """None: connections are not encrypted."""
-    orders: dict[bytes, memoryview] = field(default_factory=dict)
+    wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
     """By uuid, as of ``slow.call_back``; empty without capabilities. Other ones after a fence."""
-    refused_holders: frozenset[int] = frozenset()
+    rejected_holders: frozenset[int] = frozenset()
     """Whose proofs are refused."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``slow.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin_orders(self) -> None:
+    def reset_wipe_seqs(self) -> None:
         """Forgets all orders. For a mount of which there are no capabilities yet."""
         if self.capabilities:
-            self.orders = {uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments}
+            self.wipe_seqs = {
+                uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments
+            }
 
     def count(self, **amounts: int) -> None:
         with self._counting:
@@ -107,7 +109,7 @@ class ServerContext:
 
 
 class ServerConnection:
-    """Serves one connected stream in its own thread. Any other may ``cut`` and ``join`` it."""
+    """Serves one connected stream in its own thread. Any other may ``close`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
         self.client = self.number = 0
@@ -126,7 +128,7 @@ class ServerConnection:
         """Raises RuntimeError: the system has no thread left."""
         self._thread.start()
 
-    def cut(self, *, gently: bool = False) -> None:
+    def close(self, *, gently: bool = False) -> None:
         """Ends the connection. Only bytes that are being received already can land in a segment.
 
         ``gently``: a read that is being answered is answered to its end.
@@ -159,7 +161,7 @@ class ServerConnection:
 
     def _serve(self) -> None:
         try:
-            segment, sealed = self._greet()
+            segment, sealed = self._handshake()
         except (RefusedTransferError, OSError) as error:
             is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
             self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
@@ -192,7 +194,7 @@ class ServerConnection:
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
                 stream, segment.fd, segment.memory, generation, self._cut, *bounds,
-                sealed.key, sealed.holder, sealed.orders, sealed.asked,
+                sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
             )  # fmt: skip
         else:  # bytes of a device, or encrypted ones, which compiled steps do not reach
             how, number = serve_ranges(
@@ -204,15 +206,15 @@ class ServerConnection:
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _greet(self) -> tuple[OwnedSegment, CapabilityVerifier]:
+    def _handshake(self) -> tuple[OwnedSegment, CapabilityVerifier]:
         """The segment, and what the peer's capabilities are checked with; no key: it has shown the
         token, and needs none."""
-        self._stream.begin(self._soon())
+        self._stream.begin(self._next_deadline())
         tls = self._context.tls
         if tls is not None and not tls.accepts(self._stream.certificate):
             raise RefusedTransferError(TransferStatus.DENIED)
         raw = bytearray(protocol.HELLO_BYTES)
-        self._stream.receive([memoryview(raw)], self._soon())
+        self._stream.receive([memoryview(raw)], self._next_deadline())
         hello = protocol.unpack_hello(raw)
         wanted = self._context.capabilities
         if hello is None or (hello.holder and not wanted):
@@ -241,7 +243,7 @@ class ServerConnection:
         self._asked = memoryview(bytearray(ASKED_BYTES))
         return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
-            self._context.orders[hello.uuid], self._asked,
+            self._context.wipe_seqs[hello.uuid], self._asked,
         )  # fmt: skip
 
     def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
@@ -254,14 +256,14 @@ class ServerConnection:
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         said = bytearray(protocol.PROOF_BYTES)
-        self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._soon())
-        self._stream.receive([memoryview(said)], self._soon())
+        self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._next_deadline())
+        self._stream.receive([memoryview(said)], self._next_deadline())
         is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
-        if not is_proven or hello.holder in self._context.refused_holders:
+        if not is_proven or hello.holder in self._context.rejected_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
 
     def _reply(self, status: TransferStatus) -> None:
-        self._stream.send([protocol.pack_status(status)], self._soon())
+        self._stream.send([protocol.pack_status(status)], self._next_deadline())
 
     def _refuse(self, what: str, refused: RefusedTransferError) -> None:
         status = refused.status
@@ -284,5 +286,5 @@ class ServerConnection:
         for _ in range(_LINGER_BYTES // _READ_BYTES):
             self._stream.receive([scratch], deadline)
 
-    def _soon(self) -> float:
+    def _next_deadline(self) -> float:
         return uptime() + self._context.stall_s

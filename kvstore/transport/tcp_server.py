@@ -42,10 +42,11 @@ IDLE_S: Final = 600.0
 """How long a connection may wait for its next request."""
 
 CUT_S: Final = 1.0
-"""How long ``cut`` lets reads be answered."""
+"""How long ``close_writers`` lets reads be answered."""
 
 STOP_S: Final = 5.0
-"""How long ``stop``, ``fence`` and ``cut`` wait for threads, which take one system call."""
+"""How long ``stop``, ``fence`` and ``close_writers`` wait for threads, which take one system
+call."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class DataServer:
             tls=tls,
             limiter=self._connections,
         )
-        self._context.begin_orders()
+        self._context.reset_wipe_seqs()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -134,7 +135,7 @@ class DataServer:
     def counters(self) -> DataServerCounters:
         return self._context.snapshot()
 
-    def shares_refused(self) -> dict[str, int]:
+    def identity_limit_refusals(self) -> dict[str, int]:
         """How often each holder was refused a connection, since it had as many as were free."""
         return self._connections.refusals()
 
@@ -147,15 +148,16 @@ class DataServer:
         Raises:
             InternalError: a thread did not end; the node must not join.
         """
-        self._context.begin_orders()
+        self._context.reset_wipe_seqs()
         _end(list(self._connections))
 
-    def call_back(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
+    def revoke_writes(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
         """Ends the right to write to these extents that older capabilities give, and the writes
         under way. Returns how many, when none of them can touch the segment any more. Without
         capabilities it does nothing.
 
-        A client that keeps the rules has no such write under way: its put has ended, or ``cut`` has
+        A client that keeps the rules has no such write under way: its put has ended, or
+            ``close_writers`` has
         ended the connection.
 
         Args:
@@ -166,7 +168,7 @@ class DataServer:
         Raises:
             InternalError: a thread did not end.
         """
-        orders = self._context.orders.get(uuid)
+        orders = self._context.wipe_seqs.get(uuid)
         if orders is None or not offsets:
             return 0
         steps.call_back(orders, offsets, order)
@@ -179,19 +181,19 @@ class DataServer:
         _end(chosen)
         return len(chosen)
 
-    def refuse_holders(self, holders: Iterable[int]) -> int:
+    def reject_holders(self, holders: Iterable[int]) -> int:
         """Refuses the proofs of these holders, and of no others, from now on; ends their
         connections. Returns how many."""
         refused = frozenset(holders)
-        if refused == self._context.refused_holders:
+        if refused == self._context.rejected_holders:
             return 0
-        self._context.refused_holders = refused
+        self._context.rejected_holders = refused
         chosen = [each for each in self._connections if each.holder in refused]
         for connection in chosen:
-            connection.cut()
+            connection.close()
         return len(chosen)
 
-    def cut(self, writers: Iterable[tuple[int, int]]) -> int:
+    def close_writers(self, writers: Iterable[tuple[int, int]]) -> int:
         """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
         when none of them can touch a segment any more. The others are not disturbed.
 
@@ -219,7 +221,7 @@ class DataServer:
             )
         ]
         for connection in chosen:
-            connection.cut(gently=True)
+            connection.close(gently=True)
         give_up = uptime() + CUT_S
         _end([each for each in chosen if not each.join(max(0.0, give_up - uptime()))])
         return len(chosen)
@@ -253,7 +255,7 @@ class DataServer:
         connection = ServerConnection(stream, self._context)
         self._context.count(connections=1)
         try:
-            self._connections.wait(connection, connection.cut)
+            self._connections.wait(connection, connection.close)
         except BusyError:
             self._context.count(refused_busy=1)
             self._refuse(stream)
@@ -276,7 +278,7 @@ class DataServer:
 def _end(connections: Sequence[ServerConnection]) -> None:
     """Raises InternalError: a thread did not end."""
     for connection in connections:
-        connection.cut()
+        connection.close()
     give_up = uptime() + STOP_S
     for connection in connections:
         if not connection.join(max(0.0, give_up - uptime())):

@@ -141,7 +141,7 @@ class NodeStatus(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
-    ENTRY_GONE_FIELD_NUMBER: _builtins.int
+    SHM_ENTRY_MISSING_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
@@ -158,7 +158,7 @@ class NodeStatus(_message.Message):
     """Why the master could not connect to the node's memory after its join; empty: it could, or has
     not tried yet.
     """
-    entry_gone: _builtins.bool
+    shm_entry_missing: _builtins.bool
     """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
     cannot map it, and what it holds is lost when the node ends.
     """
@@ -185,14 +185,14 @@ class NodeStatus(_message.Message):
         segments: _abc.Iterable[Global___SegmentStatus] | None = ...,
         version: _builtins.str = ...,
         unreachable: _builtins.str = ...,
-        entry_gone: _builtins.bool = ...,
+        shm_entry_missing: _builtins.bool = ...,
         stored_bytes: _builtins.int = ...,
         read_bytes: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "entry_gone", b"entry_gone", "host", b"host", "name", b"name", "read_bytes", b"read_bytes", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "stored_bytes", b"stored_bytes", "unreachable", b"unreachable", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "read_bytes", b"read_bytes", "segments", b"segments", "shm_entry_missing", b"shm_entry_missing", "silent_ms", b"silent_ms", "state", b"state", "stored_bytes", b"stored_bytes", "unreachable", b"unreachable", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,17 +206,17 @@ class DepartedNode(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
-    GONE_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DEPARTED_MS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     """Where its data port was; of a node without one, the id of its host's running kernel."""
-    why: _builtins.str
+    reason: _builtins.str
     """left, silent, broken, replaced, untold or unwiped, as the log has it."""
-    gone_ms: _builtins.int
+    departed_ms: _builtins.int
     """Time since then."""
     missing: _builtins.int
     """Objects that were on no other node, and come back with this node."""
@@ -229,15 +229,15 @@ class DepartedNode(_message.Message):
         *,
         name: _builtins.str = ...,
         host: _builtins.str = ...,
-        why: _builtins.str = ...,
-        gone_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        departed_ms: _builtins.int = ...,
         missing: _builtins.int = ...,
         lost: _builtins.int = ...,
         reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_ms", b"gone_ms", "host", b"host", "lost", b"lost", "missing", b"missing", "name", b"name", "reports", b"reports", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["departed_ms", b"departed_ms", "host", b"host", "lost", b"lost", "missing", b"missing", "name", b"name", "reason", b"reason", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,8 +285,8 @@ class TenantStatus(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
-    GUARANTEED_FIELD_NUMBER: _builtins.int
-    AT_MOST_FIELD_NUMBER: _builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     PINNED_MAX_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
@@ -297,8 +297,8 @@ class TenantStatus(_message.Message):
     name: _builtins.str
     """Empty: has what belongs to no other tenant."""
     bytes: _builtins.int
-    guaranteed: _builtins.int
-    at_most: _builtins.int
+    guarantee_bytes: _builtins.int
+    limit_bytes: _builtins.int
     """0: no bound."""
     pinned: _builtins.int
     """Bytes that its pins hold."""
@@ -322,8 +322,8 @@ class TenantStatus(_message.Message):
         *,
         name: _builtins.str = ...,
         bytes: _builtins.int = ...,
-        guaranteed: _builtins.int = ...,
-        at_most: _builtins.int = ...,
+        guarantee_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
         pinned: _builtins.int = ...,
         pinned_max: _builtins.int = ...,
         objects: _builtins.int = ...,
@@ -334,7 +334,7 @@ class TenantStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_most", b"at_most", "bytes", b"bytes", "evicted_by_others", b"evicted_by_others", "evicted_by_own", b"evicted_by_own", "guaranteed", b"guaranteed", "name", b"name", "namespaces", b"namespaces", "objects", b"objects", "pinned", b"pinned", "pinned_max", b"pinned_max", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "evicted_by_others", b"evicted_by_others", "evicted_by_own", b"evicted_by_own", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "name", b"name", "namespaces", b"namespaces", "objects", b"objects", "pinned", b"pinned", "pinned_max", b"pinned_max", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,7 +376,7 @@ class ClusterStatus(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
-    GONE_FIELD_NUMBER: _builtins.int
+    DEPARTED_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
@@ -388,7 +388,7 @@ class ClusterStatus(_message.Message):
     cluster: _builtins.str
     """Name of the cluster; empty: it has none."""
     next_cursor: _builtins.int
-    """Not 0: there are more nodes or namespaces. `counters`, `gone` and `tenants` are part of the
+    """Not 0: there are more nodes or namespaces. `counters`, `departed` and `tenants` are part of the
     first page only.
     """
     @_builtins.property
@@ -400,7 +400,7 @@ class ClusterStatus(_message.Message):
         """What happened since the master started: name and number, sorted by name."""
 
     @_builtins.property
-    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___DepartedNode]: ...
+    def departed(self) -> _containers.RepeatedCompositeFieldContainer[Global___DepartedNode]: ...
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
         """Empty: the master has no tenants."""
@@ -418,12 +418,12 @@ class ClusterStatus(_message.Message):
         leader: _builtins.str = ...,
         cluster: _builtins.str = ...,
         next_cursor: _builtins.int = ...,
-        gone: _abc.Iterable[Global___DepartedNode] | None = ...,
+        departed: _abc.Iterable[Global___DepartedNode] | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "gone", b"gone", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "departed", b"departed", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,8 +708,8 @@ class StartMovesReply(_message.Message):
 
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
-    LEFT_FIELD_NUMBER: _builtins.int
-    LEFT_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    REMAINING_BYTES_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
@@ -722,11 +722,11 @@ class StartMovesReply(_message.Message):
     """Objects that are being replaced at this moment, or for which there will be room elsewhere in a
     moment.
     """
-    left: _builtins.int
+    remaining: _builtins.int
     """Objects for which there is no room elsewhere: the objects there may not be evicted, or are
     leased or being written.
     """
-    left_bytes: _builtins.int
+    remaining_bytes: _builtins.int
     evicted: _builtins.int
     """Objects elsewhere that were used longer ago, and had to make room."""
     keeps_version: _builtins.bool
@@ -746,8 +746,8 @@ class StartMovesReply(_message.Message):
         *,
         next_cursor: _builtins.int = ...,
         skipped: _builtins.int = ...,
-        left: _builtins.int = ...,
-        left_bytes: _builtins.int = ...,
+        remaining: _builtins.int = ...,
+        remaining_bytes: _builtins.int = ...,
         evicted: _builtins.int = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
         keys: _common_pb2.Keys | None = ...,
@@ -757,7 +757,7 @@ class StartMovesReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "keys", b"keys", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "grants", b"grants", "keeps_version", b"keeps_version", "keys", b"keys", "left", b"left", "left_bytes", b"left_bytes", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "skipped", b"skipped", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "grants", b"grants", "keeps_version", b"keeps_version", "keys", b"keys", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "remaining", b"remaining", "remaining_bytes", b"remaining_bytes", "skipped", b"skipped", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,7 +852,7 @@ class MissedKey(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
-    ASKED_FIELD_NUMBER: _builtins.int
+    REQUESTED_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
@@ -862,7 +862,7 @@ class MissedKey(_message.Message):
     """Time since that question."""
     found: _builtins.int
     """Keys before it in that question; they were stored."""
-    asked: _builtins.int
+    requested: _builtins.int
     """Keys of that question."""
     present: _builtins.bool
     """Whether the key is stored now."""
@@ -878,13 +878,13 @@ class MissedKey(_message.Message):
         address: _builtins.str = ...,
         idle_ms: _builtins.int = ...,
         found: _builtins.int = ...,
-        asked: _builtins.int = ...,
+        requested: _builtins.int = ...,
         present: _builtins.bool = ...,
         evicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked", b"asked", "client", b"client", "evicted", b"evicted", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "present", b"present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "client", b"client", "evicted", b"evicted", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "present", b"present", "requested", b"requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,12 +897,12 @@ class NamespaceTraffic(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
-    PUTTERS_FIELD_NUMBER: _builtins.int
-    ASKERS_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
-    QUESTIONS_FIELD_NUMBER: _builtins.int
-    NONE_FIELD_NUMBER: _builtins.int
-    PARTLY_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    QUERIES_WITHOUT_HIT_FIELD_NUMBER: _builtins.int
+    QUERIES_WITH_PARTIAL_HIT_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     EVICTED_MS_FIELD_NUMBER: _builtins.int
     EVICTED_IDLE_MS_FIELD_NUMBER: _builtins.int
@@ -910,10 +910,10 @@ class NamespaceTraffic(_message.Message):
     objects: _builtins.int
     size: _builtins.int
     """Payload bytes, replicas not counted."""
-    questions: _builtins.int
-    none: _builtins.int
+    queries: _builtins.int
+    queries_without_hit: _builtins.int
     """Questions whose first key was not stored."""
-    partly: _builtins.int
+    queries_with_partial_hit: _builtins.int
     """Questions of which a later key was not stored."""
     evicted: _builtins.int
     """Objects that were evicted."""
@@ -922,9 +922,9 @@ class NamespaceTraffic(_message.Message):
     evicted_idle_ms: _builtins.int
     """How long the object that was evicted last had not been used then."""
     @_builtins.property
-    def putters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
+    def writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
     @_builtins.property
-    def askers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedKey]:
         """The last missed key of each client that asked, the most recent one first."""
@@ -935,19 +935,19 @@ class NamespaceTraffic(_message.Message):
         name: _builtins.str = ...,
         objects: _builtins.int = ...,
         size: _builtins.int = ...,
-        putters: _abc.Iterable[Global___ClientTraffic] | None = ...,
-        askers: _abc.Iterable[Global___ClientTraffic] | None = ...,
+        writers: _abc.Iterable[Global___ClientTraffic] | None = ...,
+        readers: _abc.Iterable[Global___ClientTraffic] | None = ...,
         misses: _abc.Iterable[Global___MissedKey] | None = ...,
-        questions: _builtins.int = ...,
-        none: _builtins.int = ...,
-        partly: _builtins.int = ...,
+        queries: _builtins.int = ...,
+        queries_without_hit: _builtins.int = ...,
+        queries_with_partial_hit: _builtins.int = ...,
         evicted: _builtins.int = ...,
         evicted_ms: _builtins.int = ...,
         evicted_idle_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["askers", b"askers", "evicted", b"evicted", "evicted_idle_ms", b"evicted_idle_ms", "evicted_ms", b"evicted_ms", "misses", b"misses", "name", b"name", "none", b"none", "objects", b"objects", "partly", b"partly", "putters", b"putters", "questions", b"questions", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "evicted_idle_ms", b"evicted_idle_ms", "evicted_ms", b"evicted_ms", "misses", b"misses", "name", b"name", "objects", b"objects", "queries", b"queries", "queries_with_partial_hit", b"queries_with_partial_hit", "queries_without_hit", b"queries_without_hit", "readers", b"readers", "size", b"size", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1033,12 +1033,12 @@ class Branch(_message.Message):
     DEPTH_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
     MATCHED_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
+    MATCHES_ENDED_FIELD_NUMBER: _builtins.int
     COUNTED_MS_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     LEASED_MS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
-    CUT_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
@@ -1061,7 +1061,7 @@ class Branch(_message.Message):
     """Blocks directly below the last one, also in branches that the answer does not have."""
     matched: _builtins.int
     """Matches that ended in this branch or below it, at the tips that the master remembers."""
-    ended: _builtins.int
+    matches_ended: _builtins.int
     """Of those: matches that ended at its last block."""
     counted_ms: _builtins.int
     """How long the oldest of these counts has been kept; 0: there is none."""
@@ -1071,7 +1071,7 @@ class Branch(_message.Message):
     """How long a lease still protects a block of it, or one below it in this answer."""
     pinned: _builtins.int
     """Of its blocks: those that pins hold."""
-    cut: _builtins.bool
+    truncated: _builtins.bool
     """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
     @_builtins.property
     def segments(self) -> _common_pb2.Column:
@@ -1095,18 +1095,18 @@ class Branch(_message.Message):
         depth: _builtins.int = ...,
         children: _builtins.int = ...,
         matched: _builtins.int = ...,
-        ended: _builtins.int = ...,
+        matches_ended: _builtins.int = ...,
         counted_ms: _builtins.int = ...,
         idle_ms: _builtins.int = ...,
         leased_ms: _builtins.int = ...,
         pinned: _builtins.int = ...,
-        cut: _builtins.bool = ...,
+        truncated: _builtins.bool = ...,
         segments: _common_pb2.Column | None = ...,
         replicas: _common_pb2.Column | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "being_written", b"being_written", "blocks", b"blocks", "children", b"children", "counted_ms", b"counted_ms", "cut", b"cut", "depth", b"depth", "ended", b"ended", "first", b"first", "idle_ms", b"idle_ms", "last", b"last", "leased_ms", b"leased_ms", "matched", b"matched", "missing", b"missing", "namespace", b"namespace", "pinned", b"pinned", "replicas", b"replicas", "segments", b"segments", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "being_written", b"being_written", "blocks", b"blocks", "children", b"children", "counted_ms", b"counted_ms", "depth", b"depth", "first", b"first", "idle_ms", b"idle_ms", "last", b"last", "leased_ms", b"leased_ms", "matched", b"matched", "matches_ended", b"matches_ended", "missing", b"missing", "namespace", b"namespace", "pinned", b"pinned", "replicas", b"replicas", "segments", b"segments", "size", b"size", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1119,11 +1119,11 @@ class ChainsReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
-    WHOLE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     uptime_ms: _builtins.int
     """Time since the start of the master, which remembers no match from before."""
-    whole: _builtins.bool
+    complete: _builtins.bool
     """Whether every wanted chain was walked."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
@@ -1135,11 +1135,11 @@ class ChainsReply(_message.Message):
         epoch: _builtins.int = ...,
         uptime_ms: _builtins.int = ...,
         branches: _abc.Iterable[Global___Branch] | None = ...,
-        whole: _builtins.bool = ...,
+        complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "epoch", b"epoch", "uptime_ms", b"uptime_ms", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "complete", b"complete", "epoch", b"epoch", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

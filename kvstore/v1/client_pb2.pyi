@@ -170,23 +170,23 @@ class DeviceLocation(_message.Message):
 
     DEVICE_FIELD_NUMBER: _builtins.int
     ENTRY_FIELD_NUMBER: _builtins.int
-    HANDLE_FIELD_NUMBER: _builtins.int
+    IPC_HANDLE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Its name in the node's process: `cuda:0`."""
     entry: _builtins.str
     """Entry in `/dev/shm` that holds the superblock alone."""
-    handle: _builtins.str
+    ipc_handle: _builtins.str
     """Opens the memory in another process (`kvstore.device.driver.DeviceDriver.export`)."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         entry: _builtins.str = ...,
-        handle: _builtins.str = ...,
+        ipc_handle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "entry", b"entry", "handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "entry", b"entry", "ipc_handle", b"ipc_handle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,7 +244,7 @@ class SegmentInfo(_message.Message):
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
-    HANDOVER_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_SOCKET_FIELD_NUMBER: _builtins.int
     CERTIFIED_FIELD_NUMBER: _builtins.int
     TAKES_CAPABILITIES_FIELD_NUMBER: _builtins.int
     ENCRYPTS_FIELD_NUMBER: _builtins.int
@@ -290,7 +290,7 @@ class SegmentInfo(_message.Message):
         """Absent: the segment is in memory of the host."""
 
     @_builtins.property
-    def handover(self) -> Global___DescriptorHandle:
+    def descriptor_socket(self) -> Global___DescriptorHandle:
         """Where a holder asks for the memory; absent: its node hands none over."""
 
     def __init__(
@@ -310,14 +310,14 @@ class SegmentInfo(_message.Message):
         data_protocol: _builtins.int = ...,
         device: Global___DeviceLocation | None = ...,
         holder: _builtins.int = ...,
-        handover: Global___DescriptorHandle | None = ...,
+        descriptor_socket: Global___DescriptorHandle | None = ...,
         certified: _builtins.str = ...,
         takes_capabilities: _builtins.bool = ...,
         encrypts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "handover", b"handover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor_socket", b"descriptor_socket", "device", b"device", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified", b"certified", "data_protocol", b"data_protocol", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified", b"certified", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "generation", b"generation", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,8 +652,8 @@ class PutStartRequest(_message.Message):
     OVERWRITE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
-    AVOID_FIELD_NUMBER: _builtins.int
-    HERE_ONLY_FIELD_NUMBER: _builtins.int
+    AVOID_SEGMENTS_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
@@ -670,7 +670,7 @@ class PutStartRequest(_message.Message):
     """How long to wait for leases to end when there is no room."""
     host: _builtins.str
     """The putter's host, for placement."""
-    here_only: _builtins.bool
+    local_only: _builtins.bool
     """Only segments of `host`: the putter has no transport that reaches another one."""
     client_number: _builtins.int
     """The number that the putter shows to data servers; 0: unknown."""
@@ -681,7 +681,7 @@ class PutStartRequest(_message.Message):
     @_builtins.property
     def sizes(self) -> _common_pb2.Column: ...
     @_builtins.property
-    def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def avoid_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Segments (uuids) that the putter could not reach a moment ago, at most `AVOID_MAX`."""
 
     @_builtins.property
@@ -700,15 +700,15 @@ class PutStartRequest(_message.Message):
         overwrite: _builtins.bool = ...,
         wait_ms: _builtins.int = ...,
         host: _builtins.str = ...,
-        avoid: _abc.Iterable[_builtins.bytes] | None = ...,
-        here_only: _builtins.bool = ...,
+        avoid_segments: _abc.Iterable[_builtins.bytes] | None = ...,
+        local_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "sizes", b"sizes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "released", b"released", "replicas", b"replicas", "sizes", b"sizes", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_segments", b"avoid_segments", "chain", b"chain", "client_number", b"client_number", "host", b"host", "keys", b"keys", "local_only", b"local_only", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "released", b"released", "replicas", b"replicas", "sizes", b"sizes", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,10 +763,10 @@ class PutRevokeRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    SETTLED_FIELD_NUMBER: _builtins.int
+    QUIESCED_FIELD_NUMBER: _builtins.int
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    settled: _builtins.bool
+    quiesced: _builtins.bool
     """Whether no write of these puts can still land, so that the extents are free at once."""
     @_builtins.property
     def tokens(self) -> _common_pb2.Column: ...
@@ -781,12 +781,12 @@ class PutRevokeRequest(_message.Message):
         *,
         epoch: _builtins.int = ...,
         tokens: _common_pb2.Column | None = ...,
-        settled: _builtins.bool = ...,
+        quiesced: _builtins.bool = ...,
         connections: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connections", b"connections", "epoch", b"epoch", "settled", b"settled", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connections", b"connections", "epoch", b"epoch", "quiesced", b"quiesced", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -819,18 +819,18 @@ class AllocateRequest(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
-    AVOID_FIELD_NUMBER: _builtins.int
-    HERE_ONLY_FIELD_NUMBER: _builtins.int
+    AVOID_SEGMENTS_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Its tenant holds the memory until the commit, which may name another namespace."""
     size: _builtins.int
     wait_ms: _builtins.int
     host: _builtins.str
-    here_only: _builtins.bool
+    local_only: _builtins.bool
     client_number: _builtins.int
     @_builtins.property
-    def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def avoid_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in `PutStart`, like the next two fields."""
 
     def __init__(
@@ -840,13 +840,13 @@ class AllocateRequest(_message.Message):
         size: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
         host: _builtins.str = ...,
-        avoid: _abc.Iterable[_builtins.bytes] | None = ...,
-        here_only: _builtins.bool = ...,
+        avoid_segments: _abc.Iterable[_builtins.bytes] | None = ...,
+        local_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "namespace", b"namespace", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_segments", b"avoid_segments", "client_number", b"client_number", "host", b"host", "local_only", b"local_only", "namespace", b"namespace", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,10 +899,10 @@ class CommitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
-    STAMP_FIELD_NUMBER: _builtins.int
+    HEADER_MAC_FIELD_NUMBER: _builtins.int
     outcome: _builtins.int
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
-    stamp: _builtins.bytes
+    header_mac: _builtins.bytes
     """`STAMP_BYTES`, which the client writes behind the header until the allocation's deadline;
     empty: none.
     """
@@ -910,11 +910,11 @@ class CommitReply(_message.Message):
         self,
         *,
         outcome: _builtins.int = ...,
-        stamp: _builtins.bytes = ...,
+        header_mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_mac", b"header_mac", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,16 +975,16 @@ class RenewReply(_message.Message):
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    KEYS_HELD_FIELD_NUMBER: _builtins.int
-    TOKENS_HELD_FIELD_NUMBER: _builtins.int
+    KEYS_LEASED_FIELD_NUMBER: _builtins.int
+    TOKENS_LEASED_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     deadline_ms: _builtins.int
-    keys_held: _builtins.bytes
+    keys_leased: _builtins.bytes
     """1 or 0 per key: whether that version is still promised at its place. A version alone does not
     name the leased memory: it may have ended there, and have come back elsewhere.
     """
-    tokens_held: _builtins.bytes
+    tokens_leased: _builtins.bytes
     capabilities: _builtins.bytes
     """`CAPABILITY_BYTES` per token: the allocation's, extended; empty: none."""
     def __init__(
@@ -992,13 +992,13 @@ class RenewReply(_message.Message):
         *,
         lease_ms: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
-        keys_held: _builtins.bytes = ...,
-        tokens_held: _builtins.bytes = ...,
+        keys_leased: _builtins.bytes = ...,
+        tokens_leased: _builtins.bytes = ...,
         capabilities: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "keys_held", b"keys_held", "lease_ms", b"lease_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "keys_leased", b"keys_leased", "lease_ms", b"lease_ms", "tokens_leased", b"tokens_leased"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

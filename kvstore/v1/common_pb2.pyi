@@ -140,7 +140,7 @@ class Grants(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
-    STAMPS_FIELD_NUMBER: _builtins.int
+    HEADER_MACS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     deadline_ms: _builtins.int
     """From the moment before the client asked: after it, write no more."""
@@ -154,9 +154,9 @@ class Grants(_message.Message):
     """
     capabilities: _builtins.bytes
     """As in Placements: what the extents' nodes want to see before they are written."""
-    stamps: _builtins.bytes
+    header_macs: _builtins.bytes
     """16 bytes for each extent: what the client writes behind the header. A node that gives its master a
-    key for stamps finds an object again by it alone. Empty: none.
+    key for header_macs finds an object again by it alone. Empty: none.
     """
     def __init__(
         self,
@@ -167,11 +167,11 @@ class Grants(_message.Message):
         replicas: _builtins.int = ...,
         grants: _builtins.bytes = ...,
         capabilities: _builtins.bytes = ...,
-        stamps: _builtins.bytes = ...,
+        header_macs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas", "stamps", b"stamps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "header_macs", b"header_macs", "outcomes", b"outcomes", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

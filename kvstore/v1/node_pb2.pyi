@@ -26,7 +26,7 @@ class NodeMessage(_message.Message):
 
     JOIN_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
-    WIPEDONE_FIELD_NUMBER: _builtins.int
+    WIPE_DONE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -34,7 +34,7 @@ class NodeMessage(_message.Message):
     @_builtins.property
     def heartbeat(self) -> Global___NodeHeartbeat: ...
     @_builtins.property
-    def wipedone(self) -> Global___NodeWipeDone: ...
+    def wipe_done(self) -> Global___NodeWipeDone: ...
     @_builtins.property
     def leave(self) -> Global___NodeLeave: ...
     @_builtins.property
@@ -44,15 +44,15 @@ class NodeMessage(_message.Message):
         *,
         join: Global___NodeJoin | None = ...,
         heartbeat: Global___NodeHeartbeat | None = ...,
-        wipedone: Global___NodeWipeDone | None = ...,
+        wipe_done: Global___NodeWipeDone | None = ...,
         leave: Global___NodeLeave | None = ...,
         claims: _common_pb2.NodeClaims | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipedone", b"wipedone"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipedone", b"wipedone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "heartbeat", "wipedone", "leave", "claims"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "heartbeat", "wipe_done", "leave", "claims"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -65,7 +65,7 @@ class MasterMessage(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     WIPE_FIELD_NUMBER: _builtins.int
-    CLAIMSACK_FIELD_NUMBER: _builtins.int
+    CLAIMS_ACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___MasterAccepted: ...
     @_builtins.property
@@ -73,20 +73,20 @@ class MasterMessage(_message.Message):
     @_builtins.property
     def wipe(self) -> Global___MasterWipe: ...
     @_builtins.property
-    def claimsack(self) -> Global___MasterClaimsAck: ...
+    def claims_ack(self) -> Global___MasterClaimsAck: ...
     def __init__(
         self,
         *,
         accepted: Global___MasterAccepted | None = ...,
         heartbeat: Global___MasterHeartbeat | None = ...,
         wipe: Global___MasterWipe | None = ...,
-        claimsack: Global___MasterClaimsAck | None = ...,
+        claims_ack: Global___MasterClaimsAck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claimsack", b"claimsack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claimsack", b"claimsack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "heartbeat", "wipe", "claimsack"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "heartbeat", "wipe", "claims_ack"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -106,12 +106,12 @@ class SegmentOffer(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
-    MARK_FIELD_NUMBER: _builtins.int
+    REMOVAL_WATERMARK_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
-    HANDOVER_FIELD_NUMBER: _builtins.int
-    STAMP_KEY_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_SOCKET_FIELD_NUMBER: _builtins.int
+    HEADER_MAC_KEY_FIELD_NUMBER: _builtins.int
     TAKES_CAPABILITIES_FIELD_NUMBER: _builtins.int
     ENCRYPTS_FIELD_NUMBER: _builtins.int
     size: _builtins.int
@@ -125,11 +125,11 @@ class SegmentOffer(_message.Message):
     """Whether no extent of it has ever been granted."""
     data_protocol: _builtins.int
     """The version of the data protocol that the node's data server speaks."""
-    handover: _builtins.str
+    descriptor_socket: _builtins.str
     """Entry in `/dev/shm`: the Unix socket where the node hands descriptors of its memory to clients
     of its host; empty: it has none.
     """
-    stamp_key: _builtins.bytes
+    header_mac_key: _builtins.bytes
     """16 bytes, which no client learns: the key of the stamps behind the segment's headers
     (`kvstore.memory.header`); empty: the node takes headers without one.
     """
@@ -138,7 +138,7 @@ class SegmentOffer(_message.Message):
     encrypts: _builtins.bool
     """Whether its data port speaks TLS."""
     @_builtins.property
-    def mark(self) -> _client_pb2.Version:
+    def removal_watermark(self) -> _client_pb2.Version:
         """The last mark that the node was ordered to keep (`MasterWipe`)."""
 
     @_builtins.property
@@ -158,18 +158,18 @@ class SegmentOffer(_message.Message):
         seed: _builtins.int = ...,
         generation: _builtins.int = ...,
         fresh: _builtins.bool = ...,
-        mark: _client_pb2.Version | None = ...,
+        removal_watermark: _client_pb2.Version | None = ...,
         engine: _client_pb2.EngineAddress | None = ...,
         data_protocol: _builtins.int = ...,
         device: _client_pb2.DeviceLocation | None = ...,
-        handover: _builtins.str = ...,
-        stamp_key: _builtins.bytes = ...,
+        descriptor_socket: _builtins.str = ...,
+        header_mac_key: _builtins.bytes = ...,
         takes_capabilities: _builtins.bool = ...,
         encrypts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "mark", b"mark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "removal_watermark", b"removal_watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "stamp_key", b"stamp_key", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "header_mac_key", b"header_mac_key", "removal_watermark", b"removal_watermark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,12 +237,12 @@ class NodeHeartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    ENTRY_GONE_FIELD_NUMBER: _builtins.int
+    SHM_ENTRY_MISSING_FIELD_NUMBER: _builtins.int
     CLOCK_MS_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    entry_gone: _builtins.bool
+    shm_entry_missing: _builtins.bool
     """Somebody has removed the entry of my memory in /dev/shm."""
     clock_ms: _builtins.int
     """As in `NodeJoin`."""
@@ -254,14 +254,14 @@ class NodeHeartbeat(_message.Message):
         self,
         *,
         number: _builtins.int = ...,
-        entry_gone: _builtins.bool = ...,
+        shm_entry_missing: _builtins.bool = ...,
         clock_ms: _builtins.int = ...,
         read_bytes: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "number", b"number", "read_bytes", b"read_bytes", "shm_entry_missing", b"shm_entry_missing", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,16 +273,16 @@ class NodeWipeDone(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ORDER_FIELD_NUMBER: _builtins.int
-    order: _builtins.int
+    WIPE_SEQ_FIELD_NUMBER: _builtins.int
+    wipe_seq: _builtins.int
     def __init__(
         self,
         *,
-        order: _builtins.int = ...,
+        wipe_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wipe_seq", b"wipe_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,12 +310,12 @@ class MasterAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    BEAT_MS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     DEAD_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    beat_ms: _builtins.int
+    heartbeat_ms: _builtins.int
     """How often to send `NodeHeartbeat`."""
     dead_ms: _builtins.int
     """Silence after which the node counts as dead, and must join anew."""
@@ -327,14 +327,14 @@ class MasterAccepted(_message.Message):
         self,
         *,
         epoch: _builtins.int = ...,
-        beat_ms: _builtins.int = ...,
+        heartbeat_ms: _builtins.int = ...,
         dead_ms: _builtins.int = ...,
         segment_ids: _common_pb2.Column | None = ...,
         cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment_ids", b"segment_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "heartbeat_ms", b"heartbeat_ms", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,12 +348,12 @@ class MasterHeartbeat(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     REPAIR_FIELD_NUMBER: _builtins.int
-    REFUSED_HOLDERS_FIELD_NUMBER: _builtins.int
+    REJECTED_HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     repair: _builtins.bool
     """The node has objects with too few replicas: it is to ask what to copy (`StartMoves`)."""
     @_builtins.property
-    def refused_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def rejected_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Whose data connections the node ends and refuses, until a beat names them no more: identities
         that were revoked a short time ago.
         """
@@ -363,11 +363,11 @@ class MasterHeartbeat(_message.Message):
         *,
         number: _builtins.int = ...,
         repair: _builtins.bool = ...,
-        refused_holders: _abc.Iterable[_builtins.int] | None = ...,
+        rejected_holders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "refused_holders", b"refused_holders", "repair", b"repair"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "rejected_holders", b"rejected_holders", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,16 +379,16 @@ class MasterWipe(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ORDER_FIELD_NUMBER: _builtins.int
+    WIPE_SEQ_FIELD_NUMBER: _builtins.int
     UUID_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
-    MARK_FIELD_NUMBER: _builtins.int
-    CUT_CLIENTS_FIELD_NUMBER: _builtins.int
-    CUT_CONNECTIONS_FIELD_NUMBER: _builtins.int
+    REMOVAL_WATERMARK_FIELD_NUMBER: _builtins.int
+    DISCONNECT_CLIENTS_FIELD_NUMBER: _builtins.int
+    DISCONNECT_CONNECTIONS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
-    order: _builtins.int
+    wipe_seq: _builtins.int
     uuid: _builtins.bytes
     @_builtins.property
     def offsets(self) -> _common_pb2.Column: ...
@@ -397,20 +397,20 @@ class MasterWipe(_message.Message):
     @_builtins.property
     def counters(self) -> _common_pb2.Column: ...
     @_builtins.property
-    def mark(self) -> _client_pb2.Version:
+    def removal_watermark(self) -> _client_pb2.Version:
         """The mark to keep in the segment; `NO_VERSION`: none. Memory whose mark is older than another's
         was away during a removal. A master that does not know what was removed refuses the claims of
         such memory.
         """
 
     @_builtins.property
-    def cut_clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def disconnect_clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Data connections to end first, because they may still carry bytes of abandoned puts: the client
         of each, 0 for any.
         """
 
     @_builtins.property
-    def cut_connections(self) -> _common_pb2.Column:
+    def disconnect_connections(self) -> _common_pb2.Column:
         """For each of them the number that its client has given it; 0: all of that client."""
 
     @_builtins.property
@@ -422,19 +422,19 @@ class MasterWipe(_message.Message):
     def __init__(
         self,
         *,
-        order: _builtins.int = ...,
+        wipe_seq: _builtins.int = ...,
         uuid: _builtins.bytes = ...,
         offsets: _common_pb2.Column | None = ...,
         epochs: _common_pb2.Column | None = ...,
         counters: _common_pb2.Column | None = ...,
-        mark: _client_pb2.Version | None = ...,
-        cut_clients: _abc.Iterable[_builtins.int] | None = ...,
-        cut_connections: _common_pb2.Column | None = ...,
+        removal_watermark: _client_pb2.Version | None = ...,
+        disconnect_clients: _abc.Iterable[_builtins.int] | None = ...,
+        disconnect_connections: _common_pb2.Column | None = ...,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "disconnect_connections", b"disconnect_connections", "epochs", b"epochs", "offsets", b"offsets", "removal_watermark", b"removal_watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "lengths", b"lengths", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "disconnect_clients", b"disconnect_clients", "disconnect_connections", b"disconnect_connections", "epochs", b"epochs", "lengths", b"lengths", "offsets", b"offsets", "removal_watermark", b"removal_watermark", "uuid", b"uuid", "wipe_seq", b"wipe_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,7 @@ class Source(Protocol):
 
     def take_events(self, count: int) -> list[Event]: ...
 
-    def survey(self, namespace: str) -> SnapshotSource: ...
+    def snapshot(self, namespace: str) -> SnapshotSource: ...
 
 
 class MasterChannel:
@@ -155,14 +155,14 @@ class MasterChannel:
         self._number = 0
         self._surveys.clear()
         self._requests.clear()
-        self._say_where()
+        self._send_position()
 
     def changed(self) -> None:
         """Called when there are new events."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
-    def _say_where(self) -> None:
+    def _send_position(self) -> None:
         self._missed = False
         self._frame(EVENTS, 0, 0, _NONE)
 
@@ -183,7 +183,7 @@ class MasterChannel:
                 self._frame(EVENTS, 0, len(events), payload)
                 self._number += len(events)
         if self._missed and not self._buffered:
-            self._say_where()
+            self._send_position()
         if source.waiting_events:
             self._timer = asyncio.get_running_loop().call_soon(self._flush)
             return
@@ -207,14 +207,14 @@ class MasterChannel:
         if survey is None:
             if len(self._surveys) >= SURVEYS_MAX:
                 del self._surveys[next(iter(self._surveys))]
-            survey = self._surveys[number] = source.survey(namespace)
+            survey = self._surveys[number] = source.snapshot(namespace)
         rows = survey.take(SURVEY_STEPS)
         kind = LAST_PAGE if survey.done else PAGE
         if survey.done:
             del self._surveys[number]
         self._frame(kind, number, len(rows), marshal.dumps(rows))
 
-    def _end_survey(self, number: int) -> None:
+    def _end_snapshot(self, number: int) -> None:
         self._surveys.pop(number, None)
         asked = [each for each in self._requests if each[0] == number]
         for each in asked:  # the child waits for a reply to each of these requests
@@ -264,13 +264,13 @@ class MasterChannel:
                 looking = loop.call_later(SILENT_S / LOOKS, look)
 
             looking = loop.call_later(SILENT_S / LOOKS, look)
-            self._say_where()
+            self._send_position()
             self.changed()
             try:
                 while not why:
                     head = await reader.readexactly(_REQUEST.size)
                     kind, number, length = _REQUEST.unpack(head)
-                    why = self._heard(kind, number, await reader.readexactly(length))
+                    why = self._handle_request(kind, number, await reader.readexactly(length))
                     silent = 0
             except (asyncio.IncompleteReadError, OSError):
                 pass
@@ -292,10 +292,10 @@ class MasterChannel:
             header = _HEADER.pack(len(payload), kind, number, epoch, self._number, count)
             self._writer.write(header + payload)
 
-    def _heard(self, kind: int, number: int, text: bytes) -> str:
+    def _handle_request(self, kind: int, number: int, text: bytes) -> str:
         """Handles one request. Returns what is wrong with it; empty: nothing."""
         if kind == END_SURVEY:
-            self._end_survey(number)
+            self._end_snapshot(number)
             return ""
         if kind == NEXT_PAGE and len(self._requests) >= ASKED_MAX:
             return "it asks for too many pages"
@@ -371,15 +371,15 @@ class ChildChannel:
                 header = _HEADER.unpack(await reader.readexactly(_HEADER.size))
                 length, kind, number, epoch, before, count = header
                 payload = await reader.readexactly(length)
-                self._got(Frame(kind, number, epoch, before, count, payload))
+                self._on_frame(Frame(kind, number, epoch, before, count, payload))
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             self._writer.close()
-            self._got(Frame(EVENTS, 0, 0, 0, 0, _NONE))
+            self._on_frame(Frame(EVENTS, 0, 0, 0, 0, _NONE))
             self._forget(self._question_turns, "the process that this belongs to is gone")
 
-    async def ask(self, question: str, timeout_s: float) -> dict[str, Any]:
+    async def request(self, question: str, timeout_s: float) -> dict[str, Any]:
         """The master's answer. Raises UnavailableError: it is late, or the master is gone."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -392,15 +392,15 @@ class ChildChannel:
         answer: dict[str, Any] = json.loads(frame.payload)
         return answer
 
-    async def ask_forever(self, question: str, timeout_s: float) -> None:
+    async def request_until_reply(self, question: str, timeout_s: float) -> None:
         """Asks again and again, which shows the master that this process does not hang."""
         while True:
             await asyncio.sleep(ASK_S)
             with contextlib.suppress(UnavailableError):
-                await self.ask(question, timeout_s)
+                await self.request(question, timeout_s)
 
     @contextlib.contextmanager
-    def survey(self) -> Iterator[ActiveSnapshot]:
+    def snapshot(self) -> Iterator[ActiveSnapshot]:
         """A new survey, which ends with the block."""
         survey = ActiveSnapshot(next(self._numbers), self._epoch)
         try:
@@ -439,7 +439,7 @@ class ChildChannel:
         self._writer.write(_REQUEST.pack(kind, number, len(text)) + text)
         return await reply
 
-    def _got(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         if frame.kind != EVENTS:
             if (asked := self._asked.pop(frame.number, None)) is not None:
                 turns, reply = asked

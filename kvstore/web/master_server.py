@@ -74,7 +74,7 @@ async def serve(served: HttpChildOptions) -> None:
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
     journal = Journal()
-    channel = ChildChannel(served.channel, journal.took)
+    channel = ChildChannel(served.channel, journal.append)
     reading = start_task("channel", channel.run())
     secured = served.secured
     requests = request_limiter()
@@ -97,7 +97,7 @@ async def serve(served: HttpChildOptions) -> None:
         async with serving(
             served.listener, answers, routes, access=access, secured=secured, requests=requests
         ):
-            served.parent.tell(ready=1)
+            served.parent.notify_ready(ready=1)
             await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
@@ -124,11 +124,13 @@ def _routes(
     for owner in (dashboard, *owners, nodes):
         endpoints += endpoints_of(owner)
     endpoints += endpoints_of(OpenApiDocument(endpoints))
-    routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
+    routes = [
+        Route("GET", path, access.require_known_host(way)) for path, way in dashboard.page().items()
+    ]
     for each in endpoints:
-        guard = access.trusted if each.is_trusted else access.reading
+        guard = access.require_write if each.is_trusted else access.require_read
         if each.is_of_all:
-            guard = access.of_all
+            guard = access.require_all_namespaces
         routes.append(Route(each.method, each.path, guard(each.handle)))
     return routes
 

@@ -72,7 +72,7 @@ class BusyPollGauge:
         self._resume_at: float | None = 0.0
         """The end of the pause; None: there is none."""
 
-    def pays(self) -> bool:
+    def should_poll(self) -> bool:
         """Asked once before each wait."""
         if self._skips:
             self._skips -= 1

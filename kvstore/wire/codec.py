@@ -155,7 +155,7 @@ class _CodecGenerator:
 
     def _keys(self, name: str, rows: field_constraints.RowCount | None) -> tuple[str, str]:
         rows = rows or field_constraints.RowCount()
-        made = f"unpack_keys(m.{name}, distinct={rows.distinct}, keys_max={rows.most})"
+        made = f"unpack_keys(m.{name}, distinct={rows.distinct}, keys_max={rows.max})"
         return "pass" if self._keys_apart else f"pack_keys(m.{name}, {name})", made
 
     def _message_field(
@@ -238,14 +238,14 @@ def _within(name: str, rows: field_constraints.RowCount | None) -> str:
         return f"m.{name}"
     if rows.like:
         return f"as_many(m.{name}, {name!r}, len({rows.like}))"
-    return f"bounded(m.{name}, {name!r}, {rows.most})"
+    return f"bounded(m.{name}, {name!r}, {rows.max})"
 
 
 def _bounds(rows: field_constraints.RowCount | None) -> str:
     """The bounds as arguments of ``packed.unpack_column``, which has defaults for them."""
     if rows is None:
         return ""
-    bound = f", rows=len({rows.like})" if rows.like else f", rows_max={rows.most}"
+    bound = f", rows=len({rows.like})" if rows.like else f", rows_max={rows.max}"
     return bound if rows.value_max is None else f"{bound}, value_max={rows.value_max}"
 
 
@@ -310,7 +310,7 @@ def _check_match(match: calls.PrefixMatch) -> calls.PrefixMatch:
 
 
 def _check_renewed(renewed: calls.RenewReply) -> calls.RenewReply:
-    wanted = calls.CAPABILITY_BYTES * len(renewed.tokens_held)
+    wanted = calls.CAPABILITY_BYTES * len(renewed.tokens_leased)
     if len(renewed.capabilities) not in (0, wanted):
         raise ProtocolError("columns of different length")
     return renewed

@@ -132,7 +132,7 @@ class FrameReader:
         if missing <= 0:
             missing += 4 + _LENGTH.unpack_from(self._buffer, start)[0] - HEAD_BYTES
         if end + max(missing, 1) > len(self._buffer):
-            self._make_room(end - start + max(missing, 1))
+            self._reserve(end - start + max(missing, 1))
         return self._view[self._end :]
 
     def received(self, count: int) -> None:
@@ -166,7 +166,7 @@ class FrameReader:
         return call_id, kind, bytes(view[name_at:payload_at]), bytes(view[payload_at:end])
 
     @property
-    def held(self) -> int:
+    def buffered(self) -> int:
         """Bytes received that no frame has been made of yet."""
         return self._end - self._start
 
@@ -184,7 +184,7 @@ class FrameReader:
         if length < _AFTER_LENGTH:
             raise ProtocolError("a frame is shorter than its own head", length=length)
 
-    def _make_room(self, needed: int) -> None:
+    def _reserve(self, needed: int) -> None:
         """Moves what is held to the front, in a larger buffer where ``needed`` bytes ask for it."""
         held = self._end - self._start
         if needed > len(self._buffer):

@@ -5,6 +5,7 @@ As ``kvstore.wire.messages``: decoders raise typed errors for whatever a strange
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError, Message
@@ -18,12 +19,18 @@ from kvstore.wire.columns import UNENCODABLE
 NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
 SESSION_PATH = f"/{NODE_SERVICE}/Session"
 
-OF_NODE: Final[dict[type, str]] = {
-    kind: kind.__name__.removeprefix("Node").lower() for kind in get_args(NodeMessage)
-}
-OF_MASTER: Final[dict[type, str]] = {
-    kind: kind.__name__.removeprefix("Master").lower() for kind in get_args(MasterMessage)
-}
+
+def _fields(kinds: object, prefix: str) -> dict[type, str]:
+    """The field of each class: its name without ``prefix``, in snake case."""
+    words = {
+        kind: re.findall("[A-Z][a-z]+", kind.__name__.removeprefix(prefix))
+        for kind in get_args(kinds)
+    }
+    return {kind: "_".join(words[kind]).lower() for kind in words}
+
+
+OF_NODE: Final = _fields(NodeMessage, "Node")
+OF_MASTER: Final = _fields(MasterMessage, "Master")
 """The field of ``MasterMessage`` for each class; ``OF_NODE`` has those of ``NodeMessage``."""
 
 

@@ -100,8 +100,8 @@ def _renew_pieces(request: calls.Renew) -> list[Request]:
 
 def _renewed(replies: list[calls.RenewReply]) -> calls.RenewReply:
     return replies[0]._replace(
-        keys_held=_flat(replies, "keys_held"),
-        tokens_held=_flat(replies, "tokens_held"),
+        keys_leased=_flat(replies, "keys_leased"),
+        tokens_leased=_flat(replies, "tokens_leased"),
         capabilities=_flat(replies, "capabilities"),
     )
 

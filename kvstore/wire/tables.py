@@ -105,8 +105,8 @@ def pack_grants(target: common_pb2.Grants, reply: calls.Grants) -> None:
     target.grants = struct.pack(f"<{len(numbers)}Q", *numbers)
     if reply.capabilities:
         target.capabilities = reply.capabilities
-    if reply.stamps:
-        target.stamps = reply.stamps
+    if reply.header_macs:
+        target.header_macs = reply.header_macs
 
 
 def unpack_grants(m: common_pb2.Grants) -> calls.Grants:
@@ -124,10 +124,10 @@ def unpack_grants(m: common_pb2.Grants) -> calls.Grants:
         segments = [number for at in starts for number in numbers[at + 1 : at + width : 2]]
         offsets = [number for at in starts for number in numbers[at + 2 : at + width : 2]]
     capabilities = _macs(m.capabilities, CAPABILITY_BYTES, len(segments))
-    stamps = _macs(m.stamps, STAMP_BYTES, len(segments))
+    header_macs = _macs(m.header_macs, STAMP_BYTES, len(segments))
     return calls.Grants(
         m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets,
-        capabilities, stamps,
+        capabilities, header_macs,
     )  # fmt: skip
 
 

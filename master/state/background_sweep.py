@@ -38,7 +38,7 @@ class BackgroundSweeper:
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
-    def taken_from(self, segment: MountedSegment) -> None:
+    def note_allocation(self, segment: MountedSegment) -> None:
         """Called when memory was allocated there: makes room ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes
@@ -66,16 +66,16 @@ class BackgroundSweeper:
         tenants = self._pool.tenants
         if tenants is None:
             return
-        tenants.move_some(SWEEP_STEPS, self._pool.pins.all_held())
+        tenants.move_some(SWEEP_STEPS, self._pool.pins.all_pinned())
         if not tenants.moving:
             self._jobs.note(MOVE, False)
             self._swept_breaks = -1
             self._jobs.due |= SWEEP
-            self._common.room_made()
+            self._common.space_freed()
 
-    def settle(self, now_ms: int) -> None:
+    def delete_unused(self, now_ms: int) -> None:
         del now_ms
-        self._pool.settle_more(SWEEP_STEPS)
+        self._pool.continue_deleting(SWEEP_STEPS)
 
     def sweep(self, now_ms: int) -> None:
         """Finds objects that are lost with their segment, and leaves that a break has detached. It
@@ -115,6 +115,6 @@ class BackgroundSweeper:
         forest = self._pool.forest
         steps_max = forest.steps + SWEEP_STEPS
         for _ in range(min(SWEEP_STEPS, len(self._above_puts))):
-            forest.reach(self._above_puts.pop())
+            forest.is_reachable(self._above_puts.pop())
             if forest.steps >= steps_max:
                 return

@@ -12,12 +12,12 @@ from kvstore.errors import KVStoreError
 class DeferredReply:
     """Returned instead of a reply: an ``SendReply`` with this ticket will follow."""
 
-    ticket: int
+    reply_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendReply:
-    ticket: int
+    reply_id: int
     result: Reply | KVStoreError
 
 

@@ -81,9 +81,9 @@ class LruPolicy:
                 self.unfinished = True
                 return None
             self.moved += 1
-            self._put_back(record, now_ms)
+            self._requeue(record, now_ms)
 
-    def hold(self, record: ObjectRecord, until_ms: int) -> None:
+    def defer(self, record: ObjectRecord, until_ms: int) -> None:
         detached = self.detached(record)
         self.discard(record)
         self._sequence += _SEQUENCE_STEP
@@ -113,10 +113,10 @@ class LruPolicy:
     def records_after(self, ticket: int) -> Iterator[ObjectRecord]:
         return chain(self._order.after(ticket), self._parked.after(ticket))
 
-    def _put_back(self, record: ObjectRecord, now_ms: int) -> None:
+    def _requeue(self, record: ObjectRecord, now_ms: int) -> None:
         """Moves the record to the place that its last use or its lease gives it now."""
         if record.lease_until_ms > now_ms:
-            self.hold(record, record.lease_until_ms)
+            self.defer(record, record.lease_until_ms)
         else:
             detached = self.detached(record)
             self.discard(record)

@@ -32,12 +32,12 @@ class ExpiryIndex:
         self.next_ms = NO_END_MS
         """Nothing ends before this time."""
 
-    def of(self, record: ObjectRecord) -> int:
+    def expiry_of(self, record: ObjectRecord) -> int:
         """The time at which the record ends; 0: it has no end."""
         return self._shards[hash(record) % TABLE_SHARDS].get(record, 0) if self._count else 0
 
     def ended(self, record: ObjectRecord, now_ms: int) -> bool:
-        return 0 < self.of(record) <= now_ms
+        return 0 < self.expiry_of(record) <= now_ms
 
     def set(self, record: ObjectRecord, end_ms: int) -> None:
         """Sets the record's end, in place of an earlier one."""
@@ -66,7 +66,7 @@ class ExpiryIndex:
             self._times.clear()
             self.next_ms = NO_END_MS
 
-    def pop_ended(self, now_ms: int) -> ObjectRecord | None:
+    def pop_expired(self, now_ms: int) -> ObjectRecord | None:
         """Takes out a record whose end has come; None: there is none. Of one bucket, the record
         added last comes first: it may be a child of the others."""
         while self._times:

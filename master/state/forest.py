@@ -76,7 +76,7 @@ class Forest:
         table = self.namespaces.tables.get(namespace)
         return None if table is None else table.get(key)
 
-    def reach(self, record: ObjectRecord) -> bool:
+    def is_reachable(self, record: ObjectRecord) -> bool:
         """Whether a path from a root leads to the record. Forgets the bytes of lost ancestors on
         the path."""
         breaks = self.breaks
@@ -102,7 +102,7 @@ class Forest:
             if segment is None or not (segment.alive or at.complete):
                 cut_off = len(walked)
                 if segment is not None and at.children:
-                    self.empty(at)
+                    self.drop_bytes(at)
             at = at.parent
         self.steps += len(walked)
         for index, seen in enumerate(walked):
@@ -124,7 +124,7 @@ class Forest:
         record proves that the keys are the tip's ancestors; ``records`` asks for that walk.
         """
         first = table.get(keys[0]) if keys else None
-        if first is None or not self.reach(first):
+        if first is None or not self.is_reachable(first):
             return NO_MATCH
         breaks, depth = self.breaks, first.depth
         good, bad, step = 0, len(keys), 1
@@ -133,7 +133,7 @@ class Forest:
             galloping = bad == len(keys)
             probe = min(good + step, bad - 1) if galloping else (good + bad) // 2
             record = table.get(keys[probe])
-            if record is not None and (record.checked == breaks or self.reach(record)):
+            if record is not None and (record.checked == breaks or self.is_reachable(record)):
                 if record.depth != depth + probe:
                     return self._scan(table, keys)
                 good, tip = probe, record
@@ -163,7 +163,7 @@ class Forest:
         records: list[ObjectRecord] = []
         for key in keys:
             record = table.get(key)
-            if record is None or not self.reach(record):
+            if record is None or not self.is_reachable(record):
                 break
             records.append(record)
             if holding and record.parent is holding[-1]:
@@ -177,7 +177,7 @@ class Forest:
         for table in self.namespaces.values():
             yield from table
 
-    def survey(self, namespace: str) -> SnapshotScan:
+    def scan(self, namespace: str) -> SnapshotScan:
         """Lists a namespace, or all for ``""``."""
         if not namespace:
             return SnapshotScan(self.namespaces.values())
@@ -213,7 +213,7 @@ class Forest:
         if before is parent:
             return None
         if record.children and parent is not None:
-            self._check_ring(record, parent)
+            self._check_cycle(record, parent)
         if record.children and before is not None:
             self.namespaces.tables[record.namespace].bent = True
         record.parent = parent
@@ -224,9 +224,9 @@ class Forest:
             before.children -= 1
         return before
 
-    def _check_ring(self, record: ObjectRecord, parent: ObjectRecord) -> None:
+    def _check_cycle(self, record: ObjectRecord, parent: ObjectRecord) -> None:
         """Raises as ``link``. A record that is not complete has no reachable descendants."""
-        if self.reach(parent):
+        if self.is_reachable(parent):
             return
         at: ObjectRecord | None = parent
         while at is not None and at.checked != self.breaks:
@@ -246,9 +246,9 @@ class Forest:
             self.steps += 1
             at = at.parent
 
-    def fill(self, record: ObjectRecord, size: int) -> None:
+    def mark_complete(self, record: ObjectRecord, size: int) -> None:
         """Called when a record got its bytes: its descendants may be reachable again."""
-        self.missing.settle(record.namespace, record.key)
+        self.missing.forget(record.namespace, record.key)
         record.checked = 0
         record.size = size
         table = self.namespaces.of(record)
@@ -263,12 +263,12 @@ class Forest:
         if events is not None:
             events.append(stored(record))
 
-    def empty(self, record: ObjectRecord, end_ms: int = 0) -> bool:
+    def drop_bytes(self, record: ObjectRecord, end_ms: int = 0) -> bool:
         """Takes a record's bytes away: its descendants are detached. Returns whether that is a
         break. ``end_ms``: the end of its lifetime, which it loses; 0: it keeps it, or has none."""
         breaks = False
         if record.lost:  # its segment's death has counted as the break
-            self.missing.object_gone(record, end_ms)
+            self.missing.on_object_departed(record, end_ms)
         elif record.children:
             self.breaks += 1
             breaks = True

@@ -23,7 +23,7 @@ from kvstore.master.state.memory_pool import AllocationFailure, EvictionConstrai
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repair_queue import RepairQueue
 from kvstore.master.state.state_context import StateContext
-from kvstore.master.state.tenant import PUTS, Tenant
+from kvstore.master.state.tenant import PUT_SHARE, Tenant
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 from kvstore.tenants import tenant_text
@@ -103,10 +103,10 @@ class GrantManager:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
         if owner is not None and not isinstance(taken, AllocationFailure):
-            TenantAccounting.took(owner, taken, [extent_bytes(size) for size in sizes])
+            TenantAccounting.record_allocation(owner, taken, [extent_bytes(size) for size in sizes])
         if victims is None:  # else the drain would evict more than it needs, even moved objects
             for segment in usable:
-                self._sweeping.taken_from(segment)
+                self._sweeping.note_allocation(segment)
         if host and not isinstance(taken, AllocationFailure):
             for segment, _ in taken[0]:  # most often all are on one segment
                 liveness.record_writer(segment.node, host, now_ms)
@@ -123,10 +123,10 @@ class GrantManager:
                 advice="Finish or revoke some first.",
                 pending_puts=owner.pending,
                 tenant=owner.name,
-                quota=PUTS,
+                quota=PUT_SHARE,
             )
 
-    def keep_bound(self, now_ms: int, owner: Tenant, wanted: int) -> AllocationFailure | None:
+    def evict_to_limit(self, now_ms: int, owner: Tenant, wanted: int) -> AllocationFailure | None:
         """Evicts objects of this tenant until it may take ``wanted`` bytes more."""
         common = self._common
         alive = common.membership.alive_segments(now_ms)
@@ -178,7 +178,7 @@ class GrantManager:
             offsets=[offset for put in puts for _, offset in put.extents],
         )
 
-    def granted(self, now_ms: int, epoch: int, token: int) -> Grant | None:
+    def find_grant(self, now_ms: int, epoch: int, token: int) -> Grant | None:
         """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
@@ -204,31 +204,31 @@ class GrantManager:
     def abandon(self, put: Grant, now_ms: int) -> None:
         """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
-        residue = put.residue(self._common.epoch)
+        residue = put.stale_extents(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
         self._common.wipe([residue._replace(writers=put.writers(), kept=True)])
-        self.unclaim(put)
+        self.detach_from_record(put)
 
     def quarantine(self, put: Grant, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
-        self._pending.quarantine(put, put.residue(self._common.epoch), until_ms)
+        self._pending.quarantine(put, put.stale_extents(self._common.epoch), until_ms)
 
-    def give_back(self, puts: Sequence[CopyGrant]) -> None:
+    def release_copies(self, puts: Sequence[CopyGrant]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
-        self._common.wipe([put.residue(self._common.epoch) for put in puts])
+        self._common.wipe([put.stale_extents(self._common.epoch) for put in puts])
 
-    def unclaim(self, put: Grant) -> None:
+    def detach_from_record(self, put: Grant) -> None:
         """Notes that the put does not write its object any more. Drops the record of the object if
         nothing needs it."""
         if isinstance(put, ObjectGrant) and put.record.writer == put.token:
             put.record.writer = 0
             if put.record.segment is None:
-                self._common.pool.settle(put.record)
-        self._common.room_made()
+                self._common.pool.delete_if_unused(put.record)
+        self._common.space_freed()
 
     def wipe_again(self, token: int) -> None:
         """Called when the writer of an abandoned put is done. It may have written a header through
@@ -250,7 +250,7 @@ class GrantManager:
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
         for residue in over:
             common.pool.free(residue.extents, extent_bytes(residue.size))
-            self._common.room_made()
+            self._common.space_freed()
         common.effects += common.reclaim.clean(over)
 
     # --- copies -------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class GrantManager:
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
-    def still_there(self, put: CopyGrant) -> bool:
+    def unexpired(self, put: CopyGrant) -> bool:
         """Whether the copied object is still stored, in the version that is copied."""
         record = put.record
         return (

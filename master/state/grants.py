@@ -43,7 +43,7 @@ class Grant:
         self.deadline_ms = deadline_ms
         self.client_number = client_number
 
-    def residue(self, epoch: int) -> StaleExtents:
+    def stale_extents(self, epoch: int) -> StaleExtents:
         """The granted extents, in which the writer may have left bytes."""
         return StaleExtents(None, self.size, epoch, self.token, self.extents, forbid=True)
 
@@ -84,8 +84,8 @@ class ObjectGrant(Grant):
         self.missing = missing
         """Replicas that were asked for and found no node."""
 
-    def residue(self, epoch: int) -> StaleExtents:
-        return super().residue(epoch)._replace(name=(self.record.namespace, self.record.key))
+    def stale_extents(self, epoch: int) -> StaleExtents:
+        return super().stale_extents(epoch)._replace(name=(self.record.namespace, self.record.key))
 
 
 @final
@@ -129,10 +129,10 @@ class CopyGrant(ObjectGrant):
         self.repairs = repairs
         """Whether the copy keeps the copied version, and becomes one more replica of it."""
 
-    def residue(self, epoch: int) -> StaleExtents:
+    def stale_extents(self, epoch: int) -> StaleExtents:
         if not self.repairs:
-            return super().residue(epoch)
-        (copied_epoch, counter), residue = self.copied, super().residue(epoch)
+            return super().stale_extents(epoch)
+        (copied_epoch, counter), residue = self.copied, super().stale_extents(epoch)
         return residue._replace(epoch=copied_epoch, counter=counter, forbid=False)
 
 
@@ -140,7 +140,7 @@ class CopyGrant(ObjectGrant):
 class WaitingPut:
     """A request that found no room and may wait for it."""
 
-    ticket: int
+    reply_id: int
     request: PutStart | Allocate
     deadline_ms: int
     tenant: Tenant | None = None
@@ -164,7 +164,7 @@ class GrantListener:
         """The tenant that holds the extents of a put; None: of a copy."""
         raise NotImplementedError
 
-    def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
+    def on_quarantine(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
         """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
         raise NotImplementedError
 
@@ -242,7 +242,7 @@ class PendingGrants:
         if self.tenants is not None:
             owner = self.tenants.owner(put)
             if owner is not None:
-                self.tenants.quarantined(owner, put.extents, put.length)
+                self.tenants.on_quarantine(owner, put.extents, put.length)
         self._quarantine[put.token] = until_ms, residue, owner
         for segment, _ in residue.extents:
             segment.quarantined_bytes += put.length
@@ -266,5 +266,5 @@ class PendingGrants:
             for segment, _ in residue.extents:
                 segment.quarantined_bytes -= length
             if owner is not None and self.tenants is not None:
-                self.tenants.quarantined(owner, residue.extents, -length)
+                self.tenants.on_quarantine(owner, residue.extents, -length)
             yield residue

@@ -77,7 +77,7 @@ class InventoryLoad:
         """Whether the last claim has been processed."""
         return self._last_seen and not self._waiting
 
-    def late(self, now_ms: int, silence_ms: int) -> bool:
+    def is_late(self, now_ms: int, silence_ms: int) -> bool:
         """Whether the node has sent no claims for ``silence_ms``, or takes too long in all."""
         whole_ms = 10 * silence_ms + self.segment.offer.size // TOLD_BYTES_PER_MS
         is_silent = not self.has_work and now_ms - self._heard_ms > silence_ms
@@ -130,7 +130,7 @@ class InventoryLoad:
             return False
         return self._taken.is_free(offset, stop)
 
-    def take(self, offset: int, size: int) -> None:
+    def claim_range(self, offset: int, size: int) -> None:
         """Notes an object for which ``fits`` is true."""
         self._taken.add(offset, offset + extent_bytes(size))
 

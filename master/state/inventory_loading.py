@@ -37,7 +37,7 @@ class InventoryLoader:
         """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         return bool(self._inventories)
 
     # --- segments -----------------------------------------------------------------------------
@@ -47,12 +47,12 @@ class InventoryLoader:
         its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
-            self._marks.bring_up_to_date(segment)
+            self._marks.propagate_to(segment)
             return
-        inventory = InventoryLoad(segment, segment.node.heard_ms, absent_since)
+        inventory = InventoryLoad(segment, segment.node.last_heartbeat_ms, absent_since)
         inventory.outdated = self._marks.is_outdated(segment)
         self._inventories[segment] = inventory
-        self._common.reclaim.hold(segment)
+        self._common.reclaim.hold_removals(segment)
 
     def segment_died(self, segment: MountedSegment) -> None:
         """Notes that this unmounted memory may bring back objects that are removed from now on."""
@@ -61,17 +61,17 @@ class InventoryLoader:
         if inventory is not None:
             absent_since = inventory.absent_since
             self._common.jobs.note(CLAIM, self._has_claims())
-            self._common.effects += self._common.reclaim.let_go(segment)
+            self._common.effects += self._common.reclaim.release_held(segment)
         self._absent_since.pop(segment.offer.uuid, None)
         self._absent_since[segment.offer.uuid] = absent_since
         if len(self._absent_since) > GONE_MAX:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late (``InventoryLoad.late``)."""
+        """Segments whose inventory is late (``InventoryLoad.is_late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
-        return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
+        return [segment for segment, each in inventories if each.is_late(now_ms, patience_ms)]
 
     # --- claims -------------------------------------------------------------------------------
 
@@ -104,12 +104,12 @@ class InventoryLoader:
     def _finish(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
         segment.whole = True
-        self._common.room_made()
+        self._common.space_freed()
         del self._inventories[segment]
         common.jobs.due |= ANSWER
-        self._marks.bring_up_to_date(segment)
+        self._marks.propagate_to(segment)
         self._copying.nodes_changed(now_ms, segment.usable_at_ms)
-        common.effects += common.reclaim.let_go(segment)
+        common.effects += common.reclaim.release_held(segment)
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
         common.effect(LogClusterEvent("inventory_done", {"node": segment.node.name, **fields}))
 
@@ -119,7 +119,7 @@ class InventoryLoader:
         refused: list[StaleExtents] = []
         stored: list[ObjectRecord] = []
         for claim in claims:
-            record = self._claim(now_ms, inventory, claim)
+            record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
                 of = [(segment, claim.offset)]
                 # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
@@ -128,8 +128,8 @@ class InventoryLoader:
                 stored.append(record)
         for record in stored:  # now that most children have found their parents
             if not record.children:
-                self._pool.settle(record)
-                self._common.room_made()  # it can be evicted
+                self._pool.delete_if_unused(record)
+                self._common.space_freed()  # it can be evicted
         inventory.claimed += len(stored)
         inventory.refused += len(refused)
         common.counters["claimed_objects"] += len(stored)
@@ -140,7 +140,9 @@ class InventoryLoader:
             index = common.membership.segments[segment.node.name].index(segment)
             common.effect(SendToNode(segment.node.session, calls.MasterClaimsAck(index)))
 
-    def _claim(self, now_ms: int, inventory: InventoryLoad, claim: Claim) -> ObjectRecord | None:
+    def _accept_claim(
+        self, now_ms: int, inventory: InventoryLoad, claim: Claim
+    ) -> ObjectRecord | None:
         """The record of the claimed object, complete now; None: the claim is refused."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
@@ -155,7 +157,7 @@ class InventoryLoader:
             if known > version or (known == version and record.size != size):
                 return None
         if (
-            version > common.present
+            version > common.newest_granted
             or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)
             or parent == key
             or inventory.outdated
@@ -168,10 +170,10 @@ class InventoryLoader:
                 return None
         elif record is not None and known is not None:
             replaced = [StaleExtents.of(record, forbid=True)]
-            self._pool.strip(record, replaced=True)
+            self._pool.take_extents(record, replaced=True)
             self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)
-            common.when_wiped(now_ms, replaced, calls.RemoveReply(b""))
+            common.reply_when_wiped(now_ms, replaced, calls.RemoveReply(b""))
         else:
             record = self._forest.ensure(namespace, key)
             lacks = 0
@@ -182,12 +184,12 @@ class InventoryLoader:
             try:
                 common.adopt(now_ms, record, above)
             except InvalidArgumentError:  # they form a ring
-                self._pool.settle(record)
+                self._pool.delete_if_unused(record)
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, lacks)
-        self._pool.note_brought(record)
-        inventory.take(offset, size)
+        self._pool.count_unrequested_bytes(record)
+        inventory.claim_range(offset, size)
         # The previous master may have leased the object until then.
         record.keep_until(inventory.segment.usable_at_ms)
         return record

@@ -102,4 +102,4 @@ class ReaderLeases:
                 ending.popleft()
         self._common.jobs.note(RELEASE, bool(ending))
         if has_freed:
-            self._common.room_made()
+            self._common.space_freed()

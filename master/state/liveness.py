@@ -57,7 +57,7 @@ class JoinedNode:
     host: str
     session: int | None
     """The session of its stream; None while that is broken."""
-    heard_ms: int
+    last_heartbeat_ms: int
     reported_ms: int | None = None
     """When a report last counted: hosts agreed, or the stream was broken. Time alone clears it."""
     reports: dict[str, FailureReports] = field(default_factory=dict)
@@ -70,9 +70,9 @@ class JoinedNode:
     """The newest version when its draining began: objects moved off the node have later ones."""
     version: str = ""
     """The version of its program; empty: not known."""
-    entry_gone: bool = False
+    shm_entry_missing: bool = False
     """Whether the node has said that its memory's entry in ``/dev/shm`` was removed."""
-    gone: str = ""
+    departed: str = ""
     """Why the node has gone; empty: it has not."""
     ahead_ms: int = 0
     """What the node's clock showed when it was last heard, less the master's."""
@@ -89,7 +89,7 @@ class JoinedNode:
     """What clients have read and written over its data port, as the node says; only shown."""
 
     @property
-    def place(self) -> str:
+    def location_text(self) -> str:
         """Where it is, for people: ``host`` is the id of a running kernel."""
         return self.address or self.host
 
@@ -147,7 +147,7 @@ def _agree(node: JoinedNode, now_ms: int) -> bool:
 
 
 def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:
-    silent_ms = now_ms - node.heard_ms
+    silent_ms = now_ms - node.last_heartbeat_ms
     if silent_ms > rules.dead_ms:
         return DEAD
     fails = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms

@@ -166,9 +166,9 @@ class MasterState:
             background_jobs.FREE: self.removing.free,
             background_jobs.EXPIRE: self.keeping.expire,
             background_jobs.CLAIM: self.returning.take_claims,
-            background_jobs.ANSWER: self.asking.answer,
+            background_jobs.ANSWER: self.asking.reply,
             background_jobs.EVICT: self.sweeping.evict_ahead,
-            background_jobs.SETTLE: self.sweeping.settle,
+            background_jobs.SETTLE: self.sweeping.delete_unused,
             background_jobs.SWEEP: self.sweeping.sweep,
             background_jobs.DRAW: self.chains.walk_on,
             background_jobs.SCAN: self.copying.scan,
@@ -202,9 +202,9 @@ class MasterState:
         del events[:count]
         return taken
 
-    def survey(self, namespace: str) -> SnapshotScan:
+    def snapshot(self, namespace: str) -> SnapshotScan:
         """A listing for readers of events; ``""``: of all namespaces."""
-        return self.forest.survey(namespace)
+        return self.forest.scan(namespace)
 
     def cancel(self, ticket: int) -> None:
         """Called when the client of a waiting call has gone. A removal is carried out even so."""
@@ -228,8 +228,8 @@ class MasterState:
         assert tenants is not None, "this master has no tenants"
         tenants.change(rules, matcher or TenantMatcher(rules))
         self.common.jobs.note(background_jobs.MOVE, tenants.moving)
-        self.common.room_made()
-        fields: dict[str, str | int] = {"tenants": len(rules), "guaranteed": tenants.guaranteed}
+        self.common.space_freed()
+        fields: dict[str, str | int] = {"tenants": len(rules), "guarantee": tenants.guarantee}
         self.common.effect(LogClusterEvent("tenants_changed", fields))
 
     # --- time ---------------------------------------------------------------------------------
@@ -241,13 +241,13 @@ class MasterState:
         self.granting.expire(now_ms)
         self.removing.free(now_ms)
         self.keeping.expire(now_ms)
-        self.asking.answer(now_ms)
+        self.asking.reply(now_ms)
         self.putting.serve_waiting(now_ms)
         self.copying.tick(now_ms)
         tenants = self.pool.tenants
         if tenants is not None and tenants.is_short(now_ms):
             capacity = sum([segment.capacity for segment in self.pool.segments.values()])
-            fields: dict[str, str | int] = {"guaranteed": tenants.guaranteed, "pool": capacity}
+            fields: dict[str, str | int] = {"guarantee": tenants.guarantee, "pool": capacity}
             self.common.effect(LogClusterEvent("guarantees_exceed_pool", fields))
 
     @property

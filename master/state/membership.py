@@ -80,10 +80,10 @@ class Membership:
     def state_of(self, node: JoinedNode, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules.liveness)
 
-    def of(self, session: int) -> JoinedNode | None:
+    def node_of_session(self, session: int) -> JoinedNode | None:
         return self._by_session.get(session)
 
-    def known(self, name: str) -> JoinedNode:
+    def get_node(self, name: str) -> JoinedNode:
         """Raises InvalidArgumentError."""
         node = self.nodes.get(name)
         if node is None:
@@ -149,9 +149,9 @@ class Membership:
             node = self._resumable(join, known if same else None, uuids)
             changes()
             self._take_over(node, session)
-            node.heard_ms, node.certified = now_ms, certified
+            node.last_heartbeat_ms, node.certified = now_ms, certified
             node.ahead_ms = join.clock_ms - now_ms
-            self._notice("node_resumed", node)
+            self._log_event("node_resumed", node)
             return self._accepted(node, join)
         for uuid in uuids:
             holder = self._holders.get(uuid, known)
@@ -166,7 +166,7 @@ class Membership:
             raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
         if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
             raise NodeNameTakenError(
-                f"a node named {join.name} is alive on {known.place}",
+                f"a node named {join.name} is alive on {known.location_text}",
                 advice="Give this node another --name.",
                 node=join.name,
             )
@@ -174,7 +174,7 @@ class Membership:
             name=join.name,
             host=join.host,
             session=session,
-            heard_ms=now_ms,
+            last_heartbeat_ms=now_ms,
             version=join.version,
             address=next((offer.address for offer in join.segments if offer.address), ""),
             certified=certified,
@@ -182,8 +182,8 @@ class Membership:
         node.ahead_ms = join.clock_ms - now_ms
         if known is not None and known.draining:
             node.draining, node.drained_from = True, known.drained_from
-        gone = dict(self._gone_of(known, uuids))
-        segments = [self._made(now_ms, node, offer, gone) for offer in join.segments]
+        gone = dict(self._departed_of(known, uuids))
+        segments = [self._mount_segment(now_ms, node, offer, gone) for offer in join.segments]
         changes()
         if known is not None:
             self.declare_dead(known, "replaced")
@@ -195,11 +195,11 @@ class Membership:
         self._by_session[session] = node
         self.segments[node.name] = segments
         self.mounted += segments
-        self._notice("node_joined", node)
+        self._log_event("node_joined", node)
         return self._accepted(node, join)
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
-        """``known``: the node with that name and exactly these segments, if there is one.
+        """``get_node``: the node with that name and exactly these segments, if there is one.
 
         Raises:
             DrainedError: the node was told to leave, and has not heard so.
@@ -223,14 +223,16 @@ class Membership:
             f"node {join.name} has no stream to resume here", advice="Join anew."
         )
 
-    def _gone_of(self, known: JoinedNode | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
+    def _departed_of(
+        self, known: JoinedNode | None, uuids: set[bytes]
+    ) -> Iterator[tuple[bytes, int]]:
         """The entries that ``_gone`` will have for these once the known node is declared dead."""
         for uuid in uuids & self._gone.keys():
             yield uuid, self._gone[uuid]
         for segment in () if known is None else self.segments[known.name]:
             yield segment.offer.uuid, segment.allocated_until_ms
 
-    def _made(
+    def _mount_segment(
         self, now_ms: int, node: JoinedNode, offer: SegmentOffer, gone: Mapping[bytes, int]
     ) -> MountedSegment:
         self._next_segment_id += 1
@@ -249,8 +251,8 @@ class Membership:
         segment.allocated_until_ms = allocated_until_ms
         return segment
 
-    def heard(self, now_ms: int, node: JoinedNode) -> None:
-        node.heard_ms = now_ms
+    def on_heartbeat(self, now_ms: int, node: JoinedNode) -> None:
+        node.last_heartbeat_ms = now_ms
         self._alive = None
 
     def reported(
@@ -262,7 +264,9 @@ class Membership:
         self._alive = None
         if is_news:
             state, client = self.state_of(node, now_ms), report.client
-            self._notice("node_reported", node, by_client=client, state=state, reason=report.reason)
+            self._log_event(
+                "node_reported", node, by_client=client, state=state, reason=report.reason
+            )
 
     def stream_broken(self, session: int) -> None:
         node = self._by_session.pop(session, None)
@@ -270,21 +274,21 @@ class Membership:
             node.session = None
             liveness.stream_broken(node)
             self._alive = None
-            self._notice("node_stream_broken", node)
+            self._log_event("node_stream_broken", node)
 
-    def reached(self, node: JoinedNode, why_not: str) -> None:
-        """See ``NodeMessageHandler.reached``."""
+    def on_connectivity_result(self, node: JoinedNode, why_not: str) -> None:
+        """See ``NodeMessageHandler.on_connectivity_result``."""
         if why_not != node.unreachable:
             if why_not:
-                self._notice("node_unreachable", node, reason=why_not)
+                self._log_event("node_unreachable", node, reason=why_not)
             else:
-                self._notice("node_reachable", node)
+                self._log_event("node_reachable", node)
             node.unreachable = why_not
 
-    def heard_of_entry(self, node: JoinedNode, *, is_gone: bool) -> None:
-        if is_gone and not node.entry_gone:
-            self._notice("node_entry_gone", node)
-        node.entry_gone = is_gone
+    def on_shm_entry_report(self, node: JoinedNode, *, is_gone: bool) -> None:
+        if is_gone and not node.shm_entry_missing:
+            self._log_event("node_entry_gone", node)
+        node.shm_entry_missing = is_gone
 
     def leave(self, node: JoinedNode) -> None:
         if node.session is not None:
@@ -296,7 +300,7 @@ class Membership:
         if node.draining != draining:
             node.draining = draining
             self._alive = None
-            self._notice("node_draining" if draining else "node_undrained", node)
+            self._log_event("node_draining" if draining else "node_undrained", node)
 
     def dismiss(self, node: JoinedNode) -> None:
         """Tells the node to leave, and counts it as gone."""
@@ -326,8 +330,8 @@ class Membership:
             self.left_nodes += 1
         else:
             self.dead_nodes += 1
-        node.gone = "drained" if node.draining and why == "left" else why
-        self._notice("node_left" if why == "left" else "node_dead", node, why=why)
+        node.departed = "drained" if node.draining and why == "left" else why
+        self._log_event("node_left" if why == "left" else "node_dead", node, why=why)
         del self.nodes[node.name]
         gone = self.segments.pop(node.name)
         self.lost += gone
@@ -349,17 +353,17 @@ class Membership:
         ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
-            beat_ms=self._rules.beat_ms,
+            heartbeat_ms=self._rules.heartbeat_ms,
             dead_ms=self._rules.liveness.dead_ms,
             segment_ids=[ids[offer.uuid] for offer in join.segments],
             cluster=self._cluster,
         )
 
-    def _notice(self, event: str, node: JoinedNode, **fields: str | int) -> None:
+    def _log_event(self, event: str, node: JoinedNode, **fields: str | int) -> None:
         size = sum(segment.offer.size for segment in self.segments[node.name])
         self.effects.append(
             LogClusterEvent(
-                event, {"node": node.name, "address": node.place, "bytes": size, **fields}
+                event, {"node": node.name, "address": node.location_text, "bytes": size, **fields}
             )
         )
 
@@ -384,7 +388,9 @@ def describe(segment: MountedSegment) -> SegmentInfo:
         engine=offer.engine,
         data_protocol=offer.data_protocol,
         device=offer.device,
-        handover=DescriptorHandle(offer.handover, 0, bytes(16)) if offer.handover else None,
+        descriptor_socket=DescriptorHandle(offer.descriptor_socket, 0, bytes(16))
+        if offer.descriptor_socket
+        else None,
         certified=segment.node.certified,
         takes_capabilities=offer.takes_capabilities,
         encrypts=offer.encrypts,

@@ -29,7 +29,7 @@ from kvstore.master.state.records import (
     ObjectRecord,
     StaleExtents,
 )
-from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
+from kvstore.master.state.tenant import GUARANTEE, LIMIT, Tenant
 from kvstore.master.state.tenant_lru import PerTenantLru
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.master.state.traffic import TrafficRecorder
@@ -72,11 +72,11 @@ class AllocationFailure:
     """An allocation that found no room. Nothing of it was taken."""
 
     missing_bytes: int
-    goes_on: bool = False
+    may_retry: bool = False
     """Whether the search ended because the budget of the step was spent: try again at once."""
     quota: str = ""
-    """The quota that refuses it: AT_MOST of its tenant, GUARANTEED of others; empty: none does."""
-    never: bool = False
+    """The quota that refuses it: LIMIT of its tenant, GUARANTEE of others; empty: none does."""
+    is_permanent: bool = False
     """Whether it is more than its tenant may ever hold."""
 
 
@@ -103,7 +103,7 @@ class MemoryPool:
         self.lifetimes = ExpiryIndex()
         """When the objects that were put with a time to live are gone."""
         self.unsettled: deque[ObjectRecord] = deque()
-        """Records at which ``settle`` must continue, because the path upward was long."""
+        """Records at which ``delete_if_unused`` must continue, because the path upward was long."""
         self._sizes: dict[int, int] = {}
         nowhere = repair_queue.placeholder_segment()
         missing: Extent = nowhere, 0
@@ -121,7 +121,7 @@ class MemoryPool:
         """The tenant of this namespace; None: the master has none."""
         return None if self.tenants is None else self.tenants.of(namespace)
 
-    def is_there(self, record: ObjectRecord, now_ms: int) -> bool:
+    def is_stored(self, record: ObjectRecord, now_ms: int) -> bool:
         """Whether the object is complete, and its lifetime is not over."""
         return record.complete and not self.lifetimes.ended(record, now_ms)
 
@@ -140,7 +140,7 @@ class MemoryPool:
         if before is not None:
             if record.children:
                 before.keep_until(lease_until_ms)
-            self.settle(before)
+            self.delete_if_unused(before)
 
     def store(
         self,
@@ -151,8 +151,8 @@ class MemoryPool:
         now_ms: int,
         missing: int = 0,
     ) -> None:
-        """Gives ``record``, which has no bytes yet, these extents. The caller calls ``settle``
-        afterwards.
+        """Gives ``record``, which has no bytes yet, these extents. The caller calls
+        ``delete_if_unused`` afterwards.
 
         ``missing``: how many replicas it lacks.
         """
@@ -170,10 +170,10 @@ class MemoryPool:
         record.last_used_ms = now_ms
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
-        self.forest.fill(record, self._sizes.setdefault(size, size))
+        self.forest.mark_complete(record, self._sizes.setdefault(size, size))
         self.pins.stored(record)
         if self.tenants is not None:
-            self.tenants.hold(record, extents, extent_bytes(size))
+            self.tenants.count_extents(record, extents, extent_bytes(size))
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -182,7 +182,7 @@ class MemoryPool:
         replaces."""
         self.has_replicas = True
         if self.tenants is not None:
-            self.tenants.hold(record, [extent], extent_bytes(record.size))
+            self.tenants.count_extents(record, [extent], extent_bytes(record.size))
         lacked = repair_queue.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
@@ -195,17 +195,17 @@ class MemoryPool:
         record.more = tuple(more)
         self.pins.stored(record)
         if lacked == 1:
-            self._one_short_less()
+            self._count_replica_restored()
 
     def note_copied(self, record: ObjectRecord) -> None:
         """Called when a copy begins: if its target node dies, that memory may hold a whole copy."""
         if self._copied not in record.more:
             record.more = (*record.more, self._copied)
 
-    def _one_short_less(self) -> None:
+    def _count_replica_restored(self) -> None:
         self.short_objects = max(0, self.short_objects - 1)
 
-    def room_for_copy(
+    def space_for_copy(
         self, record: ObjectRecord, roomy: Iterable[MountedSegment], near: MountedSegment | None
     ) -> Extent | None:
         """Allocates an extent for one more replica, on a node that has none yet: on ``near``, or on
@@ -231,34 +231,36 @@ class MemoryPool:
         """Whether one more replica stays within the bound of its tenant."""
         if self.tenants is None:
             return True
-        return self.tenants.of_record(record).lacks(extent_bytes(record.size)) <= 0
+        return self.tenants.of_record(record).bytes_to_evict(extent_bytes(record.size)) <= 0
 
-    def note_brought(self, record: ObjectRecord) -> None:
+    def count_unrequested_bytes(self, record: ObjectRecord) -> None:
         """Called when the record got bytes that no put asked for: its tenant may hold them, even
         above its bound."""
         if self.tenants is not None:
-            self.tenants.of_record(record).rise()
+            self.tenants.of_record(record).raise_limits_to_usage()
 
-    def strip(self, record: ObjectRecord, *, replaced: bool = False) -> None:
+    def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record, whose extents are still allocated.
 
         ``replaced``: the record gets other bytes at once, and keeps its pin and its lifetime.
         """
         end_ms = 0
         if not replaced:
-            end_ms = self.lifetimes.of(record)
+            end_ms = self.lifetimes.expiry_of(record)
             self.pins.drop(record)
             self.lifetimes.drop(record)
         if record.more and repair_queue.missing(record):
-            self._one_short_less()
+            self._count_replica_restored()
         if record.ticket:
             self._policy_of(record).discard(record)
         if self.tenants is not None:
-            self.tenants.hold(record, record.extents(), -extent_bytes(record.size))
-        if self.forest.empty(record, end_ms):
+            self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
+        if self.forest.drop_bytes(record, end_ms):
             self._jobs.due |= SWEEP
 
-    def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
+    def delete_if_unused(
+        self, record: ObjectRecord, *, detached: bool | None = None
+    ) -> ObjectRecord | None:
         """Called when ``record`` has lost a child, or another reason to stay. Deletes the record if
         nothing needs it any more, and then does the same for its parent. A complete record without
         children becomes a candidate for eviction instead.
@@ -281,17 +283,17 @@ class MemoryPool:
                 if at.ticket:
                     return None
                 if at.more:
-                    self._rehome(at)
+                    self._move_to_living_segment(at)
                 if detached is None:
-                    detached = not self.forest.reach(at)
+                    detached = not self.forest.is_reachable(at)
                 self._policy_of(at).add(at, detached=detached)
                 return at
             if steps == SETTLE_STEPS:
-                self._settle_later(at)
+                self._delete_later(at)
                 return None
             steps += 1
             if at.segment is not None:
-                self.strip(at)
+                self.take_extents(at)
             if at.writer:
                 return None
             used_ms, lease_until_ms = at.last_used_ms, at.lease_until_ms
@@ -301,30 +303,31 @@ class MemoryPool:
                 at.keep_until(lease_until_ms)
         return None
 
-    def _settle_later(self, record: ObjectRecord) -> None:
+    def _delete_later(self, record: ObjectRecord) -> None:
         self.unsettled.append(record)
         self._jobs.due |= SETTLE
 
-    def settle_more(self, steps: int) -> None:
+    def continue_deleting(self, steps: int) -> None:
         """Continues with ``unsettled``, for about ``steps`` records."""
         steps_max = self.forest.steps + steps
         while self.unsettled and self.forest.steps < steps_max:
             record = self.unsettled.popleft()
             if self.forest.get(record.namespace, record.key) is record:
-                self.settle(record)
+                self.delete_if_unused(record)
         self._jobs.note(SETTLE, bool(self.unsettled))
 
-    def hide(self, record: ObjectRecord, steps_max: int) -> None:
+    def remove(self, record: ObjectRecord, steps_max: int) -> None:
         """Hides a removed object from all lookups. Its extents are still allocated.
 
-        ``steps_max``: once ``forest.steps`` has reached it, settling is left to ``settle_more``.
+        ``steps_max``: once ``forest.steps`` has reached it, settling is left to
+            ``continue_deleting``.
         """
         detached = self.marked_detached(record)
-        self.strip(record)
+        self.take_extents(record)
         if self.forest.steps < steps_max:
-            self.settle(record, detached=detached)
+            self.delete_if_unused(record, detached=detached)
         else:
-            self._settle_later(record)
+            self._delete_later(record)
 
     def evict_ahead(
         self, segment: MountedSegment, count: int, now_ms: int
@@ -341,7 +344,7 @@ class MemoryPool:
                 segment.takers.clear()
                 return evicted, False
             eviction.forget(segment)
-            eviction.cause = TenantAccounting.taker(segment, extent_bytes(head.size))
+            eviction.cause = TenantAccounting.main_consumer(segment, extent_bytes(head.size))
             evicted.append(StaleExtents.of(head))
             eviction.evict(head)
             for other, _ in evicted[-1].extents:
@@ -352,13 +355,13 @@ class MemoryPool:
         """Evicts a candidate, whose extents stay allocated: the caller frees them and has their
         headers wiped. Returns the parent of the record if that has become a candidate."""
         detached, size = self.marked_detached(record), record.size
-        self.strip(record)
+        self.take_extents(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
         head = record.key if record.parent is None else None
-        self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms, head)
+        self.traffic.record_eviction(now_ms, record.namespace, now_ms - record.last_used_ms, head)
         self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
-        return self.settle(record, detached=detached)
+        return self.delete_if_unused(record, detached=detached)
 
     def lease_ended(self, record: ObjectRecord) -> None:
         """Called when a lease or a pin of a candidate ended early."""
@@ -373,7 +376,7 @@ class MemoryPool:
             if segment.alive:
                 segment.allocator.free(offset, length)
 
-    def _rehome(self, record: ObjectRecord) -> None:
+    def _move_to_living_segment(self, record: ObjectRecord) -> None:
         """Moves the first living replica to the front, because a record is a candidate on the
         segment of its first replica. Replicas on dead segments stay in the list, and count as
         missing."""
@@ -391,7 +394,7 @@ class MemoryPool:
         extents = sorted(record.extents(), key=lambda extent: extent[0] in segments)
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:])
-        self._rehome(record)
+        self._move_to_living_segment(record)
         if is_candidate:
             self._policy_of(record).add(record, detached=detached)
 
@@ -430,10 +433,10 @@ class MemoryPool:
             if record.complete:
                 detached = segment.candidates.detached(record)
                 segment.candidates.discard(record)
-                self._rehome(record)
+                self._move_to_living_segment(record)
                 self._policy_of(record).add(record, detached=detached)
             else:
-                self.settle(record, detached=False)
+                self.delete_if_unused(record, detached=False)
         return len(segment.candidates) > 0
 
     def sweep_detached(self, segment: MountedSegment, ticket: int, steps: int) -> int | None:
@@ -450,7 +453,7 @@ class MemoryPool:
         records = candidates.after(ticket, steps)
         for record in records:
             ticket = record.ticket
-            detached = not self.forest.reach(record)
+            detached = not self.forest.is_reachable(record)
             if detached != candidates.detached(record) or (
                 self.tenants is not None and self.tenants.is_misplaced(record)
             ):
@@ -532,17 +535,19 @@ class MemoryPool:
     ) -> tuple[AllocationFailure | None, list[StaleExtents]]:
         """Evicts the tenant's own objects, the least recently used first, until it may take
         ``wanted`` bytes more. Returns also what was evicted, as ``allocate`` does."""
-        missing = owner.lacks(wanted)
+        missing = owner.bytes_to_evict(wanted)
         if missing <= 0:
             return None, []
-        if wanted > owner.at_most:
-            return AllocationFailure(missing, quota=AT_MOST, never=True), []
+        if wanted > owner.limit_bytes:
+            return AllocationFailure(missing, quota=LIMIT, is_permanent=True), []
         eviction = _QuotaEviction(self, list(segments), now_ms, None, owner, own_only=True)
         order = list(segments)
         while missing > 0:
             if eviction.next(order) is None:
-                return AllocationFailure(missing, eviction.goes_on, AT_MOST), eviction.evicted
-            missing = owner.lacks(wanted)
+                return AllocationFailure(
+                    missing, eviction.has_more_victims, LIMIT
+                ), eviction.evicted
+            missing = owner.bytes_to_evict(wanted)
         return None, eviction.evicted
 
     def _eviction(
@@ -641,19 +646,19 @@ class _Eviction:
         self.evicted: list[StaleExtents] = []
 
     @property
-    def goes_on(self) -> bool:
+    def has_more_victims(self) -> bool:
         """Whether another step may find a victim, after ``next`` found none."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
     def shortage(self, missing: int) -> AllocationFailure:
         """What an allocation lacks, after ``next`` found none."""
-        return AllocationFailure(missing, self.goes_on)
+        return AllocationFailure(missing, self.has_more_victims)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
         """As ``MemoryPool.evict``."""
         return self._pool.evict(victim, self._now_ms)
 
-    def _may_go(self, victim: ObjectRecord) -> bool:
+    def _may_evict(self, victim: ObjectRecord) -> bool:
         """Whether a head may still be evicted after others were."""
         del victim
         return True
@@ -687,7 +692,7 @@ class _Eviction:
                 if not victims:
                     return None
             victim = min(victims, key=attrgetter("ticket"))
-            if self._may_go(victim):
+            if self._may_evict(victim):
                 break
             assert victim.segment is not None
             heads[victim.segment] = self._head(victim.segment)
@@ -720,7 +725,7 @@ class _Eviction:
         forest = self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
             head = self._peek(candidates)
-            if head is None or not candidates.detached(head) or not forest.reach(head):
+            if head is None or not candidates.detached(head) or not forest.is_reachable(head):
                 return head
             candidates.discard(head)  # its chain has become whole since it was marked
             candidates.add(head)
@@ -734,7 +739,7 @@ class _Eviction:
             self._moves -= candidates.moved
             if head is None:
                 return None
-            held_until_ms = ends.of(head)
+            held_until_ms = ends.expiry_of(head)
             if spared is not None and (head.epoch, head.counter) > spared:
                 held_until_ms = max(held_until_ms, self._now_ms + SPARED_MS)
             if held_until_ms <= self._now_ms:
@@ -743,7 +748,7 @@ class _Eviction:
                 candidates.unfinished = True
                 return None
             self._moves -= 1
-            candidates.hold(head, held_until_ms)
+            candidates.defer(head, held_until_ms)
 
 
 class _QuotaEviction(_Eviction):
@@ -770,8 +775,8 @@ class _QuotaEviction(_Eviction):
         self.cause = owner
 
     def shortage(self, missing: int) -> AllocationFailure:
-        quota = GUARANTEED if self._held_back and self._owner is not None else ""
-        return AllocationFailure(missing, self.goes_on, quota)
+        quota = GUARANTEE if self._held_back and self._owner is not None else ""
+        return AllocationFailure(missing, self.has_more_victims, quota)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
         tenant = self._tenants.of_record(victim)
@@ -780,14 +785,14 @@ class _QuotaEviction(_Eviction):
         else:
             tenant.evicted_by_others += 1
         parent = super().evict(victim)
-        assert tenant is self._owner or tenant.size >= tenant.guaranteed, "below its guarantee"
+        assert tenant is self._owner or tenant.size >= tenant.guarantee, "below its guarantee"
         return parent
 
-    def _may_go(self, victim: ObjectRecord) -> bool:
+    def _may_evict(self, victim: ObjectRecord) -> bool:
         tenant = self._tenants.of_record(victim)
         if tenant is self._owner:
             return True
-        if tenant.size - bytes_held(victim) >= tenant.guaranteed:
+        if tenant.size - bytes_held(victim) >= tenant.guarantee:
             return True
         self._held_back = True
         return False
@@ -805,14 +810,14 @@ class _QuotaEviction(_Eviction):
             if order is None:
                 continue
             tenant = self._tenants.numbered(number)
-            if tenant is not owner and 0 < tenant.guaranteed and tenant.size <= tenant.guaranteed:
+            if tenant is not owner and 0 < tenant.guarantee and tenant.size <= tenant.guarantee:
                 self._held_back = True
                 continue
             head = self._head_of(candidates, order)
             unfinished = unfinished or order.unfinished
             if head is None or (oldest is not None and oldest.ticket < head.ticket):
                 continue
-            if self._may_go(head):
+            if self._may_evict(head):
                 oldest = head
         candidates.unfinished = unfinished
         return oldest

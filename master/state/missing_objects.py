@@ -66,7 +66,7 @@ class _DepartedNode:
 class _MissingEntry(NamedTuple):
     """A missing object."""
 
-    gone: _DepartedNode
+    departed: _DepartedNode
     end_ms: int
     """The end of its lifetime; 0: it has none."""
 
@@ -90,15 +90,15 @@ class MissingObjects:
 
     def segment_died(self, now_ms: int, segment: MountedSegment) -> None:
         node, uuid = segment.node, segment.offer.uuid
-        if node.gone == "drained":
+        if node.departed == "drained":
             self._forget(now_ms, node.name)  # the objects left on it are lost on purpose
             return
         gone = self._gone.get(node.name)
         if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
             self._forget(now_ms, node.name)  # an earlier node of that name had other memory
-            gone = self._gone[node.name] = _DepartedNode(node.place, node.gone, now_ms)
+            gone = self._gone[node.name] = _DepartedNode(node.location_text, node.departed, now_ms)
         gone.is_settled = False
-        gone.why, gone.gone_ms = node.gone, now_ms
+        gone.why, gone.gone_ms = node.departed, now_ms
         gone.memory.add(uuid)
         gone.back.pop(uuid, None)
         self._by_memory[uuid] = gone
@@ -110,7 +110,7 @@ class MissingObjects:
         if gone is not None:
             gone.back[segment.offer.uuid] = segment
 
-    def object_gone(self, record: ObjectRecord, end_ms: int) -> None:
+    def on_object_departed(self, record: ObjectRecord, end_ms: int) -> None:
         """Called for an object that had its last replica on a dead segment, before it loses its
         bytes. ``end_ms``: the end of its lifetime; 0: it has none."""
         assert record.segment is not None
@@ -120,7 +120,7 @@ class MissingObjects:
             if gone is not None:
                 gone.lost += 1
             return
-        self.settle(record.namespace, record.key)  # an earlier object of that name
+        self.forget(record.namespace, record.key)  # an earlier object of that name
         gone.missing += 1
         if self._names >= NAMES_MAX:
             gone.unnamed += 1
@@ -130,13 +130,13 @@ class MissingObjects:
 
     def object_claimed(self, segment: MountedSegment, name: Name) -> None:
         """Called before an object that was not there is stored, because this segment has brought it
-        back. ``settle`` follows, for one that is known by name."""
+        back. ``forget`` follows, for one that is known by name."""
         gone = self._by_memory.get(segment.offer.uuid)
         if gone is not None and gone.unnamed and name[1] not in self._named.get(name[0], ()):
             gone.unnamed -= 1
             gone.missing -= 1
 
-    def settle(self, namespace: str, key: Key) -> None:
+    def forget(self, namespace: str, key: Key) -> None:
         """Called when an object of that key is stored, in whichever version, or when none is to
         come back."""
         if not self._names:
@@ -148,7 +148,7 @@ class MissingObjects:
         if not named:
             del self._named[Namespace(namespace)]
         self._names -= 1
-        entry.gone.missing -= 1
+        entry.departed.missing -= 1
 
     def clear(self, namespace: str) -> None:
         """Called when all objects of a namespace were removed; "": of all namespaces."""
@@ -157,25 +157,25 @@ class MissingObjects:
             named = self._named.pop(name, {})
             self._names -= len(named)
             for entry in named.values():
-                entry.gone.missing -= 1
+                entry.departed.missing -= 1
 
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
         """``nodes``: the names of the joined nodes."""
         for name, gone in list(self._gone.items()):
             age_ms = now_ms - gone.gone_ms
             if age_ms >= LOST_AFTER_MS and not gone.reports():
-                self._lose(now_ms, gone)
+                self._count_as_lost(now_ms, gone)
             is_well = not gone.missing and not gone.lost and (gone.is_back() or name in nodes)
             if (is_well and not gone.reports()) or (gone.is_settled and age_ms >= TOLD_MS):
                 self._forget(now_ms, name)
 
-    def told(self, now_ms: int) -> list[DepartedNode]:
+    def list_departed(self, now_ms: int) -> list[DepartedNode]:
         return [
             DepartedNode(
                 name=name,
                 host=gone.place,
-                why=gone.why,
-                gone_ms=now_ms - gone.gone_ms,
+                reason=gone.why,
+                departed_ms=now_ms - gone.gone_ms,
                 missing=gone.missing,
                 lost=gone.lost,
                 reports=gone.reports(),
@@ -183,14 +183,14 @@ class MissingObjects:
             for name, gone in self._gone.items()
         ]
 
-    def _lose(self, now_ms: int, gone: _DepartedNode) -> None:
+    def _count_as_lost(self, now_ms: int, gone: _DepartedNode) -> None:
         """Counts the missing objects of a node as lost, but for those whose lifetime is over."""
         gone.is_settled = True
         if not gone.missing:
             return
         lost = gone.missing
         for namespace, named in list(self._named.items()):
-            keys = [key for key, entry in named.items() if entry.gone is gone]
+            keys = [key for key, entry in named.items() if entry.departed is gone]
             for key in keys:
                 lost -= 0 < named.pop(key).end_ms <= now_ms
             self._names -= len(keys)
@@ -203,7 +203,7 @@ class MissingObjects:
     def _forget(self, now_ms: int, name: str) -> None:
         gone = self._gone.pop(name, None)
         if gone is not None:
-            self._lose(now_ms, gone)
+            self._count_as_lost(now_ms, gone)
             for uuid in gone.memory:
                 if self._by_memory.get(uuid) is gone:
                     del self._by_memory[uuid]

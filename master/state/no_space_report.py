@@ -12,7 +12,7 @@ from kvstore.master.state.membership import Membership
 from kvstore.master.state.memory_pool import AllocationFailure
 from kvstore.master.state.records import MountedSegment
 from kvstore.master.state.state_context import StateContext
-from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
+from kvstore.master.state.tenant import GUARANTEE, LIMIT, Tenant
 from kvstore.memory.header import extent_bytes
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
@@ -25,7 +25,7 @@ def refusal_error(
     owner = common.pool.tenant_of(request.namespace)
     if owner is None or not found.quota:
         return no_space_error(common, now_ms, request, found)
-    if found.quota == GUARANTEED:
+    if found.quota == GUARANTEE:
         owner.refused += 1
         return no_space_messages.guarantee_error(
             owner.name, asked_bytes(request), found.missing_bytes
@@ -37,10 +37,10 @@ def quota_error(
     common: StateContext, owner: Tenant, wanted: int, found: AllocationFailure
 ) -> NoSpaceError:
     """The error for what would bring a tenant above its bound."""
-    assert found.quota == AT_MOST
+    assert found.quota == LIMIT
     owner.refused += 1
     return no_space_messages.over_bound(
-        owner.name, wanted, owner.size, owner.at_most, found.missing_bytes, owner.pinned_bytes
+        owner.name, wanted, owner.size, owner.limit_bytes, found.missing_bytes, owner.pinned_bytes
     )
 
 
@@ -68,11 +68,11 @@ def _cause(
 ) -> str:
     """Why the segment has no room for this put; LEASED: it takes puts, but is full."""
     node = segment.node
-    if request.here_only and node.host != request.host:
+    if request.local_only and node.host != request.host:
         return no_space_messages.NOT_HERE
     if segment.offer.device is not None and isinstance(request, Allocate):
         return no_space_messages.ON_DEVICE
-    if segment.offer.uuid in request.avoid:
+    if segment.offer.uuid in request.avoid_segments:
         return no_space_messages.AVOIDED
     if node.draining:
         return no_space_messages.DRAINING
@@ -98,7 +98,7 @@ def _group(
         largest_free=max(segment.allocator.largest_free for segment in segments),
         ready_ms=max(0, min(segment.usable_at_ms for segment in segments) - now_ms),
         better_ms=min((ms for ms in better if ms > 0), default=0),
-        silent_ms=min(now_ms - segment.node.heard_ms for segment in segments),
+        silent_ms=min(now_ms - segment.node.last_heartbeat_ms for segment in segments),
         local=local[0] if local else "",
     )
 

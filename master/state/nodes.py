@@ -46,7 +46,7 @@ class NodeMessageHandler:
 
     # --- streams ------------------------------------------------------------------------------
 
-    def joined(
+    def on_node_join(
         self, now_ms: int, session: int, join: calls.NodeJoin, certified: str = ""
     ) -> calls.MasterAccepted:
         """Handles the first message of a node's stream. ``certified``: as in ``SegmentInfo``.
@@ -63,38 +63,38 @@ class NodeMessageHandler:
             common.effect(LogClusterEvent("epoch_not_believed", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
-            mark = max(offer.mark for offer in join.segments)
+            mark = max(offer.removal_watermark for offer in join.segments)
             self._marks.node_joined(session, join.name, mark)
-        self._follow(now_ms)
+        self._apply_membership_changes(now_ms)
         for segment_id in accepted.segment_ids:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
-        self._common.room_made()
+        self._common.space_freed()
         return accepted
 
-    def said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
+    def on_node_message(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
         """Handles any later message. Messages of a session that is over are ignored."""
         common = self._common
-        node = self._membership.of(session)
+        node = self._membership.node_of_session(session)
         if node is None:
             return
         if self._membership.state_of(node, now_ms) != liveness.ALIVE:
-            self._common.room_made()  # if it was only silent, puts may use it again
-        self._membership.heard(now_ms, node)
+            self._common.space_freed()  # if it was only silent, puts may use it again
+        self._membership.on_heartbeat(now_ms, node)
         common.changing = True
         match message:
             case calls.NodeHeartbeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
                 node.ahead_ms = clock_ms - now_ms
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
-                self._membership.heard_of_entry(node, is_gone=entry_gone)
-                self._follow(now_ms)
+                self._membership.on_shm_entry_report(node, is_gone=entry_gone)
+                self._apply_membership_changes(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)
                 common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))
             case calls.NodeWipeDone(order):
                 segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
                     common.effects += common.reclaim.wiped(order)
-                    common.effects += common.reclaim.zero_more(now_ms)
-                    self._common.room_made()
+                    common.effects += common.reclaim.request_zeroing(now_ms)
+                    self._common.space_freed()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not say so
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
@@ -102,26 +102,30 @@ class NodeMessageHandler:
                 self._returning.node_claims(now_ms, node, message)
             case calls.NodeLeave():
                 self._membership.leave(node)
-                self._follow(now_ms, left=True)
+                self._apply_membership_changes(now_ms, left=True)
             case calls.NodeJoin():
                 raise ProtocolError("a node joins once per stream")
 
     def stream_broken(self, session: int) -> None:
         self._common.changing = True
         self._membership.stream_broken(session)
-        self._follow(0)  # no node is declared dead here, so the time does not matter
+        self._apply_membership_changes(
+            0
+        )  # no node is declared dead here, so the time does not matter
 
-    def offered(self, session: int) -> list[calls.SegmentInfo]:
+    def segments_of_session(self, session: int) -> list[calls.SegmentInfo]:
         """The segments of the node of that session; none if the session is over."""
-        node = self._membership.of(session)
+        node = self._membership.node_of_session(session)
         return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
 
-    def reached(self, session: int, why_not: str) -> None:
+    def on_connectivity_result(self, session: int, why_not: str) -> None:
         """Called when the master has tried to connect to the node. ``why_not``: empty: it could."""
-        node = self._membership.of(session)
+        node = self._membership.node_of_session(session)
         if node is not None:
-            self._membership.reached(node, why_not)
-            self._follow(0)  # no node is declared dead here, so the time does not matter
+            self._membership.on_connectivity_result(node, why_not)
+            self._apply_membership_changes(
+                0
+            )  # no node is declared dead here, so the time does not matter
 
     def _check_later(self, node: str, epoch: int) -> None:
         """Raises UnavailableError: the node has joined a later master, of this epoch."""
@@ -156,7 +160,7 @@ class NodeMessageHandler:
                 self._membership.reported(now_ms, segment.node, request, source)
                 common.counters["reported_failures"] += 1
         self._membership.expire_nodes(now_ms)
-        self._follow(now_ms)
+        self._apply_membership_changes(now_ms)
         nodes = self._membership.nodes.values()
         states = [self._membership.state_of(node, now_ms) for node in nodes]
         return calls.ReportFailureReply(states.count(liveness.SUSPECT))
@@ -166,7 +170,7 @@ class NodeMessageHandler:
         common, members = self._common, self._membership
         if request.step is DrainStep.LEAVE and request.node not in members.nodes:
             return calls.DrainReply(common.epoch, 0, 0)  # it has left
-        node = members.known(request.node)
+        node = members.get_node(request.node)
         common.changing = True
         if request.step is DrainStep.LEAVE:
             if not node.draining:
@@ -174,11 +178,11 @@ class NodeMessageHandler:
             members.dismiss(node)
         else:
             if not node.draining:
-                node.drained_from = common.present
+                node.drained_from = common.newest_granted
             members.drain(node, draining=request.step is DrainStep.BEGIN)
-            self._common.room_made()  # after an undo, puts may use it again
+            self._common.space_freed()  # after an undo, puts may use it again
         segments = set(members.segments.get(node.name, ()))
-        self._follow(now_ms)
+        self._apply_membership_changes(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
         return calls.DrainReply(common.epoch, used, pending, node.drained_from)
@@ -192,7 +196,7 @@ class NodeMessageHandler:
             self._watched_ms = now_ms
             self._fence_idle(now_ms)
         self._common.forest.missing.tick(now_ms, self._membership.nodes)
-        self._follow(now_ms)
+        self._apply_membership_changes(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
         """Declares nodes dead that only send beats: removals would wait for them."""
@@ -205,7 +209,7 @@ class NodeMessageHandler:
 
     # --- segments -----------------------------------------------------------------------------
 
-    def _follow(self, now_ms: int, *, left: bool = False) -> None:
+    def _apply_membership_changes(self, now_ms: int, *, left: bool = False) -> None:
         """Passes changes of the membership on to the other parts. ``left``: a node has said that
         it leaves, and serves no client any more."""
         members = self._membership

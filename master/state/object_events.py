@@ -1,8 +1,8 @@
 """Events of objects that became visible or are gone, and a listing that fits into their order.
 
-An object is *visible* from when its record gets bytes (``Forest.fill``) until they are taken
-(``Forest.empty``). Objects of a node that died are gone when the background work finds them.
-"""
+An object is *visible* from when its record gets bytes (``Forest.mark_complete``) until they are
+taken (``Forest.drop_bytes``). Objects of a node that died are gone when the background work finds
+them."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ class PinTable:
         """Shards whose records may have lost memory with a node."""
         self._to_measure: list[_PinnedRecord] = []
 
-    def held(self, namespace: Namespace) -> tuple[int, int]:
+    def pinned_in(self, namespace: Namespace) -> tuple[int, int]:
         """Objects of this namespace that pins hold, and their bytes of memory."""
         return self._held.get(namespace, (0, 0))
 
-    def all_held(self) -> dict[Namespace, tuple[int, int]]:
-        """``held`` of all namespaces; not to be changed."""
+    def all_pinned(self) -> dict[Namespace, tuple[int, int]]:
+        """``pinned_in`` of all namespaces; not to be changed."""
         return self._held
 
     def holds(self, record: ObjectRecord) -> bool:
@@ -80,7 +80,7 @@ class PinTable:
         """Pins ``record``, which is complete. Of two ends the later one holds."""
         if not self.holds(record):
             self._count(record)
-        self.ends.set(record, max(end_ms, self.ends.of(record)))
+        self.ends.set(record, max(end_ms, self.ends.expiry_of(record)))
 
     def _count(self, record: ObjectRecord) -> None:
         """Counts the record, and its ancestors that are not held yet."""
@@ -113,7 +113,7 @@ class PinTable:
         self.size += size
         if self.tenants is not None:
             self.tenants.pinned(namespace, size)
-        before = self.held(namespace)
+        before = self.pinned_in(namespace)
         now = before[0] + objects, before[1] + size
         if now[0]:
             self._held[namespace] = now
@@ -121,36 +121,36 @@ class PinTable:
             self._held.pop(namespace, None)
 
     def unpin(self, record: ObjectRecord) -> bool:
-        """Ends the pin that a client asked for; ``settle`` takes the count back. Returns whether
-        there was such a pin."""
-        if not self.ends.of(record):
+        """Ends the pin that a client asked for; ``release_ended`` takes the count back. Returns
+        whether there was such a pin."""
+        if not self.ends.expiry_of(record):
             return False
         self.ends.drop(record)
-        self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
+        self._release(self._shards[hash(record) % TABLE_SHARDS][record])
         return True
 
-    def _let_go(self, pin: _PinnedRecord) -> None:
+    def _release(self, pin: _PinnedRecord) -> None:
         self._ending.append(pin)
         self._jobs.due |= EXPIRE
 
     def end_next(self, now_ms: int) -> ObjectRecord | None:
         """The record of a pin whose end has come; None: there is none."""
-        record = self.ends.pop_ended(now_ms)
+        record = self.ends.pop_expired(now_ms)
         if record is not None:
-            self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
+            self._release(self._shards[hash(record) % TABLE_SHARDS][record])
         return record
 
     @property
     def unsettled(self) -> bool:
-        """Whether ``settle`` has something to do."""
+        """Whether ``release_ended`` has something to do."""
         return bool(self._ending or self._to_measure or self._shards_to_measure)
 
-    def settle(self, steps: int) -> None:
+    def release_ended(self, steps: int) -> None:
         """Stops counting records that no pin holds any more, ``steps`` records at most."""
         while self._ending and steps > 0:
             steps -= 1
             pin = self._ending.popleft()
-            if not (pin.dropped or pin.below or self.ends.of(pin.record)):
+            if not (pin.dropped or pin.below or self.ends.expiry_of(pin.record)):
                 self.drop(pin.record)
         while steps > 0 and (self._to_measure or self._shards_to_measure):
             steps -= 1
@@ -160,7 +160,8 @@ class PinTable:
                 self._to_measure += self._shards[self._shards_to_measure.pop()].values()
 
     def segment_died(self) -> None:
-        """Called when a segment died: ``settle`` measures all counted records again, in slices."""
+        """Called when a segment died: ``release_ended`` measures all counted records again, in
+        slices."""
         if self._count_all:
             self._shards_to_measure = list(range(TABLE_SHARDS))
             self._jobs.due |= EXPIRE
@@ -191,7 +192,7 @@ class PinTable:
         if above is not None:
             above.below -= 1
             if not above.below:
-                self._let_go(above)
+                self._release(above)
 
     def stored(self, record: ObjectRecord) -> None:
         """Called when the record got bytes, other bytes or another replica: a pin survives an
@@ -211,7 +212,7 @@ class PinTable:
         above, pin.above = pin.above, None
         above.below -= 1
         if not above.below:
-            self._let_go(above)
+            self._release(above)
 
 
 def bytes_held(record: ObjectRecord) -> int:

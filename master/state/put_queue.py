@@ -16,7 +16,7 @@ from kvstore.master.state.effects import DeferredReply, SendReply
 from kvstore.master.state.grants import WaitingPut
 from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, AllocationFailure
 from kvstore.master.state.state_context import StateContext
-from kvstore.master.state.tenant import PUTS, Tenant
+from kvstore.master.state.tenant import PUT_SHARE, Tenant
 from kvstore.tenants import tenant_text
 
 SERVED_PER_STEP = 512
@@ -61,17 +61,17 @@ class WaitingPuts:
                     advice="Put less at a time, or raise the tenant's share of puts.",
                     waiting_puts=owner.waiting,
                     tenant=owner.name,
-                    quota=PUTS,
+                    quota=PUT_SHARE,
                 )
             owner.waiting += 1
-        ticket = common.ticket()
+        ticket = common.new_reply_id()
         self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
         common.counters["waited_puts"] += 1
         return DeferredReply(ticket)
 
     def cancel(self, ticket: int) -> None:
         for waiting in self._queue:
-            if waiting.ticket == ticket:
+            if waiting.reply_id == ticket:
                 self._drop(waiting)
                 self._jobs.note(SERVE, bool(self._queue))  # the next one may want less
                 return
@@ -107,29 +107,31 @@ class WaitingPuts:
                 result = error
             if isinstance(result, AllocationFailure):
                 lacked[put.tenant] = result
-                if result.goes_on:  # this put is the next one again
+                if result.may_retry:  # this put is the next one again
                     jobs.due |= SERVE
                 else:
                     self._stuck[put.tenant] = result
             else:
                 self._drop(put)
-                self._answer(now_ms, put, result)
+                self._reply(now_ms, put, result)
             served += PUT_COUNTS_FOR + _keys_of(put.request)
             if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
                 jobs.due |= SERVE
-        self._refuse_late(now_ms, self._stuck | lacked)
+        self._reject_expired(now_ms, self._stuck | lacked)
         if not self._queue:
             jobs.note(SERVE, False)
 
-    def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
+    def _reply(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
         common = self._common
-        if isinstance(result, calls.Grants) and (earlier := common.unread(put.request, result)):
-            effects, _ = common.reclaim.wipe([], now_ms, put.ticket, result, earlier)
+        if isinstance(result, calls.Grants) and (
+            earlier := common.wipes_before_grant(put.request, result)
+        ):
+            effects, _ = common.reclaim.wipe([], now_ms, put.reply_id, result, earlier)
             common.effects += effects
         else:
-            common.effect(SendReply(put.ticket, result))
+            common.effect(SendReply(put.reply_id, result))
 
-    def _refuse_late(self, now_ms: int, lacked: dict[Tenant | None, AllocationFailure]) -> None:
+    def _reject_expired(self, now_ms: int, lacked: dict[Tenant | None, AllocationFailure]) -> None:
         """Refuses late puts. ``lacked``: by tenant, what its first put lacks, if it was tried."""
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
             missing = self._lacking(put, lacked.get(put.tenant))
@@ -138,7 +140,7 @@ class WaitingPuts:
             self._common.counters["refused_no_space"] += 1
             error = no_space_report.refusal_error(self._common, now_ms, put.request, missing)
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
-            self._common.effect(SendReply(put.ticket, error))
+            self._common.effect(SendReply(put.reply_id, error))
 
     def _lacking(self, put: WaitingPut, found: AllocationFailure | None) -> AllocationFailure:
         """What a put lacks that is refused. ``found``: what the first put of its tenant lacked."""
@@ -148,7 +150,7 @@ class WaitingPuts:
         is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
         return found if is_first else AllocationFailure(asked, quota=found.quota)
 
-    def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
+    def blocked_by_pins(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until ``until_ms`` that the rest of the pool is too small for
         the request: no end of a lease, or of a lifetime, helps."""
         pool = self._common.pool

@@ -75,19 +75,19 @@ class PutHandler:
         if request.parent is not None and request.parent in keys:
             raise InvalidArgumentError("a key cannot be its own parent")
         self._check_sizes(request.sizes)
-        putter = self._traffic.puts(now_ms, request.namespace)
+        putter = self._traffic.writer_row(now_ms, request.namespace)
         putter.keys += count
         if count:
             putter.key = keys[0]
         tried, found = self._try_put(now_ms, request)
-        result = self._answer_or_wait(now_ms, request, tried)
+        result = self._reply_or_wait(now_ms, request, tried)
         putter.found += found
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | DeferredReply:
         self._forest.begin_step()
         self._check_sizes([request.size])
-        return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
+        return self._reply_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self._pool.capacity_max
@@ -100,34 +100,34 @@ class PutHandler:
                 segment_bytes_max=capacity_max,
             )
 
-    def _answer_or_wait(
+    def _reply_or_wait(
         self, now_ms: int, request: Wanting, result: calls.Grants | AllocationFailure
     ) -> calls.Grants | DeferredReply:
         if isinstance(result, calls.Grants):
-            earlier = self._common.unread(request, result)
-            return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
+            earlier = self._common.wipes_before_grant(request, result)
+            return self._common.reply_when_wiped(now_ms, [], result, earlier) if earlier else result
         wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
-        if result.goes_on:
+        if result.may_retry:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
         if (
             wait_ms <= 0
-            or result.never
-            or not self._could_take(request)
-            or self._waiting.only_pins_end(now_ms + wait_ms, request)
+            or result.is_permanent
+            or not self._has_reachable_node(request)
+            or self._waiting.blocked_by_pins(now_ms + wait_ms, request)
         ):
             raise no_space_report.refusal_error(self._common, now_ms, request, result)
         later = self._waiting.add(now_ms, request, wait_ms)
-        if result.goes_on:
-            self._common.room_made()
+        if result.may_retry:
+            self._common.space_freed()
         return later
 
-    def _could_take(self, request: Wanting) -> bool:
+    def _has_reachable_node(self, request: Wanting) -> bool:
         """Whether a node that the client can reach may ever have room. True if there is no node:
         one may join."""
         segments = self._pool.segments.values()
         return not segments or any(
-            segment.offer.uuid not in request.avoid
-            and (not request.here_only or segment.node.host == request.host)
+            segment.offer.uuid not in request.avoid_segments
+            and (not request.local_only or segment.node.host == request.host)
             and (segment.offer.device is None or not isinstance(request, calls.Allocate))
             for segment in segments
         )
@@ -145,7 +145,7 @@ class PutHandler:
     ) -> tuple[calls.Grants | AllocationFailure, int]:
         """Tries to grant a put. Also returns how many of its keys are stored already."""
         keys = list(request.keys)
-        self._keeping.make_room(now_ms, request.namespace, keys)
+        self._keeping.expire_before_put(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
         outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
         granted: list[int] = []
@@ -176,8 +176,9 @@ class PutHandler:
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
         taken = self._granting.reserve(
-            now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
-            here_only=request.here_only, owner=self._pool.tenant_of(request.namespace),
+            now_ms, sizes, request.replicas, near=near, host=request.host,
+            avoid=request.avoid_segments, here_only=request.local_only,
+            owner=self._pool.tenant_of(request.namespace),
         )  # fmt: skip
         if isinstance(taken, AllocationFailure):
             if parent is not None and request.wait_ms:
@@ -237,7 +238,7 @@ class PutHandler:
                     self._pool.free(given, extent_bytes(of_size))
                 for made in reversed(puts):
                     self._pending.pop(made.token)
-                    self._granting.unclaim(made)
+                    self._granting.detach_from_record(made)
                 raise
         return puts
 
@@ -245,13 +246,16 @@ class PutHandler:
         self, now_ms: int, request: calls.Allocate
     ) -> calls.Grants | AllocationFailure:
         self._common.changing = True
-        self._keeping.make_room(now_ms, "", [])
+        self._keeping.expire_before_put(now_ms, "", [])
         segments = self._pool.segments.values()
         of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
-        avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
+        avoid = [
+            *request.avoid_segments,
+            *of_devices,
+        ]  # the client writes to an allocation as to an array
         owner = self._pool.tenant_of(request.namespace)
         taken = self._granting.reserve(
-            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only,
+            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.local_only,
             owner=owner,
         )  # fmt: skip
         if isinstance(taken, AllocationFailure):
@@ -290,7 +294,7 @@ class PutHandler:
                 self._granting.abandon(put, now_ms)
                 continue
             if isinstance(put, CopyGrant):
-                if not self._granting.still_there(put) or any(
+                if not self._granting.unexpired(put) or any(
                     put.record is other.record for other, _ in ended
                 ):
                     outdated.append(put)
@@ -304,15 +308,17 @@ class PutHandler:
             ended.append((put, alive))
             if put.overwrite:
                 still_read += self._reclaim.still_read(put.record)
-            elif self._reclaim.names_orders:
+            elif self._reclaim.with_wipe_seqs:
                 still_read += self._reclaim.being_read((put.record.namespace, put.record.key))
             outcomes[index] = was_stored
-        self._granting.give_back(outdated)
+        self._granting.release_copies(outdated)
         for put, alive in ended:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
             if isinstance(put, CopyGrant):
-                self._pool.note_brought(put.record)  # the object may have lost a replica meanwhile
+                self._pool.count_unrequested_bytes(
+                    put.record
+                )  # the object may have lost a replica meanwhile
                 put.record.last_used_ms = used_ms  # a move does not count as a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
@@ -320,41 +326,41 @@ class PutHandler:
         if stored:  # clients end the puts of one namespace at a time
             size = sum([put.size for put in stored])
             self._count_stored(len(stored), size)
-            putter = self._traffic.puts(now_ms, stored[0].record.namespace)
+            putter = self._traffic.writer_row(now_ms, stored[0].record.namespace)
             putter.stored += len(stored)
             putter.stored_bytes += size
         for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
             if not put.record.children:
-                self._pool.settle(put.record)
+                self._pool.delete_if_unused(put.record)
             if put.record.more:
                 self._copying.note_stored(put.record)
         if ended:
-            self._common.room_made()  # they can be evicted
+            self._common.space_freed()  # they can be evicted
         reply = calls.PutEndReply(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
-        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
+        return common.reply_when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.PutRevokeReply:
         common = self._common
         given_up: list[StaleExtents] = []
         common.changing = True
         for token in request.tokens:
-            put = self._granting.granted(now_ms, request.epoch, token)
+            put = self._granting.find_grant(now_ms, request.epoch, token)
             if put is None:
-                if request.settled and request.epoch == common.epoch:
+                if request.quiesced and request.epoch == common.epoch:
                     self._granting.wipe_again(token)
                 continue
             self._granting.end(put)
-            residue = put.residue(common.epoch)
-            if request.settled:
+            residue = put.stale_extents(common.epoch)
+            if request.quiesced:
                 self._pool.free(put.extents, put.length)
             else:
                 self._granting.quarantine(put, put.deadline_ms)
                 residue = residue._replace(writers=put.writers(request.connections), kept=True)
             given_up.append(residue)
-            self._granting.unclaim(put)
+            self._granting.detach_from_record(put)
         common.wipe(given_up)
         common.counters["revoked_puts"] += len(given_up)
         return calls.PutRevokeReply(len(given_up))
@@ -363,21 +369,21 @@ class PutHandler:
         """Makes an allocation an object; memory that the object does not need is free at once."""
         common = self._common
         self._forest.begin_step()
-        given = self._granting.granted(now_ms, request.epoch, request.token)
+        given = self._granting.find_grant(now_ms, request.epoch, request.token)
         if not isinstance(given, AllocationGrant) or request.size > given.size:
             return calls.CommitReply(PutOutcome.REFUSED)
         namespace, key, parent = request.namespace, request.key, request.parent
         if parent == key:
             raise InvalidArgumentError("a key cannot be its own parent")
         common.changing = True
-        self._keeping.make_room(now_ms, namespace, [key])
+        self._keeping.expire_before_put(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
         alive = [extent for extent in given.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
             self._granting.end(given)
             # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(given, given.deadline_ms)
-            common.wipe([given.residue(common.epoch)._replace(kept=True)])
+            common.wipe([given.stale_extents(common.epoch)._replace(kept=True)])
             return calls.CommitReply(outcome if alive else PutOutcome.REFUSED)
         self._keep_bound(now_ms, request, given, len(alive))
         above = None if parent is None else self._forest.ensure(namespace, parent)
@@ -402,7 +408,7 @@ class PutHandler:
             common.wipe([right, StaleExtents(None, size, 0, 0, zeroed)])
         replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
-        putter = self._traffic.puts(now_ms, namespace)
+        putter = self._traffic.writer_row(now_ms, namespace)
         putter.keys += 1
         putter.stored += 1
         putter.stored_bytes += request.size
@@ -411,13 +417,13 @@ class PutHandler:
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
         record.keep_until(lease_until_ms)
         if not record.children:
-            self._pool.settle(record)
-            self._common.room_made()  # it can be evicted
+            self._pool.delete_if_unused(record)
+            self._common.space_freed()  # it can be evicted
         reply = calls.CommitReply(PutOutcome.STORED)
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
-        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
+        return common.reply_when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
     def _keep_bound(
         self, now_ms: int, request: calls.Commit, given: AllocationGrant, replicas: int
@@ -436,18 +442,18 @@ class PutHandler:
             until_ms = now_ms + self._common.rules.lease_ms
             self._common.lease(request.namespace, request.parent, until_ms)
         wanted = extent_bytes(request.size) * replicas
-        missing = self._granting.keep_bound(now_ms, owner, wanted)
+        missing = self._granting.evict_to_limit(now_ms, owner, wanted)
         if missing is not None:
             raise no_space_report.quota_error(self._common, owner, wanted, missing)
 
     def _store(self, put: ObjectGrant, extents: list[Extent], now_ms: int) -> list[StaleExtents]:
         """Gives the put's record these extents. Returns the residue of the replaced version, whose
-        extents are still allocated. The caller calls ``Pool.settle`` afterwards."""
+        extents are still allocated. The caller calls ``Pool.delete_if_unused`` afterwards."""
         record = put.record
         replaced: list[StaleExtents] = []
         if record.segment is not None:
             replaced.append(StaleExtents.of(record))
-            self._pool.strip(record, replaced=True)
+            self._pool.take_extents(record, replaced=True)
         else:
             self._pool.pins.drop(record)  # the pin of an object that was lost
         if record.writer == put.token:
@@ -458,7 +464,7 @@ class PutHandler:
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # something was removed during the put
-            self._common.allow(record, version)
+            self._common.clear_tombstone(record, version)
         if isinstance(put, PutGrant):
             self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
             if put.ttl_ms:

@@ -80,9 +80,9 @@ class QueryHandler:
             self._gathering
             and len(self._asking) < ASKING_MAX
             and _misses(request, reply)
-            and self._gathers(now_ms)
+            and self._is_loading_inventories(now_ms)
         ):
-            ticket = self._common.ticket()
+            ticket = self._common.new_reply_id()
             self._asking.append((ticket, self._traffic.caller, request))
             return DeferredReply(ticket)
         return reply
@@ -111,7 +111,7 @@ class QueryHandler:
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 common.counters["missed_objects"] += count
-                self._note(now_ms, namespace, request.keys, 0, 0 if count else -1)
+                self._record_traffic(now_ms, namespace, request.keys, 0, 0 if count else -1)
                 continue
             keys = request.keys
             living = keys
@@ -135,7 +135,7 @@ class QueryHandler:
             common.counters["missed_objects"] += count - matched
             missing = matched < count and not being_written
             tip = holding[-1].key if holding else None
-            self._note(now_ms, namespace, keys, matched, matched if missing else -1, tip)
+            self._record_traffic(now_ms, namespace, keys, matched, matched if missing else -1, tip)
         state = 0
         if request.states:
             reach = min([match.matched for match in matches], default=count)
@@ -149,7 +149,7 @@ class QueryHandler:
         held: list[ObjectRecord] = []
         state, left = len(keys), STATE_PROBES_MAX
         while state and left > 0:
-            held = self._held(now_ms, namespaces, keys[state - 1])
+            held = self._objects_under_key(now_ms, namespaces, keys[state - 1])
             if len(held) == len(namespaces):
                 break
             left -= len(held) + 1
@@ -161,15 +161,17 @@ class QueryHandler:
         self._common.counters["matched_objects"] += found * len(namespaces)
         self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
         for namespace in namespaces if asked else ():
-            self._note(now_ms, namespace, asked, int(found), -1 if found else 0)
+            self._record_traffic(now_ms, namespace, asked, int(found), -1 if found else 0)
         return state if found else 0
 
-    def _held(self, now_ms: int, namespaces: Sequence[Namespace], key: Key) -> list[ObjectRecord]:
+    def _objects_under_key(
+        self, now_ms: int, namespaces: Sequence[Namespace], key: Key
+    ) -> list[ObjectRecord]:
         """The objects of this key in the first ones of these namespaces, until one lacks it."""
         held: list[ObjectRecord] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
-            if record is None or not self._pool.is_there(record, now_ms):
+            if record is None or not self._pool.is_stored(record, now_ms):
                 break
             held.append(record)
         return held
@@ -206,7 +208,7 @@ class QueryHandler:
         first = -1
         if found < count:
             first = records.index(None) if count > 1 else 0
-        self._note(now_ms, request.namespace, keys, found, first)
+        self._record_traffic(now_ms, request.namespace, keys, found, first)
         placements = common.placements(records, now_ms)
         return calls.LookupReply(common.epoch, common.rules.lease_ms, placements)
 
@@ -229,7 +231,7 @@ class QueryHandler:
         if _ABSENT in presence:
             first = presence.index(_ABSENT) if count > 1 else 0
             found -= presence.count(_ABSENT) if count > 1 else 1
-        self._note(now_ms, request.namespace, keys, found, first)
+        self._record_traffic(now_ms, request.namespace, keys, found, first)
         return calls.ExistsReply(presence)
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
@@ -246,7 +248,7 @@ class QueryHandler:
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)
 
-    def _note(
+    def _record_traffic(
         self,
         now_ms: int,
         namespace: Namespace,
@@ -257,8 +259,8 @@ class QueryHandler:
     ) -> None:
         """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
         miss may not be the final answer then."""
-        if not (self._gathering and self._gathers(now_ms)):
-            self._traffic.asked(now_ms, namespace, keys, found, first, tip)
+        if not (self._gathering and self._is_loading_inventories(now_ms)):
+            self._traffic.record_query(now_ms, namespace, keys, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.RenewReply:
         """Extends deadlines of grants, and leases of objects: of those whose version has not
@@ -282,7 +284,7 @@ class QueryHandler:
         tokens_held = bytearray(len(request.tokens))
         common.changing |= bool(request.tokens)
         for index, token in enumerate(request.tokens):
-            put = self._granting.granted(now_ms, request.epoch, token)
+            put = self._granting.find_grant(now_ms, request.epoch, token)
             if put is not None and all(segment.alive for segment, _ in put.extents):
                 self._granting.renew(now_ms, put)
                 tokens_held[index] = 1
@@ -296,10 +298,10 @@ class QueryHandler:
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    def _gathers(self, now_ms: int) -> bool:
+    def _is_loading_inventories(self, now_ms: int) -> bool:
         """Whether nodes may still report objects, so that misses should wait."""
         age_ms = now_ms - self._common.started_ms
-        under_way = self._returning.under_way
+        under_way = self._returning.in_progress
         segments = self._common.pool.segments.values()
         joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
         self._gathering = age_ms < self._common.rules.gather_ms and (
@@ -309,10 +311,10 @@ class QueryHandler:
             self._jobs.due |= ANSWER
         return self._gathering and (joining or under_way)
 
-    def answer(self, now_ms: int) -> None:
+    def reply(self, now_ms: int) -> None:
         """Answers some of the waiting questions, if they need not wait any more."""
         self._jobs.note(ANSWER, False)
-        if not self._asking or self._gathers(now_ms):
+        if not self._asking or self._is_loading_inventories(now_ms):
             return
         keys = 0
         while self._asking and keys < ANSWERED_PER_STEP:

@@ -43,7 +43,7 @@ ZERO_BYTES = 256 << 20
 class WipeRequest:
     """The extents of one wipe order, all on one segment: pending free."""
 
-    order: int
+    wipe_seq: int
     segment: MountedSegment
     free_at_ms: int
     removals: list[PendingRemoval] = field(default_factory=list)
@@ -61,7 +61,7 @@ class WipeRequest:
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
-    mark: Version = NO_VERSION
+    removal_watermark: Version = NO_VERSION
     """The mark that the node must keep, when the headers are wiped."""
     writers: dict[Writer, None] = field(default_factory=dict)
     """Connections that the node must end before it wipes the headers."""
@@ -80,7 +80,7 @@ class WipeRequest:
         new = [removal for removal in removals if removal not in known]
         self.removals += new
         for removal in new:
-            removal.orders += 1
+            removal.wipe_seqs += 1
 
     def free(self) -> None:
         self.segment.reclaim_bytes -= sum(self.lengths)
@@ -88,15 +88,15 @@ class WipeRequest:
             for offset, length in zip(self.offsets, self.lengths, strict=True):
                 self.segment.allocator.free(offset, length)
 
-    def order_message(self) -> MasterWipe:
+    def to_message(self) -> MasterWipe:
         uuid = self.segment.offer.uuid
         return MasterWipe(
-            self.order,
+            self.wipe_seq,
             uuid,
             self.offsets,
             self.epochs,
             self.counters,
-            self.mark,
+            self.removal_watermark,
             [client for client, _ in self.writers],
             [connection for _, connection in self.writers],
             self.zeroed if any(self.zeroed) else (),
@@ -107,9 +107,9 @@ class WipeRequest:
 class PendingRemoval:
     """An answer that waits until the last of its orders is done."""
 
-    ticket: int
+    reply_id: int
     reply: calls.Reply
-    orders: int = 0
+    wipe_seqs: int = 0
 
 
 class SpaceReclaimer:
@@ -136,18 +136,18 @@ class SpaceReclaimer:
         """Times at which ``unanswered`` was called, and the last order at each."""
 
     @property
-    def names_orders(self) -> bool:
+    def with_wipe_seqs(self) -> bool:
         """Whether there are unfinished orders that concern objects."""
         return bool(self._unwiped_of)
 
-    def of_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
+    def for_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
         """Unfinished orders that concern these objects."""
         wipings = {
-            wiping.order: wiping for name in names for wiping in self._unwiped_of.get(name, ())
+            wiping.wipe_seq: wiping for name in names for wiping in self._unwiped_of.get(name, ())
         }
         return list(wipings.values())
 
-    def of_namespace(self, namespace: str) -> list[WipeRequest]:
+    def for_namespace(self, namespace: str) -> list[WipeRequest]:
         """Unfinished orders that concern this namespace; empty: any namespace."""
         return [
             wiping
@@ -163,8 +163,8 @@ class SpaceReclaimer:
         reply: calls.Reply,
         earlier: Sequence[WipeRequest],
     ) -> tuple[list[Effect], bool]:
-        """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that and the ``earlier``
-        orders are done.
+        """Orders the headers wiped. Answers ``reply_id`` with ``reply`` when that and the
+        ``earlier`` orders are done.
 
         ``free_at_ms``: when no lease of the usual length is left. An order with a longer lease (on
         a committed allocation) delays the orders behind it, which is simpler than a heap. Returns
@@ -177,8 +177,8 @@ class SpaceReclaimer:
             wiping.count()
         for wiping in dict.fromkeys((*wipings, *earlier)):
             wiping.removals.append(removal)
-            removal.orders += 1
-        return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
+            removal.wipe_seqs += 1
+        return [effect for wiping in wipings for effect in _send(wiping)], removal.wipe_seqs > 0
 
     def clean(self, gone: Iterable[StaleExtents]) -> list[Effect]:
         """Orders headers wiped in extents that are free already, or that another part frees
@@ -186,7 +186,7 @@ class SpaceReclaimer:
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
             wiping.ended = wiping.released = True
-            self._unclean.setdefault(wiping.segment, {})[wiping.order] = wiping
+            self._unclean.setdefault(wiping.segment, {})[wiping.wipe_seq] = wiping
             effects += _send(wiping)
         return effects
 
@@ -211,7 +211,7 @@ class SpaceReclaimer:
         on = {segment for segment, _ in record.extents()}
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
-    def concerns(self, readers: Iterable[WipeRequest], name: Name) -> None:
+    def add_reader(self, readers: Iterable[WipeRequest], name: Name) -> None:
         """Notes that these readers may read a removed version of this object (``being_read``)."""
         for wiping in readers:
             wipings = self._unwiped_of.setdefault(name, [])
@@ -225,12 +225,12 @@ class SpaceReclaimer:
         wipings = self._unwiped_of.get(name)
         return [wiping for wiping in wipings if not wiping.ended] if wipings else []
 
-    def keep_mark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
+    def keep_removal_watermark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
         """Orders the node to keep the mark, after all earlier orders."""
         wiping = self._new(segment)
-        wiping.mark = mark
+        wiping.removal_watermark = mark
         wiping.ended = wiping.released = True
-        self._unclean.setdefault(segment, {})[wiping.order] = wiping
+        self._unclean.setdefault(segment, {})[wiping.wipe_seq] = wiping
         return _send(wiping)
 
     def unmarked(self) -> list[WipeRequest]:
@@ -239,7 +239,7 @@ class SpaceReclaimer:
             wiping
             for wipings in self._unclean.values()
             for wiping in wipings.values()
-            if wiping.mark != NO_VERSION
+            if wiping.removal_watermark != NO_VERSION
         ]
 
     def clean_ahead(self, gone: Iterable[StaleExtents]) -> list[Effect]:
@@ -251,7 +251,7 @@ class SpaceReclaimer:
             wiping.count()
         return [effect for wiping in wipings for effect in _send(wiping)]
 
-    def unclean(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
+    def pending_wipes(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
         """Orders that must be done before a client may write to free extents of these segments."""
         if not self._unclean:
             return []
@@ -270,7 +270,7 @@ class SpaceReclaimer:
         else:
             segment.allocator.free(offset, length)
 
-    def zero_more(self, now_ms: int) -> list[Effect]:
+    def request_zeroing(self, now_ms: int) -> list[Effect]:
         """Orders more memory zeroed, on each segment where no such order is under way."""
         effects: list[Effect] = []
         for segment, waiting in list(self._unzeroed.items()):
@@ -292,11 +292,11 @@ class SpaceReclaimer:
                 wiping.counters.append(0)
             if not waiting:
                 del self._unzeroed[segment]
-            self._zeroing[segment] = wiping.order
+            self._zeroing[segment] = wiping.wipe_seq
             effects += _send(wiping)
         return effects
 
-    def _hand_back(self, wiping: WipeRequest) -> None:
+    def _return_extents(self, wiping: WipeRequest) -> None:
         """Frees the extents of an order that is done and has ended, or has them zeroed first."""
         segment = wiping.segment
         if not segment.zeroes or not segment.alive or any(wiping.zeroed):
@@ -345,22 +345,24 @@ class SpaceReclaimer:
                 wiping.writers.update(dict.fromkeys(residue.writers))
         return wipings
 
-    def hold(self, segment: MountedSegment) -> None:
-        """Removals must wait for this segment (``held``), until ``let_go``."""
+    def hold_removals(self, segment: MountedSegment) -> None:
+        """Removals must wait for this segment (``held_removals``), until ``release_held``."""
         self._held[segment] = WipeRequest(0, segment, 0)
 
-    def held(self) -> list[WipeRequest]:
+    def held_removals(self) -> list[WipeRequest]:
         """Placeholder orders: one for each segment that removals must wait for."""
         return list(self._held.values())
 
-    def let_go(self, segment: MountedSegment) -> list[Effect]:
+    def release_held(self, segment: MountedSegment) -> list[Effect]:
         """Lets the removals that waited for this segment wait for its unfinished orders instead."""
         held = self._held.pop(segment)
-        for wiping in self.unclean((segment,)):
+        for wiping in self.pending_wipes((segment,)):
             wiping.add(held.removals)
         for removal in held.removals:
-            removal.orders -= 1
-        return [SendReply(done.ticket, done.reply) for done in held.removals if not done.orders]
+            removal.wipe_seqs -= 1
+        return [
+            SendReply(done.reply_id, done.reply) for done in held.removals if not done.wipe_seqs
+        ]
 
     def wiped(self, order: int) -> list[Effect]:
         """Called when the node has done the order (or is dead)."""
@@ -374,7 +376,7 @@ class SpaceReclaimer:
             if not unclean:
                 del self._unclean[wiping.segment]
         elif wiping.ended:
-            self._hand_back(wiping)
+            self._return_extents(wiping)
         if self._zeroing.get(wiping.segment) == order:
             del self._zeroing[wiping.segment]
             wiping.segment.unready = False
@@ -386,8 +388,10 @@ class SpaceReclaimer:
             if not wipings:
                 del self._unwiped_of[name]
         for removal in wiping.removals:
-            removal.orders -= 1
-        return [SendReply(done.ticket, done.reply) for done in wiping.removals if not done.orders]
+            removal.wipe_seqs -= 1
+        return [
+            SendReply(done.reply_id, done.reply) for done in wiping.removals if not done.wipe_seqs
+        ]
 
     def waiting_for(self, segment: MountedSegment) -> list[PendingRemoval]:
         """The removals that wait for orders to this segment, or for its inventory."""
@@ -396,9 +400,11 @@ class SpaceReclaimer:
             wipings.append(self._held[segment])
         return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
 
-    def wait_for_others(self, removals: Sequence[PendingRemoval], lost: MountedSegment) -> None:
+    def wait_for_other_segments(
+        self, removals: Sequence[PendingRemoval], lost: MountedSegment
+    ) -> None:
         """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
-        for wiping in (*self.held(), *self.unmarked()):
+        for wiping in (*self.held_removals(), *self.unmarked()):
             if wiping.segment is not lost:
                 wiping.add(removals)
 
@@ -407,7 +413,7 @@ class SpaceReclaimer:
         failed = set(removals)
         for wiping in (*self._unwiped.values(), *self._held.values()):
             wiping.removals = [each for each in wiping.removals if each not in failed]
-        return [SendReply(removal.ticket, error) for removal in removals]
+        return [SendReply(removal.reply_id, error) for removal in removals]
 
     def segment_of(self, order: int) -> MountedSegment | None:
         wiping = self._unwiped.get(order)
@@ -424,7 +430,7 @@ class SpaceReclaimer:
         since_ms, last = ordered[0]
         if since_ms + patience_ms > now_ms:
             return []
-        late = takewhile(lambda wiping: wiping.order <= last, self._unwiped.values())
+        late = takewhile(lambda wiping: wiping.wipe_seq <= last, self._unwiped.values())
         return [wiping.segment for wiping in late if wiping.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
@@ -438,7 +444,7 @@ class SpaceReclaimer:
                 self._tombstones.add_version(version)
         ended = [wiping for wiping in unwiped if wiping.ended]
         self._unzeroed.pop(segment, None)
-        return [effect for wiping in ended for effect in self.wiped(wiping.order)]
+        return [effect for wiping in ended for effect in self.wiped(wiping.wipe_seq)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
         """Frees the extents of one order on which every lease has ended. Returns the effects, and
@@ -448,14 +454,14 @@ class SpaceReclaimer:
         wiping = self._by_end.popleft()
         wiping.ended = True
         if wiping.wiped:
-            self._hand_back(wiping)
-        return ([] if wiping.segment.alive else self.wiped(wiping.order)), True
+            self._return_extents(wiping)
+        return ([] if wiping.segment.alive else self.wiped(wiping.wipe_seq)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
         """Ends the waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
         while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
-            effects += self.wiped(self._still_read.popleft()[1].order)
+            effects += self.wiped(self._still_read.popleft()[1].wipe_seq)
         return effects
 
     def _on(self, segment: MountedSegment) -> list[WipeRequest]:
@@ -464,4 +470,4 @@ class SpaceReclaimer:
 
 def _send(wiping: WipeRequest) -> list[Effect]:
     session = wiping.segment.node.session
-    return [] if session is None else [SendToNode(session, wiping.order_message())]
+    return [] if session is None else [SendToNode(session, wiping.to_message())]

@@ -83,19 +83,19 @@ class EvictionPolicy(Protocol):
         the search is ``unfinished`` after ``moves``."""
         ...
 
-    def hold(self, record: ObjectRecord, until_ms: int) -> None:
+    def defer(self, record: ObjectRecord, until_ms: int) -> None:
         """Keeps ``peek`` from returning this candidate before ``until_ms``, unless it is added
         again."""
         ...
 
     def lease_ended(self, record: ObjectRecord) -> None:
-        """Called when the lease of this candidate has ended early, and with it a ``hold``."""
+        """Called when the lease of this candidate has ended early, and with it a ``defer``."""
         ...
 
     def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
-        """When the first leased candidate, or one on ``hold``, may become evictable; None: ``peek``
-        has seen no leased one. ``after_ms``: ends up to then are of no interest, if ``peek`` does
-        not look at all candidates."""
+        """When the first leased candidate, or one on ``defer``, may become evictable; None:
+        ``peek`` has seen no leased one. ``after_ms``: ends up to then are of no interest, if
+        ``peek`` does not look at all candidates."""
         ...
 
     def __len__(self) -> int: ...
@@ -218,7 +218,8 @@ class ObjectRecord:
         self.depth = 0
         """Number of ancestors, as far as known when the record was linked; a search hint."""
         self.checked = 0
-        """When ``Forest.reach`` last looked at this record, and its finding; 0: nothing known."""
+        """When ``Forest.is_reachable`` last looked at this record, and its finding; 0: nothing
+        known."""
         self.writer = 0
         """Token of the put under way, 0 for none."""
         self.segment: MountedSegment | None = None
@@ -365,7 +366,7 @@ class NamespaceTable:
         for shard in self.shards:
             yield from shard.values()
 
-    def with_bytes(self) -> Iterator[ObjectRecord]:
+    def stored_records(self) -> Iterator[ObjectRecord]:
         """Records with bytes. Begins in the dictionary where the last search stopped: a caller that
         removes what it finds, and searches again, does not pass the others every time."""
         for _ in range(len(self.shards) if self.objects else 0):
@@ -386,7 +387,7 @@ class NamespaceTable:
 def with_bytes(tables: Iterable[NamespaceTable]) -> Iterator[ObjectRecord]:
     """The records with bytes of all these tables."""
     for table in tables:
-        yield from table.with_bytes()
+        yield from table.stored_records()
 
 
 class Namespaces:

@@ -51,10 +51,10 @@ class RemovalWatermarks:
         if not common.pool.segments:
             common.effects += common.reclaim.fail(waiting, unrecorded_removal_error())
             return
-        self.renew()
-        common.reclaim.wait_for_others(waiting, segment)
+        self.advance()
+        common.reclaim.wait_for_other_segments(waiting, segment)
 
-    def renew(self) -> None:
+    def advance(self) -> None:
         """Called for each removal. Orders a new mark if memory that has the last one may be
         away."""
         if not self._in_doubt:
@@ -65,17 +65,19 @@ class RemovalWatermarks:
         self._newest = Version(common.epoch, number)
         for segment in common.pool.segments.values():
             if segment.whole:
-                common.effects += common.reclaim.keep_mark(segment, self._newest)
+                common.effects += common.reclaim.keep_removal_watermark(segment, self._newest)
 
-    def bring_up_to_date(self, segment: MountedSegment) -> None:
+    def propagate_to(self, segment: MountedSegment) -> None:
         """Called when the segment holds no removed object: has its node keep the newest mark."""
         self._outdated.discard(segment.offer.uuid)
-        if segment.offer.mark < self._newest:
-            self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)
+        if segment.offer.removal_watermark < self._newest:
+            self._common.effects += self._common.reclaim.keep_removal_watermark(
+                segment, self._newest
+            )
 
     def is_outdated(self, segment: MountedSegment) -> bool:
         """Whether the segment was away during a removal that this master does not know of."""
-        return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
+        return segment.offer.uuid in self._outdated or segment.offer.removal_watermark < self._found
 
     def node_joined(self, session: int, name: str, mark: Version) -> None:
         """Notes the mark of an earlier master that a joining node has kept. Nodes that joined
@@ -92,7 +94,7 @@ class RemovalWatermarks:
         common.effect(LogClusterEvent("mark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
-            older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]
+            older = [s for s in segments if s.offer.removal_watermark < mark and not s.offer.fresh]
             if older and node.session != session:
                 self._outdated.update(segment.offer.uuid for segment in older)
                 common.membership.declare_dead(node, "outdated")

@@ -61,16 +61,16 @@ class RemovalHandler:
             record = self._forest.get(request.namespace, key)
             self._granting.end_copies(now_ms, (request.namespace, key))
             readers = self._reclaim.still_read(record)
-            self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
+            self._reclaim.add_reader(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
-                removed[index] = self._pool.is_there(record, now_ms)
+                removed[index] = self._pool.is_stored(record, now_ms)
                 gone.append(StaleExtents.of(record))
-                self._pool.hide(record, steps_max)
-            self._common.forbid(request.namespace, key)
+                self._pool.remove(record, steps_max)
+            self._common.add_tombstone(request.namespace, key)
         self._common.counters["removed_objects"] += len(gone)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.RemoveReply(bytes(removed))
-        return self._common.when_wiped(now_ms, gone, reply, earlier)
+        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
         """Raises UnavailableError: no node is joined that could record the removal."""
@@ -91,17 +91,17 @@ class RemovalHandler:
         for record in chosen:
             if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
-                self._reclaim.concerns(readers, (record.namespace, record.key))
+                self._reclaim.add_reader(readers, (record.namespace, record.key))
                 gone.append(StaleExtents.of(record))
-                self._pool.hide(record, steps_max)
+                self._pool.remove(record, steps_max)
         self._common.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
-        self._common.forbid(namespace, None)
-        earlier = [*self._reclaim.of_namespace(namespace), *self._elsewhere()]
+        self._common.add_tombstone(namespace, None)
+        earlier = [*self._reclaim.for_namespace(namespace), *self._elsewhere()]
         earlier += self._reclaim.still_read(None)
         reply = calls.ClearReply(len(gone), remaining)
-        return self._common.when_wiped(now_ms, gone, reply, earlier)
+        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:
         """Removes the reported objects. An object with a replica that is not reported stays, and
@@ -127,12 +127,12 @@ class RemovalHandler:
             self._common.effect(_notice(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
                 gone.append(StaleExtents.of(record, forbid=True))
-                self._pool.hide(record, steps_max)
+                self._pool.remove(record, steps_max)
             else:
                 self._pool.demote(record, segments)
         counters["corrupt_objects"] += len(gone)
         reply = calls.ReportCorruptReply(len(gone))
-        self._common.when_wiped(now_ms, gone, reply)
+        self._common.reply_when_wiped(now_ms, gone, reply)
         return reply
 
     def replace(
@@ -157,22 +157,22 @@ class RemovalHandler:
             if isinstance(put, PutGrant):
                 self._granting.end_copies(now_ms, name)
             version = Version(self._common.epoch, put.token)
-            self._common.forbid(namespace, key, but=version)
+            self._common.add_tombstone(namespace, key, but=version)
         earlier = [*self._earlier(names), *still_read]
-        return self._common.when_wiped(now_ms, replaced, reply, earlier)
+        return self._common.reply_when_wiped(now_ms, replaced, reply, earlier)
 
     # --- what removals wait for ---------------------------------------------------------------
 
     def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
         """The orders that a removal of these objects waits for: unfinished ones for the same
         objects (the request may be a repeated one), and those of ``_elsewhere``."""
-        return [*self._reclaim.of_objects(names), *self._elsewhere()]
+        return [*self._reclaim.for_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[WipeRequest]:
         """The orders that a removal waits for because other memory may hold the object: those for
         inventories under way, and for marks, by which memory that is away is known as outdated."""
-        self._marks.renew()
-        return [*self._reclaim.held(), *self._reclaim.unmarked()]
+        self._marks.advance()
+        return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
         """Raises UnavailableError: see ``unrecorded_removal_error``."""
@@ -186,10 +186,10 @@ class RemovalHandler:
         self._common.effects += self._reclaim.end_reading(now_ms)
         effects, may_go_on = self._reclaim.end_next(now_ms)
         self._common.effects += effects
-        self._common.effects += self._reclaim.zero_more(now_ms)
+        self._common.effects += self._reclaim.request_zeroing(now_ms)
         self._common.jobs.note(FREE, may_go_on)
         if may_go_on:
-            self._common.room_made()
+            self._common.space_freed()
 
 
 def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:

@@ -141,7 +141,7 @@ class RepairQueue:
         """The earliest time of the next pass."""
         self._ripe_ms: int | None = None
         """When the first replica that the pass has found missing counts as gone."""
-        self.left = False
+        self.note_deferred = False
         """Whether objects are short that are in no queue."""
         self.done = 0
         """Copies that were finished since the last pass began."""
@@ -162,7 +162,7 @@ class RepairQueue:
         if not self.scanning and self._queued < QUEUE_MAX:
             self.enqueue(record)
         else:
-            self.left = True
+            self.note_deferred = True
 
     def begin_pass(self) -> None:
         self.due_ms = None
@@ -172,7 +172,7 @@ class RepairQueue:
         self._place = 0, 0
         self._looked = self.found = 0
         self._ripe_ms = None
-        self.left = False
+        self.note_deferred = False
 
     def scan(self, forest: Forest, now_ms: int, nodes: int) -> bool:
         """Runs one slice of the pass. Returns whether that was the last one.
@@ -182,7 +182,7 @@ class RepairQueue:
                 of another node begins another pass.
         """
         if self._place[0] < 0:
-            return self._order(now_ms)
+            return self._queue(now_ms)
         first, position = self._place
         steps = 0
         gone_before_ms = now_ms - self.after_ms
@@ -218,9 +218,9 @@ class RepairQueue:
                 heappush(self._heap, row)
             else:
                 heappushpop(self._heap, row)
-                self.left = True
+                self.note_deferred = True
 
-    def _order(self, now_ms: int) -> bool:
+    def _queue(self, now_ms: int) -> bool:
         heap, rows = self._heap, self._sorted
         if heap:
             for _ in range(min(len(heap), SORTED_PER_SLICE)):
@@ -248,14 +248,14 @@ class RepairQueue:
     def plan_next(self, now_ms: int) -> None:
         """Plans another pass when no object waits and no copy is under way, if objects are left, or
         copies were finished since the last pass."""
-        if not (self.left or self.done) or self.scanning or self._queued or self.copies:
+        if not (self.note_deferred or self.done) or self.scanning or self._queued or self.copies:
             return
         if self.due_ms is None:
             if self.done:
                 self._pause_ms = PAUSE_MIN_MS
             self.due_ms = now_ms + self._pause_ms
             self._pause_ms = min(2 * self._pause_ms, self.rules.pause_max_ms)
-        self.left = False
+        self.note_deferred = False
         self.done = 0
 
     def enqueue(self, record: ObjectRecord, *, hottest: bool = True) -> None:
@@ -271,7 +271,7 @@ class RepairQueue:
                 self._queued += 1
                 return
 
-    def waits(self, node: str) -> bool:
+    def has_work_for(self, node: str) -> bool:
         """Whether there is anything to copy from that node."""
         return node in self._queues
 
@@ -311,4 +311,4 @@ class RepairQueue:
         """Called when a copy has ended, whatever its outcome: the next pass looks at the object."""
         self.copies -= 1
         self.copied_bytes -= size
-        self.left = True
+        self.note_deferred = True

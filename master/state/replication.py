@@ -62,7 +62,7 @@ class ReplicationPlanner:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
         self._forest.begin_step()
-        node = self._common.membership.known(request.node)
+        node = self._common.membership.get_node(request.node)
         if request.repair:
             return self._start_repairs(now_ms, node, request)
         if not node.draining:
@@ -89,9 +89,9 @@ class ReplicationPlanner:
         for record, was_found in page.records.items():
             if not record.complete:
                 continue  # evicted on another node, to make room for an earlier object
-            room = self._room_to_move(now_ms, record, goes_to, request)
+            room = self._allocate_move_target(now_ms, record, goes_to, request)
             if isinstance(room, AllocationFailure):
-                if room.goes_on or room_comes:
+                if room.may_retry or room_comes:
                     waits += was_found
                 else:
                     left += was_found
@@ -100,8 +100,8 @@ class ReplicationPlanner:
             client, missing = request.client_number, repair_queue.missing(record)
             puts.append(self._granting.copy(now_ms, record, room, client, missing=missing))
             goes_to[record] = room[0][0]
-        self._granting.give_back([put for put in puts if not self._granting.still_there(put)])
-        puts = [put for put in puts if self._granting.still_there(put)]
+        self._granting.release_copies([put for put in puts if not self._granting.unexpired(put)])
+        puts = [put for put in puts if self._granting.unexpired(put)]
         next_cursor = page.next_cursor
         if not puts and next_cursor == request.cursor:
             next_cursor += 1  # there is no room for the beginning of a long chain
@@ -120,7 +120,7 @@ class ReplicationPlanner:
             evicted=common.counters["evicted_objects"] - evicted,
         )
 
-    def _room_to_move(
+    def _allocate_move_target(
         self,
         now_ms: int,
         record: ObjectRecord,
@@ -159,8 +159,8 @@ class ReplicationPlanner:
         reply = calls.StartMovesReply(
             next_cursor=next_cursor,
             skipped=skipped,
-            left=left,
-            left_bytes=left_bytes,
+            remaining=left,
+            remaining_bytes=left_bytes,
             evicted=evicted,
             namespaces=[record.namespace for record in records],
             keys=[record.key for record in records],
@@ -168,8 +168,8 @@ class ReplicationPlanner:
             grants=grants,
             keeps_version=keeps_version,
         )
-        unwiped = self._common.unwiped(grants.segments)
-        return self._common.when_wiped(now_ms, [], reply, unwiped) if unwiped else reply
+        unwiped = self._common.pending_wipes(grants.segments)
+        return self._common.reply_when_wiped(now_ms, [], reply, unwiped) if unwiped else reply
 
     # --- repairing: when ----------------------------------------------------------------------
 
@@ -192,9 +192,9 @@ class ReplicationPlanner:
     def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
         """Whether the node should ask for objects to copy."""
         return (
-            self._repairs.waits(node.name)
+            self._repairs.has_work_for(node.name)
             and self._repairs.may_begin(now_ms)
-            and bool(self._room_for_copies(now_ms))
+            and bool(self._space_for_copies(now_ms))
         )
 
     def tick(self, now_ms: int) -> None:
@@ -217,7 +217,7 @@ class ReplicationPlanner:
             self._told_short, self._told_repaired = short, repaired
             common.effect(LogClusterEvent("replicas_missing", {"objects": short, "repaired": done}))
 
-    def _room_for_copies(self, now_ms: int) -> list[MountedSegment]:
+    def _space_for_copies(self, now_ms: int) -> list[MountedSegment]:
         """Segments that can take copies, the emptiest first. None while puts wait for room, or
         while a node is suspect: it may be back in a moment with the missing replicas."""
         found_ms, found = self._targets
@@ -248,7 +248,7 @@ class ReplicationPlanner:
         pending_max = self._common.rules.pending_puts_max // 2
         self._targets = NEVER_MS, []  # search again
         avoid = set(request.avoid)
-        usable = [s for s in self._room_for_copies(now_ms) if s.offer.uuid not in avoid]
+        usable = [s for s in self._space_for_copies(now_ms) if s.offer.uuid not in avoid]
         roomy = dict.fromkeys(usable)
         self._common.changing = True
         puts: list[CopyGrant] = []
@@ -257,7 +257,7 @@ class ReplicationPlanner:
             record = repairs.next(node.name)
             if record is None:
                 break
-            for each in self._short_line(record):
+            for each in self._chain_to_repair(record):
                 steps += 1
                 if (
                     len(puts) >= request.limit
@@ -268,7 +268,7 @@ class ReplicationPlanner:
                     repairs.enqueue(record)
                     roomy = {}
                     break
-                put = self._copy_once_more(now_ms, node, each, roomy, request.client_number)
+                put = self._grant_repair(now_ms, node, each, roomy, request.client_number)
                 if put is not None:
                     puts.append(put)
                     size += each.size
@@ -284,7 +284,7 @@ class ReplicationPlanner:
         )
         return self._started(now_ms, puts, sources, keeps_version=True)
 
-    def _short_line(self, record: ObjectRecord) -> list[ObjectRecord]:
+    def _chain_to_repair(self, record: ObjectRecord) -> list[ObjectRecord]:
         """``record`` and its near ancestors that lack replicas, too, topmost first; or nothing."""
         is_there = self._forest.get(record.namespace, record.key) is record
         if not is_there or not repair_queue.missing(record):
@@ -300,7 +300,7 @@ class ReplicationPlanner:
             above = above.parent
         return line[::-1]
 
-    def _copy_once_more(
+    def _grant_repair(
         self,
         now_ms: int,
         node: JoinedNode,
@@ -316,15 +316,15 @@ class ReplicationPlanner:
             or repair_queue.find_repairable_placeholder(record, now_ms - self._repairs.after_ms)
             is None
         ):
-            self._repairs.left = True
+            self._repairs.note_deferred = True
             return None
         parent = record.parent
         near = None
         if parent is not None and parent.more:  # place it beside a further replica of its parent
             near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
-        extent = self._pool.room_for_copy(record, roomy, near)
+        extent = self._pool.space_for_copy(record, roomy, near)
         if extent is None:
-            self._repairs.left = True
+            self._repairs.note_deferred = True
             return None
         put = self._granting.copy(now_ms, record, [extent], client_number, repairs=True)
         self._pool.note_copied(record)
@@ -373,7 +373,7 @@ class ReplicationPlanner:
         ):
             return False
         self._pool.add_replica(record, extent, instead_of)
-        self._pool.note_brought(record)
+        self._pool.count_unrequested_bytes(record)
         return True
 
 

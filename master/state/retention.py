@@ -17,7 +17,7 @@ from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.pins import bytes_held
 from kvstore.master.state.records import NamespaceTable, ObjectRecord, StaleExtents
 from kvstore.master.state.state_context import StateContext
-from kvstore.master.state.tenant import PINNED, Tenant
+from kvstore.master.state.tenant import PIN_LIMIT, Tenant
 from kvstore.memory.header import extent_bytes
 from kvstore.no_space_messages import format_size_short
 from kvstore.tenants import tenant_text
@@ -71,7 +71,7 @@ class RetentionManager:
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
     ) -> list[ObjectRecord | None]:
         return [
-            record if record is not None and self._pool.is_there(record, now_ms) else None
+            record if record is not None and self._pool.is_stored(record, now_ms) else None
             for record in table.get_many(keys)
         ]
 
@@ -93,7 +93,7 @@ class RetentionManager:
         owner = self._pool.tenant_of(request.namespace)
         if owner is not None:
             self._check_tenant(owner, wanted)
-        rules, (_, own) = self._common.rules, self._pins.held(request.namespace)
+        rules, (_, own) = self._common.rules, self._pins.pinned_in(request.namespace)
         who = f"namespace {request.namespace} has"
         self._check_share(who, own, wanted, rules.pinned_max)
         share = max(rules.pinned_max, rules.pinned_all_max)
@@ -108,14 +108,14 @@ class RetentionManager:
             self._common.counters["refused_pins"] += 1
             raise NoSpaceError(
                 f"not pinned: {tenant_text(owner.name)} has {format_size_short(before)} pinned, "
-                f"and {format_size_short(wanted)} more exceed its limit, {format_size_short(bound)}",
-                advice="Unpin others or let their pins end, or raise the tenant's pinned.",
+                f"and {format_size_short(wanted)} exceed its limit, {format_size_short(bound)}",
+                advice="Unpin others or let their pins end, or raise the tenant's pin_limit.",
                 cause="pins",
                 missing_bytes=missing,
                 pinned_bytes=before,
                 pinned_bytes_max=bound,
                 tenant=owner.name,
-                quota=PINNED,
+                quota=PIN_LIMIT,
             )
 
     def _check_share(self, who: str, before: int, wanted: int, share: float) -> None:
@@ -143,21 +143,21 @@ class RetentionManager:
         for index, key in enumerate(request.keys):
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
-                unpinned[index] = self._pool.is_there(record, now_ms)
+                unpinned[index] = self._pool.is_stored(record, now_ms)
                 if record.ticket:
                     self._pool.lease_ended(record)
         if any(unpinned):
-            self._settle()
+            self._release_ended()
         return calls.UnpinReply(bytes(unpinned))
 
-    def _settle(self) -> None:
+    def _release_ended(self) -> None:
         """Stops counting objects that no pin holds any more: a slice of them."""
-        self._pins.settle(ENDED_PER_STEP)
-        self._common.room_made()  # it can be evicted
+        self._pins.release_ended(ENDED_PER_STEP)
+        self._common.space_freed()  # it can be evicted
 
     # --- lifetimes ----------------------------------------------------------------------------
 
-    def make_room(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
+    def expire_before_put(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
         """Called before a put takes memory. Takes back expired objects: those under the put's keys,
         then others."""
         if now_ms < self._lifetimes.next_ms:
@@ -172,7 +172,7 @@ class RetentionManager:
         """Takes back a slice of the expired objects, and ends a slice of the pins that are over."""
         ended: list[ObjectRecord] = []
         while now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP:
-            record = self._lifetimes.pop_ended(now_ms)
+            record = self._lifetimes.pop_expired(now_ms)
             if record is not None:
                 ended.append(record)
         self._take_back(now_ms, ended)
@@ -180,7 +180,7 @@ class RetentionManager:
         while now_ms >= self._pins.ends.next_ms and pins < ENDED_PER_STEP:
             pins += self._pins.end_next(now_ms) is not None
         if pins or self._pins.unsettled:
-            self._settle()
+            self._release_ended()
         goes_on = now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)
         self._common.jobs.note(EXPIRE, goes_on or self._pins.unsettled)
 
@@ -194,13 +194,13 @@ class RetentionManager:
         for record in ended:
             if not record.complete:  # its node went before its end: it is not missing any more
                 if record.segment is not None:
-                    pool.hide(record, steps_max)
-                common.forest.missing.settle(record.namespace, record.key)
+                    pool.remove(record, steps_max)
+                common.forest.missing.forget(record.namespace, record.key)
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             residue = StaleExtents.of(record, forbid=True)
             is_read = record.children or record.lease_until_ms > now_ms
-            pool.hide(record, steps_max)
+            pool.remove(record, steps_max)
             if is_read:
                 leased.append(residue)
             else:
@@ -210,6 +210,6 @@ class RetentionManager:
             common.counters["expired_bytes"] += residue.size
         if freed:
             common.effects += common.reclaim.clean(freed)
-            self._common.room_made()
+            self._common.space_freed()
         if leased:
-            common.when_wiped(now_ms, leased, calls.ReportCorruptReply(len(leased)))
+            common.reply_when_wiped(now_ms, leased, calls.ReportCorruptReply(len(leased)))

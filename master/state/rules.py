@@ -33,7 +33,7 @@ class MasterRules:
     pinned_all_max: float = 0.75
     """Share of the pool that all pins may hold, if it is more than ``pinned_max``; the rest stays
     for puts."""
-    beat_ms: int = 500
+    heartbeat_ms: int = 500
     liveness: LivenessRules = field(
         default_factory=lambda: LivenessRules(suspect_ms=2_000, dead_ms=6_000)
     )

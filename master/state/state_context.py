@@ -65,7 +65,7 @@ class StateContext:
         self.membership = Membership(
             epoch=epoch,
             rules=rules,
-            new_policy=policy if self.pool.tenants is None else self._new_orders,
+            new_policy=policy if self.pool.tenants is None else self._new_wipe_seqs,
             cluster=cluster,
         )
         self.pending = PendingGrants()
@@ -78,7 +78,7 @@ class StateContext:
         self.reclaim = SpaceReclaimer(self.tombstones)
         self._next_ticket = 0
 
-    def _new_orders(self) -> EvictionPolicy:
+    def _new_wipe_seqs(self) -> EvictionPolicy:
         assert self.pool.tenants is not None
         return PerTenantLru(self.pool.tenants)
 
@@ -97,20 +97,20 @@ class StateContext:
     def effect(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def room_made(self) -> None:
+    def space_freed(self) -> None:
         """Called when memory was freed, mounted or made eligible: the puts that wait are tried
         again, in a step of their own."""
         if self.waiting:
             self.jobs.due |= SERVE
             self.rooms += 1
 
-    def ticket(self) -> int:
+    def new_reply_id(self) -> int:
         self._next_ticket += 1
         return self._next_ticket
 
     # --- wiping -------------------------------------------------------------------------------
 
-    def when_wiped(
+    def reply_when_wiped(
         self,
         now_ms: int,
         gone: list[StaleExtents],
@@ -119,7 +119,7 @@ class StateContext:
     ) -> AnyReply | DeferredReply:
         """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
         are done. The extents of ``gone`` are free one lease later."""
-        ticket = self.ticket()
+        ticket = self.new_reply_id()
         free_at_ms = now_ms + self.rules.lease_ms
         effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
         self.effects += effects
@@ -130,20 +130,20 @@ class StateContext:
         left."""
         self.effects += self.reclaim.clean(given_up)
 
-    def unwiped(self, segment_ids: Iterable[int]) -> list[WipeRequest]:
+    def pending_wipes(self, segment_ids: Iterable[int]) -> list[WipeRequest]:
         """The orders that must be done before writers may get grants on these segments."""
         segments = self.pool.segments
-        unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
+        unclean = self.reclaim.pending_wipes([segments[i] for i in dict.fromkeys(segment_ids)])
         return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
 
-    def unread(
+    def wipes_before_grant(
         self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
     ) -> list[WipeRequest]:
-        """The orders that must be done before these grants may be sent: those of ``unwiped``, and,
-        for each object that is stored already, the orders for a removed version of it that clients
-        may still read."""
-        orders = self.unwiped(grants.segments)
-        if isinstance(request, calls.PutStart) and self.reclaim.names_orders:
+        """The orders that must be done before these grants may be sent: those of ``pending_wipes``,
+        and, for each object that is stored already, the orders for a removed version of it that
+        clients may still read."""
+        orders = self.pending_wipes(grants.segments)
+        if isinstance(request, calls.PutStart) and self.reclaim.with_wipe_seqs:
             for key, outcome in zip(request.keys, grants.outcomes, strict=True):
                 if outcome == calls.PutOutcome.FOUND:
                     orders += self.reclaim.being_read((request.namespace, key))
@@ -152,7 +152,7 @@ class StateContext:
     # --- versions -----------------------------------------------------------------------------
 
     @property
-    def present(self) -> Version:
+    def newest_granted(self) -> Version:
         """The newest version that was granted: none is newer until the next put begins."""
         return Version(self.epoch, self.pending.last_token)
 
@@ -161,7 +161,7 @@ class StateContext:
         """No version up to this one will be stored any more. A put under way may have been granted
         before puts that have ended, and may still replace objects that those have stored."""
         first = self.pending.first_token()
-        return self.present if first is None else Version(self.epoch, first - 1)
+        return self.newest_granted if first is None else Version(self.epoch, first - 1)
 
     # --- objects ------------------------------------------------------------------------------
 
@@ -173,12 +173,12 @@ class StateContext:
         """
         try:
             if record.lost:
-                self.pool.strip(record)
+                self.pool.take_extents(record)
             if record.segment is None:
                 self.pool.link(record, above, now_ms + self.rules.lease_ms)
         finally:
             if above is not None and not above.children:
-                self.pool.settle(above)  # created for this record, and not needed
+                self.pool.delete_if_unused(above)  # created for this record, and not needed
 
     def lease(self, namespace: Namespace, key: Key, until_ms: int) -> None:
         """Keeps the bytes of an object, if it is there, for a client that was told its place."""
@@ -186,21 +186,21 @@ class StateContext:
         if record is not None and record.complete:
             record.keep_until(until_ms)
 
-    def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
+    def add_tombstone(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
         """Forbids that a version up to now, except ``but``, comes back with memory that is away.
         ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
-        self.tombstones.add(namespace, key, self.present, but=but)
+        self.tombstones.add(namespace, key, self.newest_granted, but=but)
         if key is None:
             self.forest.missing.clear(namespace)
         else:
-            self.forest.missing.settle(namespace, key)
+            self.forest.missing.forget(namespace, key)
 
-    def allow(self, record: ObjectRecord, version: Version) -> None:
+    def clear_tombstone(self, record: ObjectRecord, version: Version) -> None:
         """Called when a put has stored this version. A removal during the put did not remove this
         version, and must not keep it from coming back with its node."""
         name = record.namespace, record.key
         if self.tombstones.forbids(name, version, self.tombstones.made):
-            self.forbid(*name, but=version)
+            self.add_tombstone(*name, but=version)
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
         """Where these records are, as columns; each is complete or None. Replicas on suspect nodes

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvstore.tenants import TenantRule
 
-AT_MOST = "at_most"
-GUARANTEED = "guaranteed"
-PINNED = "pinned"
-PUTS = "puts"
+LIMIT = "limit"
+GUARANTEE = "guarantee"
+PIN_LIMIT = "pin_limit"
+PUT_SHARE = "put_share"
 """Which quota an error is about: its field ``quota``."""
 
 
@@ -40,34 +40,34 @@ class Tenant:
         self.ceiling = 0
         self.name = rule.name
         self.namespaces: Sequence[str] = ()
-        self.guaranteed = 0
-        self.at_most = 0
+        self.guarantee = 0
+        self.limit_bytes = 0
         self.pinned_max = 0
         self.puts = 1.0
         self.follow(rule)
 
     def follow(self, rule: TenantRule) -> None:
         self.namespaces = rule.namespaces
-        self.guaranteed = rule.guaranteed
-        self.at_most = rule.at_most
-        self.pinned_max = rule.pinned
-        self.puts = rule.puts
+        self.guarantee = rule.guarantee_bytes
+        self.limit_bytes = rule.limit_bytes
+        self.pinned_max = rule.pin_limit_bytes
+        self.puts = rule.put_share
         self.retired = False
-        self.ceiling = max(rule.at_most, self.size)
+        self.ceiling = max(rule.limit_bytes, self.size)
 
     def retire(self) -> None:
         self.follow(TenantRule(self.name))
         self.retired = True
 
-    def rise(self) -> None:
+    def raise_limits_to_usage(self) -> None:
         """Allows what it holds now (``kvstore.master.state.tenants``)."""
         self.ceiling = max(self.ceiling, self.size)
 
-    def lacks(self, wanted: int) -> int:
+    def bytes_to_evict(self, wanted: int) -> int:
         """How many bytes must go before it may take ``wanted`` more."""
-        if self.size <= self.at_most:
-            self.ceiling = self.at_most
-        return self.size + wanted - self.at_most
+        if self.size <= self.limit_bytes:
+            self.ceiling = self.limit_bytes
+        return self.size + wanted - self.limit_bytes
 
     def share_of(self, count_max: int) -> int:
         """How many of so many puts it may have."""

@@ -55,8 +55,8 @@ class PerTenantLru:
                 first = head
         return first
 
-    def hold(self, record: ObjectRecord, until_ms: int) -> None:
-        self.orders[queue_number_of(record.ticket)].hold(record, until_ms)
+    def defer(self, record: ObjectRecord, until_ms: int) -> None:
+        self.orders[queue_number_of(record.ticket)].defer(record, until_ms)
 
     def lease_ended(self, record: ObjectRecord) -> None:
         self.orders[queue_number_of(record.ticket)].lease_ended(record)

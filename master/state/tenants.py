@@ -7,7 +7,7 @@ segment, so that a table moves to another tenant in one step when the rules chan
 is in no table: it moves with its next renewal. Copies that the master itself orders (draining,
 repair) belong to no tenant until they are stored.
 
-A tenant is above ``at_most`` only where no put made it so: its bound was lowered, a namespace came
+A tenant is above ``limit`` only where no put made it so: its bound was lowered, a namespace came
 to it, or a node brought objects back. ``ceiling`` is what it may hold until it is below again.
 """
 
@@ -55,7 +55,7 @@ class TenantAccounting(GrantListener):
         self._matcher = TenantMatcher(())
         self._to_move: list[NamespaceTable] = []
         """Tables that may belong to another tenant since the rules changed."""
-        self.guaranteed = 0
+        self.guarantee = 0
         """Sum of all guarantees."""
         self._short_since_ms: int | None = None
         self._told_short = False
@@ -91,7 +91,7 @@ class TenantAccounting(GrantListener):
 
     # --- what they hold -----------------------------------------------------------------------
 
-    def hold(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
+    def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
         """Counts extents that the tenant of this record holds from now on. ``length``: bytes of
         each; negative: it holds them no more. Extents on dead segments count nothing."""
         table = self._tables.of(record)
@@ -124,7 +124,7 @@ class TenantAccounting(GrantListener):
                 self._count(put, -1)
                 put.tenant = now
                 self._count(put, 1)
-                now.rise()
+                now.raise_limits_to_usage()
 
     def ended(self, put: Grant) -> None:
         self._count(put, -1)
@@ -134,7 +134,7 @@ class TenantAccounting(GrantListener):
             return self.of_record(put.record)
         return put.tenant if isinstance(put, AllocationGrant) else None
 
-    def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
+    def on_quarantine(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
         _add_all(owner, extents, length)
 
     def _count(self, put: Grant, by: int) -> None:
@@ -143,7 +143,7 @@ class TenantAccounting(GrantListener):
             assert table.tenant is not None
             table.pending += by
             table.tenant.pending += by
-            self.hold(put.record, put.extents, by * put.length)
+            self.count_extents(put.record, put.extents, by * put.length)
         elif isinstance(put, AllocationGrant):
             assert put.tenant is not None
             put.tenant.pending += by
@@ -160,7 +160,7 @@ class TenantAccounting(GrantListener):
     # --- room ahead of need -------------------------------------------------------------------
 
     @staticmethod
-    def took(owner: Tenant, taken: list[list[Extent]], lengths: Sequence[int]) -> None:
+    def record_allocation(owner: Tenant, taken: list[list[Extent]], lengths: Sequence[int]) -> None:
         """Called when puts of this tenant took the extents ``taken``, each list of one of the
         ``lengths``."""
         for extents, length in zip(taken, lengths, strict=True):
@@ -169,7 +169,7 @@ class TenantAccounting(GrantListener):
                     segment.takers[owner] = segment.takers.get(owner, 0) + length
 
     @staticmethod
-    def taker(segment: MountedSegment, length: int) -> Tenant | None:
+    def main_consumer(segment: MountedSegment, length: int) -> Tenant | None:
         """For whose puts so many bytes are evicted ahead of need: those that took most of what has
         not been made up for. None: copies took the room."""
         takers = segment.takers
@@ -207,7 +207,7 @@ class TenantAccounting(GrantListener):
             tenant = self._by_name[rule.name] = Tenant(len(self._numbered), rule)
             self._numbered.append(tenant)
         self._matcher = matcher
-        self.guaranteed = sum([tenant.guaranteed for tenant in self._by_name.values()])
+        self.guarantee = sum([tenant.guarantee for tenant in self._by_name.values()])
         self._to_move = self._tables.values()
 
     @property
@@ -234,12 +234,12 @@ class TenantAccounting(GrantListener):
             before.pinned_bytes -= size
             now.pinned_bytes += size
             table.tenant = now
-            now.rise()
+            now.raise_limits_to_usage()
 
     def is_short(self, now_ms: int) -> bool:
         """Whether to say now that the pool is smaller than the guarantees: once each time."""
         capacity = sum([segment.capacity for segment in self._segments.values()])
-        if not capacity or self.guaranteed <= capacity:
+        if not capacity or self.guarantee <= capacity:
             self._short_since_ms, self._told_short = None, False
             return False
         if self._short_since_ms is None:

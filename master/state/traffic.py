@@ -201,7 +201,7 @@ class TrafficRecorder:
         """When the first keys of chains were evicted; see ``HEADS_MAX``."""
         self._era = CacheGeneration()
 
-    def asked(
+    def record_query(
         self,
         now_ms: int,
         namespace: Namespace,
@@ -239,7 +239,7 @@ class TrafficRecorder:
         row.missed_at = first
         row.missed_of = len(keys)
 
-    def puts(self, now_ms: int, namespace: Namespace) -> ClientRow:
+    def writer_row(self, now_ms: int, namespace: Namespace) -> ClientRow:
         """The row of the client that begins or ends a put."""
         row = self.caller.puts
         if row is None or row.era is not self._era or row.namespace != namespace:
@@ -249,7 +249,7 @@ class TrafficRecorder:
         row.last_ms = now_ms
         return row
 
-    def evicts(
+    def record_eviction(
         self, now_ms: int, namespace: Namespace, idle_ms: int, head: Key | None = None
     ) -> None:
         """Notes the eviction of one object.

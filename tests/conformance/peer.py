@@ -164,13 +164,13 @@ def main() -> None:
         reply = {
             "size": segment.size,
             "uuid": segment.uuid.hex(),
-            "shm_name": "" if segment.place else segment.shm_name,
+            "shm_name": "" if segment.location else segment.shm_name,
             "port": server.port,
             "token": segment.token.hex(),
             "seed": segment.seed,
             "generation": segment.generation,
             "engine": engine and engine.address,
-            "device": segment.place,
+            "device": segment.location,
             "encrypts": server.encrypts,
         }
         print(json.dumps(reply), flush=True)

@@ -45,7 +45,7 @@ STATUS = calls.ClusterStatus(
     7, "0.1", 5,
     [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
     [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
-    gone=[calls.DepartedNode("m", "h", "left", 9, 3, 0, False)],
+    departed=[calls.DepartedNode("m", "h", "left", 9, 3, 0, False)],
     tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],
 )  # fmt: skip
 SAMPLES: dict[type, tuple[Any, Any]] = {
@@ -165,7 +165,7 @@ async def beats(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMes
         elif isinstance(message, calls.NodeHeartbeat):
             yield calls.MasterHeartbeat(message.number)
         elif isinstance(message, calls.NodeWipeDone):
-            raise InvalidArgumentError("no such order", order=message.order)
+            raise InvalidArgumentError("no such order", order=message.wipe_seq)
         else:
             return
 

@@ -102,15 +102,15 @@ def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
     info = peer.info
     assert info.engine is not None
     closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
-    assert mover.reaches(closed)
+    assert mover.can_reach(closed)
     with pytest.raises(NodeUnreachableError, match="which answers") as caught:
         mover.read(closed, [RangeCopy(MIB, empty(16))], soon())
     assert caught.value.fields["settled"] == 1
-    assert not mover.reaches(closed)
-    assert mover.reaches(info), "others are"
+    assert not mover.can_reach(closed)
+    assert mover.can_reach(info), "others are"
     mover.read(info, [RangeCopy(MIB, empty(16))], soon())
     deadline = soon(10)
-    while not mover.reaches(closed):
+    while not mover.can_reach(closed):
         assert uptime() < deadline
         time.sleep(0.01)
 

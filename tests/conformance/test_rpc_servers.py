@@ -388,7 +388,7 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
 
 
 def refused(server: Server) -> int:
-    return server.run(lambda: server.carriers.lane.stats.refused)
+    return server.run(lambda: server.carriers.lane.stats.rejected)
 
 
 def still_serves(server: Server) -> None:
@@ -600,7 +600,7 @@ def test_connections_that_say_nothing_make_room() -> None:
                 each.sock.settimeout(5)
                 with contextlib.suppress(ConnectionResetError):
                     assert each.sock.recv(1) == b""
-            assert server.run(lambda: server.carriers.lane.stats.refused) == 9
+            assert server.run(lambda: server.carriers.lane.stats.rejected) == 9
         still_serves(server)
 
 

@@ -573,18 +573,18 @@ def test_closing_ends_a_call_under_way(shared_peer: Peer, transport: Transport) 
     for action in (transport.read, transport.write):
         with pytest.raises(ClosedError):
             action(shared_peer.info, [RangeCopy(MIB, empty(16))], soon())
-    assert not transport.reaches(shared_peer.info)
+    assert not transport.can_reach(shared_peer.info)
     transport.close()
 
 
 def test_reaching(shared_peer: Peer, transport: Transport) -> None:
     info = shared_peer.info
-    assert transport.reaches(info)
+    assert transport.can_reach(info)
     if transport.name in NEEDS_NO_OWNER:
-        assert not transport.reaches(info._replace(uuid=bytes(16)))
-        assert not transport.reaches(info._replace(host="elsewhere", uuid=b"another segment."))
+        assert not transport.can_reach(info._replace(uuid=bytes(16)))
+        assert not transport.can_reach(info._replace(host="elsewhere", uuid=b"another segment."))
     else:
-        assert not transport.reaches(info._replace(address=""))
+        assert not transport.can_reach(info._replace(address=""))
 
 
 def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -> None:
@@ -607,11 +607,11 @@ def test_whoever_holds_a_view_can_tell_whether_its_node_has_fenced(
     peer: Peer, transport: Transport
 ) -> None:
     """What a renewed lease depends on; so it works for as long as the view does."""
-    mounted = transport.watch(peer.info)
+    mounted = transport.mount_checker(peer.info)
     if mounted is None:
         assert transport.name != "shm"
         return
-    older = transport.watch(peer.info._replace(generation=peer.info.generation - 1))
+    older = transport.mount_checker(peer.info._replace(generation=peer.info.generation - 1))
     assert older is not None
     assert (mounted(), older()) == (True, False)
     transport.forget(peer.info)

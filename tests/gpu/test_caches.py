@@ -91,12 +91,12 @@ def test_kernels_beside_a_call_touch_none_of_its_bytes(
     handle = writing if isinstance(writing, int) else writing.cuda_stream
 
     gpu.launch(cache.filling(sources, SAVED), writing)
-    saved = device.driver.mark(handle)
+    saved = device.driver.record_event(handle)
     gpu.launch(cache.filling(neighbours, OTHER), beside)
     put(client, cache, 0, sources, saved)
 
     gpu.launch(cache.filling(targets, OLD), writing)
-    loaded = device.driver.mark(handle)
+    loaded = device.driver.record_event(handle)
     gpu.launch(cache.filling(neighbours, OLD), beside)
     get(client, cache, 0, targets, loaded)
     gpu.finish()

@@ -81,7 +81,7 @@ def test_blocks_are_not_dumped() -> None:
     mapping = None
     try:
         mapping = Mapping.attach(segment.shm_name, segment.uuid)
-        assert mapping.shown() is not None
+        assert mapping.readonly_view() is not None
         each = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
         ours = [mapped for mapped in each if f"/{segment.shm_name}\n" in mapped]
         assert len(ours) == 3, "the node's, the client's to write and the client's to show"

@@ -265,7 +265,7 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
 def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -> None:
     port, file = free_port(), tmp_path / "tenants.toml"
     file.write_text(
-        '[acme]\nnamespaces = ["acme/*"]\nguaranteed = "4MiB"\nat_most = "8MiB"\npinned = "1MiB"\n'
+        '[acme]\nnamespaces = ["acme/*"]\nguarantee = "4MiB"\nlimit = "8MiB"\npin_limit = "1MiB"\n'
     )
     settings = {"http_port": port, "tenants": str(file)}
     with Cluster(tmp_path, settings=settings) as cluster:
@@ -280,7 +280,7 @@ def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -
 
         until(lambda: tenants()["acme"]["evicted_by_own"])
         found = tenants()
-        assert found["acme"]["at_most"] == 8 << 20
+        assert found["acme"]["limit_bytes"] == 8 << 20
         assert found["acme"]["namespaces"] == ["acme/*"]
         browser.open(port, "namespaces")
         until(lambda: browser.texts("#tenant-rows td.warning"))

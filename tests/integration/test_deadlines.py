@@ -74,7 +74,7 @@ CALLS: dict[str, Verb] = {
     "remove_many": lambda c: c.remove_many(["removed"]),
     "clear": lambda c: c.clear("nobody's"),
     "drain": lambda c: c.drain("nobody"),
-    "move_some": lambda c: c.move_some("nobody"),
+    "move_page": lambda c: c.move_page("nobody"),
 }
 NO_CALLS = {
     "close", "config", "device", "embedded", "lease", "memory_at", "payload_at", "register",

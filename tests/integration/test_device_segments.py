@@ -61,7 +61,7 @@ def rows_on(fake: FakeDriver, device: Device, contents: list[bytes]) -> list[Dev
         fake.launch(fill)
         at, first = array.ctypes.data, len(data) // 3
         addresses, sizes = np.array([at, at + first]), np.array([first, len(data) - first])
-        made.append(DeviceMemory(device, addresses, sizes, [fake.mark()], array))
+        made.append(DeviceMemory(device, addresses, sizes, [fake.record_event()], array))
     return made
 
 
@@ -190,7 +190,7 @@ def lent(client: Client, key: str) -> Any:
 def held(client: Client, tensor: Any) -> bool:
     lease = client.lease(tensor)
     assert lease is not None
-    return lease.held
+    return lease.is_held
 
 
 def address_in(node: Node, needle: bytes) -> int:

@@ -117,7 +117,7 @@ def save_and_load(on: DeviceFixture, *, marks: bool) -> None:
     for block, content in zip(blocks, contents, strict=True):
         for run, values in zip(block, content, strict=True):
             on.later(run, values, stream)
-    after = [on.fake.mark(stream)] if marks else []
+    after = [on.fake.record_event(stream)] if marks else []
     keys = [b"%d" % index for index in range(len(blocks))]
     outcomes = on.client.put_chain(keys, [on.memory(block, *after) for block in blocks])
     assert outcomes == [PutOutcome.STORED] * len(keys)
@@ -131,7 +131,7 @@ def save_and_load(on: DeviceFixture, *, marks: bool) -> None:
     others = [[on.fake.array(each) for each in (size, size // 3 + 1, 9)] for size in SIZES]
     for run in (run for block in others for run in block):
         on.later(run, on.bytes(len(run)), stream)
-    after = [on.fake.mark(stream)] if marks else []
+    after = [on.fake.record_event(stream)] if marks else []
     found = on.client.get_into(keys, [on.memory(block, *after) for block in others])
     assert found == [size + size // 3 + 1 for size in SIZES]
     for content, block in zip(contents, others, strict=True):
@@ -150,7 +150,7 @@ def test_blocks_are_saved_and_loaded(make: Any, seed: int, marks: bool) -> None:
 def test_memory_that_names_its_moments_waits_for_nothing_else(on: DeviceFixture) -> None:
     block = on.fake.array(100)
     on.later(block, np.full(100, 7, np.uint8))
-    after = on.fake.mark()
+    after = on.fake.record_event()
     on.fake.finish()
     on.fake.held = {0}  # the work that is queued from here on takes long
     on.later(block, np.zeros(100, np.uint8))

@@ -99,7 +99,7 @@ def test_a_killed_node_is_named_by_status_and_doctor(store: Cluster) -> None:
         for number in range(20):
             client.put(f"key-{number}", b"value")
         node.kill()
-        until(lambda: any(each.name == node.name for each in client.status().gone))
+        until(lambda: any(each.name == node.name for each in client.status().departed))
     said = run_python(*KVSTORE, "status", "--master", store.address).stdout
     assert f"bad: Node {node.name} (" in said
     assert "Start the node again on its host, with the same --name" in said

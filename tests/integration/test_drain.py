@@ -179,10 +179,10 @@ def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
     assert isinstance(view, memoryview)
     lease = client.lease(view)
     assert lease is not None
-    assert lease.held
+    assert lease.is_held
     assert drain(store, old).code == 0
     has_left(old)
-    until(lambda: not lease.held)
+    until(lambda: not lease.is_held)
     assert view == content("key-7", SIZE)
 
 

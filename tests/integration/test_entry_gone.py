@@ -18,9 +18,9 @@ def test_a_removed_entry_is_told_and_costs_speed_alone(tmp_path: Path) -> None:
         client = cluster.client()
         for key in KEYS:
             client.put(key, key.encode())
-        assert not cluster.status().nodes[0].entry_gone
+        assert not cluster.status().nodes[0].shm_entry_missing
         node.entry.unlink()
-        until(lambda: cluster.status().nodes[0].entry_gone)
+        until(lambda: cluster.status().nodes[0].shm_entry_missing)
         assert node.errors.count("entry_gone") == 1
         assert "RemoveIPC" in node.errors
         assert "node_entry_gone" in cluster.master_server.errors

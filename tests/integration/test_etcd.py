@@ -52,13 +52,13 @@ def test_one_of_two_is_elected_and_its_end_is_told(etcd: EtcdServer) -> None:
 
     async def body(first: Etcd) -> None:
         second = Etcd(place)
-        assert (await first.look(soon())).leader is None
+        assert (await first.read_leader(soon())).leader is None
         one, two = await first.grant(5, soon()), await second.grant(5, soon())
         leader = await first.campaign(one.lease_id, "a:1", soon())
         assert (leader.address, leader.lease_id) == ("a:1", one.lease_id)
         assert await first.campaign(one.lease_id, "a:1", soon()) == leader, "may be done twice"
         assert await second.campaign(two.lease_id, "b:2", soon()) == leader
-        sight = await second.look(soon())
+        sight = await second.read_leader(soon())
         assert sight.leader == leader
         assert not await second.watch_for_end(sight.revision, soon(0.3))
         watching = asyncio.create_task(second.watch_for_end(sight.revision, soon(10)))
@@ -85,7 +85,7 @@ def test_a_lease_that_nobody_keeps_ends(etcd: EtcdServer) -> None:
         assert lease.ttl_s >= 1
         granted = uptime()
         await client.campaign(lease.lease_id, "a:1", soon())
-        sight = await client.look(soon())
+        sight = await client.read_leader(soon())
         assert await client.watch_for_end(sight.revision, soon(15))
         assert uptime() - granted > lease.ttl_s - 0.1, "not before its time"
 
@@ -115,7 +115,7 @@ def test_nobody_there_is_said_in_time() -> None:
 
     async def body(client: Etcd) -> None:
         with pytest.raises(EtcdUnreachableError, match="refused"):
-            await client.look(soon(1.0))
+            await client.read_leader(soon(1.0))
 
     started = uptime()
     use(place, body)
@@ -135,7 +135,7 @@ def test_an_etcd_that_comes_back_is_found_again(tmp_path: Path) -> None:
                 await client.keep_alive(lease.lease_id, soon(0.5))
             await asyncio.to_thread(server.start)
             assert await client.keep_alive(lease.lease_id, soon()) > 0
-            assert (await client.look(soon())).leader == leader
+            assert (await client.read_leader(soon())).leader == leader
 
         use(server.place(), body)
 
@@ -152,7 +152,7 @@ def test_users_and_passwords(tmp_path: Path) -> None:
             await asyncio.to_thread(server.stop)
             await asyncio.to_thread(server.start)  # which forgets the tokens that it gave out
             assert await client.keep_alive(lease.lease_id, soon()) > 0
-            assert (await client.look(soon())).leader is not None
+            assert (await client.read_leader(soon())).leader is not None
 
         place = server.place()._replace(user="root", password="pw")
         use(place, body)

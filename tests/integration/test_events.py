@@ -62,7 +62,7 @@ class Reader:
                     if told.name == "cleared":
                         self.objects.clear()
                     self.is_whole = told.name == "whole"
-                self.place = told.place
+                self.place = told.position
 
     def stop(self, client: Client) -> None:
         """It ends with the next event."""

@@ -37,10 +37,10 @@ LONGEST_S = 10.0
 TENANT = """
 [{name}]
 namespaces = ["{name}/*"]
-guaranteed = "{guaranteed}"
-at_most = "{at_most}"
-pinned = "1MiB"
-puts = 0.2
+guarantee = "{guarantee}"
+limit = "{limit}"
+pin_limit = "1MiB"
+put_share = 0.2
 """
 
 
@@ -56,8 +56,8 @@ def port() -> int:
 @pytest.fixture
 def cluster(tmp_path: Path, port: int, identities: Identities) -> Iterator[Cluster]:
     tenants = tmp_path / "tenants.toml"
-    rows = [TENANT.format(name=name, guaranteed="2MiB", at_most="4MiB") for name in HONEST]
-    rows.append(TENANT.format(name=EVIL, guaranteed="0", at_most="16MiB"))
+    rows = [TENANT.format(name=name, guarantee="2MiB", limit="4MiB") for name in HONEST]
+    rows.append(TENANT.format(name=EVIL, guarantee="0", limit="16MiB"))
     tenants.write_text("".join(rows))
     settings = {"tenants": tenants, "http_port": port, "events": "on", "put_deadline_ms": 10_000}
     with Cluster(tmp_path, settings=settings, identities=identities) as cluster:

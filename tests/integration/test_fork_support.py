@@ -76,7 +76,7 @@ def test_what_the_parent_holds_is_not_the_childs_to_put_or_to_end(store: Cluster
         assert view is not None
         theirs = client.lease(view)
         assert theirs is lease
-        assert not lease.held
+        assert not lease.is_held
         assert bytes(view) == b"kept"
         with pytest.raises(ReservationLostError):
             client.put("a", allocated)
@@ -84,14 +84,14 @@ def test_what_the_parent_holds_is_not_the_childs_to_put_or_to_end(store: Cluster
         assert own is not None
         again = client.lease(own)
         assert again is not None
-        assert again.held
+        assert again.is_held
         mine = client.allocate(1_000, kind="numpy")
         assert client.put("mine", mine) is PutOutcome.STORED
         del view, allocated  # gives nothing back
         client.close()
 
     join(fork(child))
-    assert lease.held
+    assert lease.is_held
     assert client.put("a", allocated) is PutOutcome.STORED
     got = client.get("a")
     assert isinstance(got, np.ndarray)

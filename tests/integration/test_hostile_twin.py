@@ -131,7 +131,7 @@ class RawRpcSender:
         call = CALLS[type(asked)]
         if self._lane is None:
             self._lane = connect(self.joined, self.host, uptime() + 5, 0.0, 0)
-            self._lane.greet(self.joined, uptime() + 5)
+            self._lane.handshake(self.joined, uptime() + 5)
         try:
             _, kind, _, raw = self._lane.exchange(
                 call.wire_name, encode_request(asked), uptime() + CALL_S, spin=False

@@ -118,7 +118,7 @@ ROWS: dict[str, Row | str] = {
     "remove_many": Row(keys=KEYS, namespace=None),
     "clear": Row("progress", namespace="nothing"),
     "drain": Row(node="nobody", undo=False, leave=False),
-    "move_some": Row("evict_up_to", node="nobody", cursor=0, repair=False),
+    "move_page": Row("evict_up_to", node="nobody", cursor=0, repair=False),
     "stats": Row(),
     "close": "takes no argument, and ends the client",
     "embedded": "starts processes; its arguments are settings, which unit/test_config.py checks",

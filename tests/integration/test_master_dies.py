@@ -47,7 +47,7 @@ def test_what_was_promised_before_holds_after(cluster: Cluster) -> None:
             assert isinstance(view, np.ndarray)
             assert lease is not None
             whole = (view == 1).all()
-            assert whole or not lease.held
+            assert whole or not lease.is_held
     view = None
     views.clear()
     assert client.put("after", old, wait_ms=2_000) is STORED
@@ -64,8 +64,8 @@ def test_a_view_is_held_on_by_the_next_master(cluster: Cluster) -> None:
     assert lease is not None
     kill_master(cluster)
     cluster.master()
-    until(lambda: lease.seconds_left > 14 or not lease.held)
-    assert lease.held, "the promise has held without a gap"
+    until(lambda: lease.remaining_s > 14 or not lease.is_held)
+    assert lease.is_held, "the promise has held without a gap"
     assert view == b"x" * 1_000
 
 

@@ -61,7 +61,7 @@ def test_the_answers_are_those_of_the_command_and_described(cluster: Cluster, po
         (cause, *_) = found["causes"]
         assert cause["code"] == "other_fingerprint"
         assert cause["fields"] == ["dtype: bfloat16 writes, float16 asks"]
-        (party,) = [each for each in found["parties"] if there in each["namespaces"]]
+        (party,) = [each for each in found["groups"] if there in each["namespaces"]]
         assert [row["client"] for row in party["asks"]] == ["decode-1"]
         assert party["missed"]["text"].startswith("hex:0101")
         assert found["notes"] == []
@@ -90,7 +90,7 @@ def test_a_browser_says_why_and_who(cluster: Cluster, port: int, browser: Browse
     until(lambda: "dtype: bfloat16 writes, float16 asks" in browser.text("#why-causes"))
     assert "start both with the same --dtype" in browser.text("#why-causes")
     browser.run("document.querySelector('#why-seen summary').click()")
-    assert "decode-1" in browser.text("#why-parties")
+    assert "decode-1" in browser.text("#why-groups")
     until(lambda: "prefill-1" in browser.text("#engine-rows"))
     full = until(lambda: [row for row in browser.texts("#eviction-rows tr") if "full" in row])
     assert "full0" not in full[0], "objects of it were evicted"
@@ -126,7 +126,7 @@ def test_the_answers_have_the_rights_of_the_request(tmp_path: Path) -> None:
             assert asked_as("admin", path)[0] == 200
         status, found = asked_as("ours", f"{WHY_PATH}?namespace=ours")
         assert status == 200
-        assert [party["name"] for party in found["parties"]] == ["ours"]
+        assert [party["name"] for party in found["groups"]] == ["ours"]
         assert "theirs" not in json.dumps(found), "where the key is, is a secret of others"
         assert any("admin" in note for note in found["notes"])
         assert "theirs" in json.dumps(asked_as("admin", f"{WHY_PATH}?namespace=ours")[1])

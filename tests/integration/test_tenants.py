@@ -18,12 +18,12 @@ VALUE = bytes(63 << 10)
 TEXT = """
 [acme]
 namespaces = ["acme/*"]
-guaranteed = "4MiB"
-at_most = "{at_most}"
-pinned = "1MiB"
+guarantee = "4MiB"
+limit = "{limit}"
+pin_limit = "1MiB"
 [small]
 namespaces = ["small"]
-at_most = "1MiB"
+limit = "1MiB"
 """
 
 
@@ -39,7 +39,7 @@ def held(cluster: Cluster) -> dict[str, int]:
 
 def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
-    write(path, TEXT.format(at_most="6MiB"))
+    write(path, TEXT.format(limit="6MiB"))
     with Cluster(tmp_path, settings={"tenants": path}) as cluster:
         cluster.start(memory="16MiB")
         client = cluster.client()
@@ -58,12 +58,12 @@ def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path
         with pytest.raises(NoSpaceError, match="tenant acme has"):
             client.pin(keys, 60, namespace="acme/a")
 
-        write(path, TEXT.format(at_most="2TiB").replace("[small]", "[small"))
+        write(path, TEXT.format(limit="2TiB").replace("[small]", "[small"))
         deadline = time.monotonic() + 10
         while "file_refused setting=tenants" not in cluster.master_server.errors:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        write(path, TEXT.format(at_most="5MiB"))
+        write(path, TEXT.format(limit="5MiB"))
         while "tenants_changed tenants=2" not in cluster.master_server.errors:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -83,5 +83,5 @@ def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path
         told = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
         rows = {row["name"]: row for row in json.loads(told)["tenants"]}
         assert rows.keys() == {"", "acme", "small"}
-        assert rows["acme"]["guaranteed"] == 4 << 20
+        assert rows["acme"]["guarantee_bytes"] == 4 << 20
         assert rows["acme"]["refused"] == rows["small"]["refused"] == 1

@@ -45,7 +45,7 @@ def held_for(lease: Any, seconds: float) -> bool:
     """Whether it is held for all of this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not lease.held:
+        if not lease.is_held:
             return False
         time.sleep(0.02)
     return True
@@ -98,7 +98,7 @@ print("has written")
         assert torch.equal(client.get("w"), torch.ones(1000))
         lease = client.lease(view)
         assert lease is not None
-        assert lease.held
+        assert lease.is_held
         assert not client.stats().counters.get("checksum_mismatches")
         allocated: Any = client.allocate(1000, torch.float32)
         allocated.fill_(3)  # this memory is the program's until it is put
@@ -130,11 +130,11 @@ def test_a_view_of_what_is_replaced_or_removed_keeps_its_bytes(verbs: Any) -> No
     assert verbs.get("removed", copy=False) is None
     leases = [verbs.lease(view) for view in (replaced, removed)]
     number = 0
-    while any(lease.held for lease in leases):
+    while any(lease.is_held for lease in leases):
         number += 1
         verbs.put(f"other-{number}", new)  # would take the memory, were it free
         whole = (replaced == 1).all() and (removed == 1).all()
-        assert whole or not all(lease.held for lease in leases)
+        assert whole or not all(lease.is_held for lease in leases)
         assert number < 10_000
 
 
@@ -148,13 +148,13 @@ def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
     assert lease is not None
     cluster.master_server.kill()
     killed = time.monotonic()
-    until(lambda: not lease.held, within_s=LEASE_S + 0.5)
+    until(lambda: not lease.is_held, within_s=LEASE_S + 0.5)
     assert time.monotonic() - killed < LEASE_S + 0.2
-    assert lease.seconds_left == 0
+    assert lease.remaining_s == 0
     assert view.tolist() == list(range(10))  # nobody has used the memory for something else yet
     cluster.master()
     until(lambda: cluster.status().nodes)
-    assert not lease.held
+    assert not lease.is_held
 
 
 # --- allocations -------------------------------------------------------------------------------

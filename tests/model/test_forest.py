@@ -79,7 +79,7 @@ class ForestMachine(RuleBasedStateMachine):
             return  # found, being written, or refused by the caller
         record = self.forest.ensure(NAMESPACE, key)
         if record.lost:
-            self.forest.empty(record)
+            self.forest.drop_bytes(record)
         self.parent.setdefault(key, None)
         above = None
         if parent is not None:
@@ -110,7 +110,7 @@ class ForestMachine(RuleBasedStateMachine):
             self._tidy(record)
             return
         record.segment = self.segments[on]
-        self.forest.fill(record, 1)
+        self.forest.mark_complete(record, 1)
         self.on[key] = on
 
     @precondition(lambda self: self.on)
@@ -120,7 +120,7 @@ class ForestMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.on)))
         record = self.forest.get(NAMESPACE, key)
         assert record is not None
-        self.forest.empty(record)
+        self.forest.drop_bytes(record)
         del self.on[key]
         self._tidy(record)
 
@@ -137,13 +137,13 @@ class ForestMachine(RuleBasedStateMachine):
         for key in list(self.parent):
             record = self.forest.get(NAMESPACE, key)
             if record is not None and record.lost and not record.children:
-                self.forest.empty(record)
+                self.forest.drop_bytes(record)
                 self._tidy(record)
 
     def _tidy(self, record: ObjectRecord | None) -> None:
         while record is not None and not record.children:
             if record.lost:
-                self.forest.empty(record)
+                self.forest.drop_bytes(record)
             if record.segment is not None or record.writer:
                 return
             if self.forest.get(NAMESPACE, record.key) is not record:
@@ -205,7 +205,7 @@ class ForestMachine(RuleBasedStateMachine):
         for key in keys:
             record = self.forest.get(NAMESPACE, key)
             if record is not None:
-                assert self.forest.reach(record) == self._reachable(key)
+                assert self.forest.is_reachable(record) == self._reachable(key)
             else:
                 assert key not in self.on
 

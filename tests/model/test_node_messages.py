@@ -84,7 +84,9 @@ def offers(draw: st.DrawFn) -> node_pb2.SegmentOffer:
         seed=draw(U64),
         generation=draw(SMALL),
         fresh=draw(st.booleans()),
-        mark=client_pb2.Version(epoch=draw(st.integers(3, 6) | U64), counter=draw(NUMBER)),
+        removal_watermark=client_pb2.Version(
+                epoch=draw(st.integers(3, 6) | U64), counter=draw(NUMBER)
+            ),
     )  # fmt: skip
 
 
@@ -105,8 +107,8 @@ MESSAGES = st.binary(max_size=60) | st.one_of(
     claims(),
     claims(),
     joins(),
-    st.builds(lambda n: node_pb2.NodeMessage(wiped=node_pb2.NodeWipeDone(order=n)), NUMBER),
-    st.builds(lambda n: node_pb2.NodeMessage(beat=node_pb2.NodeHeartbeat(number=n)), NUMBER),
+    st.builds(lambda n: node_pb2.NodeMessage(wipe_done=node_pb2.NodeWipeDone(wipe_seq=n)), NUMBER),
+    st.builds(lambda n: node_pb2.NodeMessage(heartbeat=node_pb2.NodeHeartbeat(number=n)), NUMBER),
     st.just(node_pb2.NodeMessage(leave=node_pb2.NodeLeave())),
 ).map(node_pb2.NodeMessage.SerializeToString)
 
@@ -115,10 +117,10 @@ def took(state: MasterState, now_ms: int, session: int, data: bytes) -> None:
     """As ``MasterService``. Raises whatever is no typed error."""
     with contextlib.suppress(KVStoreError):
         message = decode_node_message(data)
-        if state.membership.of(session) is not None:
-            state.nodes.said(now_ms, session, message)
+        if state.membership.node_of_session(session) is not None:
+            state.nodes.on_node_message(now_ms, session, message)
         elif isinstance(message, calls.NodeJoin):
-            state.nodes.joined(now_ms, session, message)
+            state.nodes.on_node_join(now_ms, session, message)
     state.tick(now_ms)
     for _ in range(100):
         if not state.has_work:
@@ -177,10 +179,10 @@ def test_what_comes_back_costs_what_it_holds_not_what_it_could() -> None:
     offer = calls.SegmentOffer(4 << 40, b"1" * 16, "kv", "h:1", bytes(16), 1, 1, False)
     tracemalloc.start()
     try:
-        state.nodes.joined(0, 1, calls.NodeJoin("one", "h", PROTOCOL_VERSION, 0, [offer]))
+        state.nodes.on_node_join(0, 1, calls.NodeJoin("one", "h", PROTOCOL_VERSION, 0, [offer]))
         rows: Any = [0], [Key(b"k")], [None], [3 << 40], [EPOCH - 1], [1], [SUPERBLOCK_BYTES]
         huge = calls.NodeClaims(0, True, True, [Namespace("n")], *rows)
-        state.nodes.said(0, 1, huge)
+        state.nodes.on_node_message(0, 1, huge)
         while state.has_work:
             state.work(0)
         taken, peak = tracemalloc.get_traced_memory()

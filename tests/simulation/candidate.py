@@ -76,17 +76,17 @@ class Candidate:
     def _outrun(self, epoch: int) -> None:
         if not self._outruns.ends_term(self._role.epoch, epoch, self.clock()):
             return
-        self._role.outrun(epoch)
+        self._role.on_epoch_superseded(epoch)
         if self.master is not None:
             self.master.cease()
 
     async def _run(self) -> None:
         while True:
-            action = self._role.next(self.clock())
+            action = self._role.next_action(self.clock())
             try:
                 await self._do(action)
             except KVStoreError:
-                self._role.failed(self.clock())
+                self._role.on_etcd_failed(self.clock())
             check_invariants(self._role)
 
     async def _do(self, action: object) -> None:
@@ -95,25 +95,25 @@ class Candidate:
             case WaitUntil(until):
                 await self._sleep(until - self.clock())
             case ReadLeader():
-                role.saw(*await etcd.ask(ASK_US, "look"))
+                role.on_leader_read(*await etcd.ask(ASK_US, "look"))
             case WatchLeader(revision):
                 try:
                     await etcd.ask(WATCH_US, "watch", revision)
                 finally:
-                    role.changed()
+                    role.on_leader_changed()
             case AcquireLease():
-                role.granted(*await etcd.ask(ASK_US, "grant", TTL_S))
+                role.on_lease_granted(*await etcd.ask(ASK_US, "grant", TTL_S))
             case Campaign(lease_id):
                 leader = await etcd.ask(ASK_US, "campaign", lease_id, f"{self.process.name}:1")
                 if leader is None:
-                    role.failed(self.clock())
+                    role.on_etcd_failed(self.clock())
                     return
                 epoch = 0
                 if leader.lease_id == lease_id:
                     least = max(role.epoch + 1, role.epoch_least, int(self.clock() * 1000))
                     epoch = await etcd.ask(ASK_US, "new_epoch", leader, least)
                     if not epoch:
-                        role.failed(self.clock())
+                        role.on_etcd_failed(self.clock())
                         return
                 role.campaigned(leader, epoch)
             case KeepAlive(lease_id, keep_by):
@@ -121,9 +121,9 @@ class Candidate:
                 ttl_s = await etcd.ask(left_us, "keep_alive", lease_id)
                 left_us = int((keep_by - self.clock()) * 1e6)
                 seen, _ = await etcd.ask(left_us, "look")
-                role.kept(ttl_s, seen)
+                role.on_lease_kept(ttl_s, seen)
                 if self.master is None or not self.master.extend(role.until):
-                    role.stopped()
+                    role.on_service_stopped()
             case ReleaseLease(lease_id):
                 try:
                     await etcd.ask(ASK_US, "revoke", lease_id)

@@ -60,8 +60,8 @@ CONNECT_S = STALL_S * CONNECT_STALLS
 class SimLink(MasterConnectionState):
     """As ``MasterConnectionState``, in the simulation's times."""
 
-    def silence_s(self, request: calls.Request) -> float:
-        return super().silence_s(request) / 5
+    def failover_timeout_s(self, request: calls.Request) -> float:
+        return super().failover_timeout_s(request) / 5
 
 
 class Client:
@@ -208,7 +208,7 @@ class Client:
                         port, address = "lane", self._link.address
                         if isinstance(step, retries.SendOnGrpc):
                             port, address = "grpc", step.address
-                        until = min(deadline, self.clock() + self._link.silence_s(request))
+                        until = min(deadline, self.clock() + self._link.failover_timeout_s(request))
                         call_id = next(self._call_ids)
                         await self.process.reached(f"client: before {call.name}")
                         outcome = await self._exchange(
@@ -487,8 +487,8 @@ class Client:
         """As ``TransportSelector.maps``."""
         return self._mapping(segment) is not None
 
-    def shown(self, segment: SegmentInfo) -> memoryview | None:
-        """As ``TransportSelector.shown``."""
+    def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
+        """As ``TransportSelector.readonly_memory``."""
         memory = self._mapping(segment)
         return None if memory is None else memory.memory
 
@@ -519,13 +519,13 @@ class Client:
         memory = self._memories(place.uuid)
         assert memory is not None
         for start in range(0, len(data), self._piece_bytes):
-            if not lease.held:
+            if not lease.is_held:
                 return False
             offset = place.offset + HEADER_BYTES + start
             piece = data[start : start + self._piece_bytes]
             self.oracle.write(memory, offset, piece, version, by_hand=True)
             await self.sleep(self._random.choice((0.001, 0.01, 0.2)))
-        return lease.held
+        return lease.is_held
 
     async def _renew_forever(self) -> None:
         while True:

@@ -40,7 +40,7 @@ RULES = MasterRules(
     quarantine_ms=2_000,
     put_wait_max_ms=6_000,
     gather_ms=600,
-    beat_ms=100,
+    heartbeat_ms=100,
     liveness=LivenessRules(suspect_ms=400, dead_ms=1_200),
     repair=RepairRules(
         after_ms=2_000, copies_max=3, bytes_max=8 << 10, bytes_per_s=1 << 20, pause_max_ms=2_000

@@ -17,7 +17,7 @@ class EventFollower:
         self._begin()
 
     def _begin(self) -> None:
-        self._survey: SnapshotScan = self._state.survey("")
+        self._survey: SnapshotScan = self._state.snapshot("")
         self._surveyed: dict[Name, int] = {}
 
     def follow(self) -> None:

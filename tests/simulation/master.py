@@ -76,7 +76,7 @@ class Master:
         return not self._over
 
     def cease(self) -> None:
-        """As ``MasterService.cease``."""
+        """As ``MasterService.stop_serving``."""
         if self._over:
             return
         self._over = True
@@ -147,8 +147,8 @@ class Master:
             if not isinstance(reply, DeferredReply):
                 return reply
             answer: Future[Any] = Future()
-            self._answers[reply.ticket] = answer
-            end.on_end = lambda: self._caller_gone(reply.ticket)
+            self._answers[reply.reply_id] = answer
+            end.on_end = lambda: self._caller_gone(reply.reply_id)
             return answer
         finally:
             self._settle()
@@ -180,7 +180,7 @@ class Master:
             return
         await self.process.reached("master: before a join")
         try:
-            accepted = self.state.nodes.joined(self.now_ms, session, join)
+            accepted = self.state.nodes.on_node_join(self.now_ms, session, join)
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
             end.close()
@@ -196,7 +196,7 @@ class Master:
                 message = decode_node_message(await end.receive())
                 await self.process.reached(f"master: before {type(message).__name__}")
                 self._check_time()
-                self.state.nodes.said(self.now_ms, session, message)
+                self.state.nodes.on_node_message(self.now_ms, session, message)
                 self._stepped()
                 self._settle()
         except BrokenStreamError:

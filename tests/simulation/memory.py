@@ -25,7 +25,7 @@ class Memory:
         self.uuid = random.randbytes(16)
         self.seed = random.getrandbits(64)
         self.token = random.randbytes(16)
-        self.believed = None
+        self.header_filter = None
         """Any header, as where nodes have no key of stamps."""
         self.shm_name = f"kvstore.{node}"
         self.mark = NO_VERSION

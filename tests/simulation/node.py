@@ -151,7 +151,7 @@ class Node:
             offer = SegmentOffer(
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
-                generation=memory.generation, fresh=self._fresh, mark=memory.mark,
+                generation=memory.generation, fresh=self._fresh, removal_watermark=memory.mark,
             )  # fmt: skip
             join = NodeJoin(
                 self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],
@@ -173,7 +173,7 @@ class Node:
             self._fresh = self._unanswered = False
             self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
             await self.process.reached("node: joined")
-            beating = self.process.spawn("beat", self._beat(link, accepted.beat_ms))
+            beating = self.process.spawn("beat", self._beat(link, accepted.heartbeat_ms))
             telling = self.process.spawn("tell", self._tell(link))
             while True:
                 message = self._decoded(await link.receive(accepted.dead_ms * MS))
@@ -181,7 +181,7 @@ class Node:
                     await self.process.reached("node: before a wipe")
                     self._wipe(message)
                     await self.process.reached("node: wiped, before it says so")
-                    link.send(encode_node_message(NodeWipeDone(message.order)))
+                    link.send(encode_node_message(NodeWipeDone(message.wipe_seq)))
                 elif isinstance(message, MasterClaimsAck):
                     self._unanswered_claims -= 1
                 else:
@@ -214,14 +214,18 @@ class Node:
     def _wipe(self, message: MasterWipe) -> None:
         if message.uuid == self.memory.uuid:
             if self.cuts:
-                self._cut(set(zip(message.cut_clients, message.cut_connections, strict=True)))
+                self._cut(
+                    set(
+                        zip(message.disconnect_clients, message.disconnect_connections, strict=True)
+                    )
+                )
             attempts = set(zip(message.offsets, message.epochs, message.counters, strict=True))
-            if message.cut_clients:
+            if message.disconnect_clients:
                 self._given_up |= attempts
             else:
                 self._given_up -= attempts
             self.memory.wipe(message.offsets, message.epochs, message.counters)
-            self.memory.mark = max(self.memory.mark, message.mark)
+            self.memory.mark = max(self.memory.mark, message.removal_watermark)
             self._oracle.wiped(self.memory, message, self._epoch)
 
     def _cut(self, writers: set[tuple[int, int]]) -> None:

@@ -419,7 +419,7 @@ class Oracle:
                 stored = [(namespace, key) for key, each in found if each == Presence.COMPLETE]
                 names = stored if lease else []
             case calls.Renew(namespace, keys), calls.RenewReply():
-                held = zip(keys, reply.keys_held, strict=True)
+                held = zip(keys, reply.keys_leased, strict=True)
                 names = [(namespace, key) for key, is_held in held if is_held]
             case _:
                 return
@@ -550,10 +550,10 @@ class Oracle:
         self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
         if max(order.epochs, default=0) > epoch:
             self.broken("later_wiped", f"{order} of a master of epoch {epoch}")
-        if order.mark != NO_VERSION and epoch == self._epoch:
+        if order.removal_watermark != NO_VERSION and epoch == self._epoch:
             had = self._had.setdefault(epoch, set())
             had |= {memory.uuid} | state_access.mounted_uuids(self._state)
-            self._kept.setdefault(memory.uuid, []).append((order.mark, set(had)))
+            self._kept.setdefault(memory.uuid, []).append((order.removal_watermark, set(had)))
         self.check_views(memory)
 
     def check_views(self, memory: Memory) -> None:

@@ -183,7 +183,7 @@ class MasterWithoutQuarantine(MasterState):
         self.steps[calls.PutRevoke] = self._put_revoke
 
     def _put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.PutRevokeReply:
-        return self.putting.put_revoke(now_ms, request._replace(settled=True))
+        return self.putting.put_revoke(now_ms, request._replace(quiesced=True))
 
 
 class NodeKeepingConnections(Node):

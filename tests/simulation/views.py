@@ -94,7 +94,7 @@ class SimViews:
     def held(self) -> Iterator[tuple[Lease, LeaseSnapshot]]:
         """Leases that hold, with the snapshot of those that became objects."""
         for lease in self._leases:
-            if lease.held:
+            if lease.is_held:
                 held = self._held[lease]
                 if held.what != lease.what:
                     held.what, held.snapshot = lease.what, held.array.tobytes()
@@ -120,7 +120,7 @@ class SimViews:
         assert watch.lease is lease
         self._watches.let_go(watch)
         dropped: list[AllocationLease] = []
-        self._watches.settle(dropped)
+        self._watches.remove_dead(dropped)
         if not lease.holders:
             del self._held[lease]
         for lost in dropped:
@@ -137,7 +137,7 @@ class SimViews:
     async def _follow(self, lease: Lease) -> None:
         what, asked = lease.what, self._leases.clock()
         lease.plan_renewal()
-        if not isinstance(what, ObjectLease) or not lease.held:
+        if not isinstance(what, ObjectLease) or not lease.is_held:
             return
         try:
             found = await self._ask(calls.Lookup(what.namespace, [what.key]), 1.0)
@@ -163,4 +163,4 @@ class SimViews:
                 renewal.failed(error)
             else:
                 assert isinstance(renewed, calls.RenewReply)
-                renewal.answered(renewed, asked, self._margin_s)
+                renewal.on_reply(renewed, asked, self._margin_s)

@@ -155,9 +155,9 @@ class Worker:
 
     async def _hold(self, view: memoryview, lease: Lease) -> None:
         until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
-        while lease.held and self.client.clock() < until and not self.paused():
+        while lease.is_held and self.client.clock() < until and not self.paused():
             await self.client.sleep(0.05)
-        if not lease.held:
+        if not lease.is_held:
             await self._keep_lost(view)
         await self.client.views.let_go(view, lease)
 
@@ -170,7 +170,7 @@ class Worker:
             while True:
                 newer += await self._some_views()
                 lost = self.client.views.of(value)
-                if lost is None or lost.held:
+                if lost is None or lost.is_held:
                     self.client.oracle.broken("lost_held", f"what was lost is held: {lost}")
                 if self.client.clock() >= until or self.paused():
                     break
@@ -271,7 +271,7 @@ class Worker:
         self._note(f"allocated {lease.what.epoch}.{lease.what.token}")
         whole = await self.client.compute(lease, data)
         failed: KVStoreError | None = None
-        if not lease.held:
+        if not lease.is_held:
             await self._keep_lost(memoryview(array))  # type: ignore[arg-type]
             await self._put_lost(namespace, key, array)
         if self.random.random() < 0.3:  # meanwhile others are granted the same key, and store it

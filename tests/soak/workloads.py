@@ -333,7 +333,7 @@ class ViewWorkload(Workload):
                 return
             view.lost_at = view.lost_at or time.monotonic()
             return
-        before = lease.held
+        before = lease.is_held
         if view.told:
             return
         if view.lost_at is not None and before:
@@ -347,7 +347,7 @@ class ViewWorkload(Workload):
             view.lost_at = view.lost_at or time.monotonic()
             return
         seen = values.look(view.namespace, view.key, view.memory)
-        if not lease.held:
+        if not lease.is_held:
             view.lost_at = time.monotonic()
         elif (seen.problem and not seen.flipped) or seen.version != view.version:
             self.journal.broke(
@@ -403,7 +403,7 @@ class AllocationWorkload(ViewWorkload):
 
     def _fill(self, hands: RecordingClient, view: _View) -> bool:
         lease = hands.client.lease(view.memory)
-        if lease is None or not lease.held or lease.seconds_left < 0.5:
+        if lease is None or not lease.is_held or lease.remaining_s < 0.5:
             return False
         made = values.make(
             view.namespace, view.key, view.version, self.settings.seed, len(view.memory)
@@ -413,7 +413,7 @@ class AllocationWorkload(ViewWorkload):
 
     async def _put(self, hands: RecordingClient, view: _View) -> bool:
         lease = hands.client.lease(view.memory)
-        lost = lease is None or not lease.held
+        lost = lease is None or not lease.is_held
         self.journal.puts(view.namespace, [(view.key, view.version)], True)
         done = await hands.call(
             "put", view.key, view.memory, namespace=view.namespace, overwrite=True
@@ -648,7 +648,7 @@ class Operator(Workload):
             cursor = 0
             for _ in range(hands.rng.randint(1, 6)):
                 moved = await hands.call(
-                    "move_some", node, cursor, evict_up_to=up_to, expected=unknown
+                    "move_page", node, cursor, evict_up_to=up_to, expected=unknown
                 )
                 cursor = moved.value.next_cursor if moved.ok else 0
             await self._undo(hands, node)

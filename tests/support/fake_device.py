@@ -118,7 +118,7 @@ class FakeDriver:
 
     # --- Driver -------------------------------------------------------------------------------
 
-    def mark(self, stream: int | None = None) -> Event:
+    def record_event(self, stream: int | None = None) -> Event:
         return self._mark(COMPUTE if stream is None else stream)
 
     def is_done(self, event: Event) -> bool:

@@ -230,7 +230,7 @@ def _(it: MissingObjects) -> None:
     assert len(entries) == it._names <= missing_objects.NAMES_MAX
     assert all(gone in it._gone.values() for gone in it._by_memory.values())
     assert len(it._gone) <= missing_objects.NODES_MAX
-    named = Counter([id(entry.gone) for entry in entries])
+    named = Counter([id(entry.departed) for entry in entries])
     for gone in it._gone.values():
         assert gone.unnamed >= 0
         assert gone.missing == named.pop(id(gone), 0) + gone.unnamed
@@ -253,7 +253,7 @@ def _(it: PinTable) -> None:
         assert pin.record is record
         assert not pin.dropped
         assert pin.below == below.get(id(pin), 0)
-        assert pin.below or it.ends.of(record) or id(pin) in ending, "held by no pin"
+        assert pin.below or it.ends.expiry_of(record) or id(pin) in ending, "held by no pin"
         if pin.objects:
             objects, size = held.get(record.namespace, (0, 0))
             held[record.namespace] = objects + 1, size + pin.size
@@ -310,15 +310,15 @@ def _(it: SpaceReclaimer) -> None:
     of_names: set[tuple[Name, int]] = set()
     for wiping in it._unwiped.values():
         assert not wiping.wiped
-        assert all(removal.orders > 0 for removal in wiping.removals)
-        of_names.update((name, wiping.order) for name in wiping.names)
+        assert all(removal.wipe_seqs > 0 for removal in wiping.removals)
+        of_names.update((name, wiping.wipe_seq) for name in wiping.names)
     assert of_names == {
-        (name, wiping.order) for name, wipings in it._unwiped_of.items() for wiping in wipings
+        (name, wiping.wipe_seq) for name, wipings in it._unwiped_of.items() for wiping in wipings
     }
-    assert it._zeroing.items() <= {(g.segment, g.order) for g in it._unwiped.values()}
+    assert it._zeroing.items() <= {(g.segment, g.wipe_seq) for g in it._unwiped.values()}
     assert all(segment.alive and waiting for segment, waiting in it._unzeroed.items())
     unclean = {order for wipings in it._unclean.values() for order in wipings}
-    assert unclean == {g.order for g in it._unwiped.values() if g.released}
+    assert unclean == {g.wipe_seq for g in it._unwiped.values() if g.released}
 
 
 @check_invariants.register
@@ -413,7 +413,9 @@ def _(
         assert tenant.objects == objects.pop(tenant.name, 0), f"objects of {tenant}"
         assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
         assert tenant.waiting == sum(each is tenant for each in waiting)
-        assert tenant.size <= max(tenant.at_most, tenant.ceiling), f"{tenant} is above its bound"
+        assert tenant.size <= max(tenant.limit_bytes, tenant.ceiling), (
+            f"{tenant} is above its bound"
+        )
         assert tenant.pinned_bytes >= 0
     assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
     for table in it._tables.values():
@@ -481,7 +483,9 @@ def _(it: InventoryLoader) -> None:
     _check_due(it._common.jobs, background_jobs.CLAIM, it._has_claims())
     mounted = [s for segments in it._common.membership.segments.values() for s in segments]
     assert {s for s in mounted if not s.whole} == it._inventories.keys()
-    assert {wiping.segment for wiping in it._common.reclaim.held()} == it._inventories.keys()
+    assert {
+        wiping.segment for wiping in it._common.reclaim.held_removals()
+    } == it._inventories.keys()
 
 
 @check_invariants.register
@@ -546,7 +550,7 @@ def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
     for tenant in tenants:
         pinned = sum(
             size
-            for namespace, (_, size) in it.pool.pins.all_held().items()
+            for namespace, (_, size) in it.pool.pins.all_pinned().items()
             if tenants.of(namespace) is tenant
         )
         assert tenant.pinned_bytes == pinned, f"pins of {tenant}"
@@ -554,7 +558,7 @@ def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
 
 @check_invariants.register
 def _(it: ElectionStateMachine) -> None:
-    assert not it.leading or (it._lease_id and it.until and it.epoch)
+    assert not it.is_leading or (it._lease_id and it.until and it.epoch)
     assert it.leader is None or not it.until
     assert it._lease_id not in it._stale
     assert len(it._stale) <= 1, "each is revoked before the next one is granted"

@@ -98,7 +98,7 @@ def _about_rows(
     item: Any, value: Sequence[Any], rules: tuple[Any, ...], theirs: ForeignValues
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     rows = list(value)
-    most = next((rule.most for rule in rules if isinstance(rule, field_constraints.RowCount)), 0)
+    most = next((rule.max for rule in rules if isinstance(rule, field_constraints.RowCount)), 0)
     sample = rows[:1] or [_sample(item)]
     for count in (*ROWS, *(n for n in (most - 1, most, most + 1) if n <= ROWS_MAX)):
         yield (f"rows={count}",), _many(sample[0], count)
@@ -127,7 +127,7 @@ def _scalars(hint: Any, rules: tuple[Any, ...], theirs: ForeignValues) -> Sequen
         number
         for rule in rules
         if isinstance(rule, field_constraints.IntRange)
-        for number in (rule.least - 1, rule.least, rule.most - 1, rule.most, rule.most + 1)
+        for number in (rule.min - 1, rule.min, rule.max - 1, rule.max, rule.max + 1)
         if number >= 0
     ]
     if hint is Key:
@@ -170,10 +170,10 @@ def true_calls(
         calls.Exists(namespace, keys, lease=True),
         calls.PutStart(
             namespace, keys, [100], None, chain=False, replicas=1, overwrite=False, wait_ms=0,
-            host="host", avoid=[segment], client_number=7, ttl_ms=60_000,
+            host="host", avoid_segments=[segment], client_number=7, ttl_ms=60_000,
         ),
         calls.PutEnd(epoch, [token]),
-        calls.PutRevoke(epoch, [token], settled=True, connections=[1]),
+        calls.PutRevoke(epoch, [token], quiesced=True, connections=[1]),
         calls.Allocate(namespace, 100, 0, "host", [segment], client_number=7),
         calls.Commit(epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
         calls.Renew(namespace, keys, [epoch], [token], epoch, [token], [segment], [4096]),

@@ -94,7 +94,7 @@ def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchS
     if item is int and not bounds:
         return BYTES
     bound = bounds[0] if bounds else field_constraints.RowCount()
-    least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
+    least, most = 0, min(bound.max, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
     if bound.like:
         least = most = len(row[bound.like])
     if item is Key:

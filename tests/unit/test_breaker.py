@@ -45,7 +45,7 @@ def test_then_one_request_tries_and_the_others_wait_for_what_it_finds(breaker: B
 def test_a_try_without_a_verdict_leaves_the_next_one_to_try(breaker: Breaker) -> None:
     opened(breaker)
     breaker.begin(1_000)
-    breaker.abandoned()
+    breaker.on_abandoned()
     assert breaker.state(1_000) == "half_open"
     assert breaker.begin(1_000)
 

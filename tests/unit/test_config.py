@@ -212,7 +212,7 @@ def test_who_maps_memory_is_asked_for_where_identities_and_descriptors_are(
     assert "needs identities" in str(error)
     wanted["KVSTORE_AUTH"] = str(tmp_path / "x.auth")
     config = load(NodeConfig, environ=environment(home, **wanted))
-    assert config.hands_over
+    assert config.passes_descriptors
     error = refusal(NodeConfig, environ=environment(home, KVSTORE_NODE_DEVICE="cuda:0", **wanted))
     assert "opened by name" in str(error)
 

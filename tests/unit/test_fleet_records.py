@@ -154,7 +154,7 @@ def test_engines_of_a_tenant_meet_in_a_fleet_of_their_own() -> None:
     record = FleetRecord("vllm", ("m",), "a" * 32, ("acme/vllm/a/g0/p0t0",), {"dtype": "bfloat16"})
     (warning,) = engine.announce(record)
     assert "'float16' there" in warning
-    engine.leave(("m",), "a" * 32)
+    engine.withdraw(("m",), "a" * 32)
     assert len(board.objects) == 2
 
 

@@ -17,10 +17,10 @@ from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 ACME = """
 [acme]
 namespaces = ["acme/*", "acme"]
-guaranteed = "20GiB"
-at_most = "60GiB"
-pinned = "10GiB"
-puts = 0.5
+guarantee = "20GiB"
+limit = "60GiB"
+pin_limit = "10GiB"
+put_share = 0.5
 """
 
 
@@ -38,12 +38,12 @@ def test_a_tenant_as_it_is_written() -> None:
     [
         (ACME + '[b]\nnamespaces = ["acme/x"]\n', r"have namespaces in common: 'acme/\*'"),
         (ACME + 'quota = "1GiB"\n', "'acme': there is no setting quota"),
-        (ACME.replace('"20GiB"', '"61GiB"'), "guaranteed .* is above at_most"),
-        (ACME.replace('"20GiB"', '"20G"'), "guaranteed = '20G': the unit of '20G'"),
-        (ACME.replace('"20GiB"', "true"), "guaranteed = True: True is not a size"),
-        (ACME.replace('"60GiB"', str(1 << 62)), "at_most = .*: must be less than"),
-        (ACME.replace("0.5", "0"), "puts = 0: must be greater than 0"),
-        (ACME.replace("0.5", "1.5"), "puts = 1.5: must be less than or equal to 1"),
+        (ACME.replace('"20GiB"', '"61GiB"'), "guarantee .* is above limit"),
+        (ACME.replace('"20GiB"', '"20G"'), "guarantee = '20G': the unit of '20G'"),
+        (ACME.replace('"20GiB"', "true"), "guarantee = True: True is not a size"),
+        (ACME.replace('"60GiB"', str(1 << 62)), "limit = .*: must be less than"),
+        (ACME.replace("0.5", "0"), "put_share = 0: must be greater than 0"),
+        (ACME.replace("0.5", "1.5"), "put_share = 1.5: must be less than or equal to 1"),
         (ACME.replace('"acme/*"', '"a*e"'), "'a\\*e' is no pattern"),
         (ACME.replace('"acme/*"', "7"), "namespaces = 7: must be a valid string"),
         ("[acme]\n", "'acme': namespaces = .*: Field required"),
@@ -82,24 +82,24 @@ def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
         applied.append(rules)
 
     with caplog.at_level(logging.WARNING, "kvstore.files"):
-        file.look(apply)
+        file.poll_once(apply)
         write(path, ACME + "# a remark\n")
-        file.look(apply)
+        file.poll_once(apply)
         assert not applied
 
         write(path, ACME.replace("60GiB", "70GiB"))
-        file.look(apply)
-        file.look(apply)
-        assert [rules[0].at_most for rules in applied] == [70 << 30]
+        file.poll_once(apply)
+        file.poll_once(apply)
+        assert [rules[0].limit_bytes for rules in applied] == [70 << 30]
         assert not caplog.records
 
         write(path, ACME.replace("60GiB", "60G"))
-        file.look(apply)
-        file.look(apply)
+        file.poll_once(apply)
+        file.poll_once(apply)
         write(path, "")
-        file.look(apply)
+        file.poll_once(apply)
     assert len(applied) == 1
-    assert file.rules[0].at_most == 70 << 30
+    assert file.rules[0].limit_bytes == 70 << 30
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
     assert all("file_refused setting=tenants" in line for line in said)

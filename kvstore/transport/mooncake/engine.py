@@ -192,7 +192,7 @@ class TransferEngine:
         if not _is_batch(batch):
             return False
         # For a batch of one range this tells all and does not block: no other thread is needed.
-        polls, before, outcome = self._gauge.pays(), uptime(), HIT
+        polls, before, outcome = self._gauge.should_poll(), uptime(), HIT
         until = before + (_POLL_S if polls else 0.0)
         while True:
             status, now = engine.transfer_check_status(batch), uptime()

@@ -42,7 +42,7 @@ class TransferFailedError(Exception):
 
 class _ChunkPiece(NamedTuple):
     data: memoryview
-    place: int
+    offset: int
     """The offset in the buffer; -1: the memory is moved without a copy."""
     hasher: xxh3_64 | None
 
@@ -122,7 +122,7 @@ class EngineCall:
                 while self._under_way:
                     self._finish()
         except BaseException:
-            self._abandon()
+            self._leave_running()
             raise
 
     def _add(self, move: RangeCopy) -> None:
@@ -244,7 +244,7 @@ class EngineCall:
     def _closed(self) -> ClosedError:
         return ClosedError("the transport was closed")
 
-    def _abandon(self) -> None:
+    def _leave_running(self) -> None:
         """Gives up the batches under way. Those that have not begun never will."""
         begun = []
         for batch in self._under_way:
@@ -253,7 +253,7 @@ class EngineCall:
                 self._give_back(batch)
             else:
                 begun.append(batch)
-                self.in_doubt += [piece.data for piece in batch.pieces if piece.place < 0]
+                self.in_doubt += [piece.data for piece in batch.pieces if piece.offset < 0]
         if not begun:
             self.is_settled = True
         self._under_way.clear()

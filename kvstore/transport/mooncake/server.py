@@ -115,14 +115,14 @@ class EngineServer:
     def _sweep_forever(self) -> None:
         while not self._closing.wait(SWEEP_S):
             try:
-                cut = sum(map(self._cut_if_stalled, sockets()))
+                cut = sum(map(self._close_if_stalled, sockets()))
             except Exception as error:  # noqa: BLE001  # the next sweep may succeed
                 log.warning("event=engine_sweep_failed error=%r", error)
                 continue
             if cut:
                 log.debug("event=engine_connections_cut count=%d", cut)
 
-    def _cut_if_stalled(self, sock: socket.socket) -> bool:
+    def _close_if_stalled(self, sock: socket.socket) -> bool:
         try:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
                 return False

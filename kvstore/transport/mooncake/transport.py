@@ -1,7 +1,7 @@
 """The client side of the transfer engine, behind the interface of all transports.
 
 The engine moves the bytes. The node's data server authorizes that, over a tcp connection for each
-call, which carries no payload (``ClientConnection.greet``):
+call, which carries no payload (``ClientConnection.handshake``):
 
 * before a call, the server has confirmed segment, generation and token, because a one-sided access
   checks none of them;
@@ -115,8 +115,8 @@ class MooncakeTransport(Transport):
                 self._station = self._new_station(None)
                 self._has_started = True
 
-    def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``; makes the engine the first time. If that fails, it is
+    def can_reach(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.can_reach``; makes the engine the first time. If that fails, it is
         logged, and no segment is reached for a while."""
         engine = segment.engine
         if (
@@ -205,10 +205,10 @@ class MooncakeTransport(Transport):
     def drop_connections(self) -> None:
         self._tcp.drop_connections()
 
-    def abandon(self) -> None:
-        """As ``Transport.abandon``. Keep the transport: ending its engine would touch what the
-        parent shares."""
-        self._tcp.abandon()
+    def close_after_fork(self) -> None:
+        """As ``Transport.close_after_fork``. Keep the transport: ending its engine would touch what
+        the parent shares."""
+        self._tcp.close_after_fork()
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
@@ -223,10 +223,10 @@ class MooncakeTransport(Transport):
         if not is_write:
             self._check_quarantine(moves)
         with self._tcp.lend(segment, deadline) as witness:
-            witness.greet(deadline)
+            witness.handshake(deadline)
             self._move(segment, moves, deadline, witness, is_write=is_write)
             if not witness.is_open:  # the node fenced, left, or only ended a connection
-                witness.greet(deadline)
+                witness.handshake(deadline)
 
     def _move(
         self,
@@ -238,7 +238,7 @@ class MooncakeTransport(Transport):
         is_write: bool,
     ) -> None:
         stop = current()
-        with self._entered(segment) as station:
+        with self._acquire_session(segment) as station:
             call = EngineCall(
                 station,
                 segment,
@@ -255,7 +255,7 @@ class MooncakeTransport(Transport):
             try:
                 call.run(moves)
             except TransferFailedError:
-                error = self._why(segment, witness, deadline)
+                error = self._failure_reason(segment, witness, deadline)
             except (DeadlineExceededError, ClosedError) as refused:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
@@ -280,7 +280,7 @@ class MooncakeTransport(Transport):
         raise error
 
     @contextmanager
-    def _entered(self, segment: SegmentInfo) -> Iterator[EngineSession]:
+    def _acquire_session(self, segment: SegmentInfo) -> Iterator[EngineSession]:
         """The present station, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
@@ -346,13 +346,13 @@ class MooncakeTransport(Transport):
         log.info("transfer_engine_retired name=%s", station.engine.name)
         station.leave()
 
-    def _why(
+    def _failure_reason(
         self, segment: SegmentInfo, witness: ClientConnection, deadline: float
     ) -> KVStoreError:
         """The error for a transfer that failed, as the node's data server explains it."""
         try:
             witness.close()
-            witness.greet(deadline)
+            witness.handshake(deadline)
         except KVStoreError as error:
             return error
         assert segment.engine is not None

@@ -128,7 +128,7 @@ class FindResponse(BaseModel):
     """The namespaces that have any of the keys, those with the longest beginning first."""
 
     keys: int
-    looked_in: int = Field(description="Namespaces.")
+    searched: int = Field(description="Namespaces.")
     found_in: list[NamespaceHits]
     others: int = Field(description="Further namespaces that have some.")
 
@@ -146,12 +146,12 @@ class ChainsAPI:
     @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
     async def _chains(self, asked: ChainsRequest) -> ChainsResponse:
         """The chains that are used most."""
-        found = await self._ask(asked.namespace or None, asked.key, asked.count)
+        found = await self._query(asked.namespace or None, asked.key, asked.count)
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         branches = [_branch(row, nodes) for row in found.branches]
         return ChainsResponse.model_validate(found._asdict() | {"branches": branches})
 
-    async def _ask(
+    async def _query(
         self, namespace: str | None, keys: Sequence[bytes], count: int
     ) -> calls.ChainsReply:
         """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
@@ -160,7 +160,7 @@ class ChainsAPI:
             until, answer = self._kept.get((namespace, count), (0.0, None))
             if answer is not None and not keys and time.monotonic() < until:
                 return answer
-            found = await self._throttle.ask(
+            found = await self._throttle.run(
                 lambda: self._client.chains(
                     namespace, keys=keys, count=count, timeout_ms=TIMEOUT_MS
                 )
@@ -207,7 +207,7 @@ class ChainsAPI:
         told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
         return FindResponse(
             keys=len(readings[0]),
-            looked_in=len(names),
+            searched=len(names),
             found_in=told[:FIND_SHOWN],
             others=len(told[FIND_SHOWN:]),
         )

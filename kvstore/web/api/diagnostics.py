@@ -53,12 +53,12 @@ class EngineTraffic(BaseModel):
     namespaces: int
     put: int = Field(description="Keys that it has put.")
     put_bytes: int = Field(description="Payload of these.")
-    asked: int = Field(description="Keys.")
+    queries: int = Field(description="Keys.")
     found: int = Field(description="Of those.")
     idle_ms: int
 
 
-@shaped(calls.NamespaceTraffic, without=("putters", "askers", "misses"))
+@shaped(calls.NamespaceTraffic, without=("writers", "readers", "misses"))
 class NamespaceTrafficResponse(Shape):
     pass
 
@@ -79,15 +79,15 @@ class DiagnosticsAPI:
         self._throttle = QueryThrottle()
 
     @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
-    async def _why(self, asked: DiagnosisRequest) -> DiagnosisResponse:
+    async def _diagnose(self, asked: DiagnosisRequest) -> DiagnosisResponse:
         """Why lookups find nothing."""
         if asked.namespace and asked.model:
             raise InvalidArgumentError("give a namespace or a model, not both")
         async with self._throttle.lock:
-            found = await self._throttle.ask(
+            found = await self._throttle.run(
                 lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
             )
-        if not found.parties and (asked.namespace or asked.model):
+        if not found.groups and (asked.namespace or asked.model):
             raise web.HTTPNotFound(text="neither puts nor questions nor objects there\n")
         return DiagnosisResponse.model_validate(report_of(found))
 
@@ -95,7 +95,7 @@ class DiagnosticsAPI:
     async def _traffic(self, asked: TrafficRequest) -> TrafficResponse:
         """Who puts and asks, and what was evicted."""
         async with self._throttle.lock:
-            report = await self._throttle.ask(
+            report = await self._throttle.run(
                 lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
             )
         spaces = [row for row in report.namespaces if not is_fleet(row.name)]
@@ -120,20 +120,20 @@ def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
     found: dict[tuple[str, str], EngineTraffic] = {}
     for space in spaces:
         here = set()
-        rows = [(row, row.stored, row.stored_bytes, 0, 0) for row in space.putters]
-        rows += [(row, 0, 0, row.keys, row.found) for row in space.askers]
+        rows = [(row, row.stored, row.stored_bytes, 0, 0) for row in space.writers]
+        rows += [(row, 0, 0, row.keys, row.found) for row in space.readers]
         for row, put, put_bytes, asked, hits in rows:
             mark = row.client, row.address
             engine = found.setdefault(
                 mark,
                 EngineTraffic(
                     client=row.client, address=row.address, namespaces=0, put=0, put_bytes=0,
-                    asked=0, found=0, idle_ms=row.idle_ms,
+                    queries=0, found=0, idle_ms=row.idle_ms,
                 ),
             )  # fmt: skip
             engine.put += put
             engine.put_bytes += put_bytes
-            engine.asked += asked
+            engine.queries += asked
             engine.found += hits
             engine.idle_ms = min(engine.idle_ms, row.idle_ms)
             engine.namespaces += mark not in here

@@ -58,7 +58,7 @@ class DrainRequest(NodeRequest):
     )
 
 
-@shaped(DrainOutcome, without=("has_left",))
+@shaped(DrainOutcome, without=("has_departed",))
 class DrainResponse(Shape):
     """How far a drain is. Of the objects, only ``moved_bytes`` is known before it is over."""
 
@@ -89,14 +89,14 @@ class _StoppedError(Exception):
 @dataclass(slots=True)
 class _RunningDrain:
     outcome: DrainOutcome
-    asked: DrainRequest
+    requested: DrainRequest
     state: str = "moving"
     size: int = 0
     error: str = ""
     stopping: threading.Event = field(default_factory=threading.Event)
     client: Client | None = None
 
-    def told(self, moved_bytes: int, size: int) -> None:
+    def reported(self, moved_bytes: int, size: int) -> None:
         """Called in the drain's thread after each step."""
         self.outcome.moved_bytes, self.size = moved_bytes, size
         if self.stopping.is_set():
@@ -108,10 +108,10 @@ class _RunningDrain:
             with connect() as client:
                 self.client = client
                 self.outcome = drain_node(
-                    client, self.outcome.node, evict=self.asked.evict, discard=self.asked.discard,
-                    wait_s=WAIT_S, told=self.told,
+                    client, self.outcome.node, evict=self.requested.evict,
+                    discard=self.requested.discard, wait_s=WAIT_S, told=self.reported,
                 )  # fmt: skip
-            self.state = "left" if self.outcome.has_left else "kept"
+            self.state = "left" if self.outcome.has_departed else "kept"
         except _StoppedError:
             self.state = "stopped"
         except KVStoreError as error:
@@ -121,7 +121,7 @@ class _RunningDrain:
             if self.state == "moving":  # only a bug ends the drain like this; the log shows it
                 self.state, self.error = "failed", "it ended unexpectedly: see the log"
 
-    def answer(self) -> DrainResponse:
+    def response(self) -> DrainResponse:
         told = {"state": self.state, "size": self.size, "error": self.error}
         return DrainResponse.model_validate(asdict(self.outcome) | told)
 
@@ -171,7 +171,7 @@ class NodesAPI:
         drain = self._drains.get(asked.node)
         if drain is None:
             raise web.HTTPNotFound(text="this server drains no such node\n")
-        return drain.answer()
+        return drain.response()
 
     @endpoint(
         "POST", DRAIN_PATH,
@@ -186,7 +186,7 @@ class NodesAPI:
         async with self._beginning:
             if asked.node not in self._tasks:
                 await self._begin(asked)
-            return self._drains[asked.node].answer()
+            return self._drains[asked.node].response()
 
     async def _begin(self, asked: DrainRequest) -> None:
         """Starts draining. Raises KVStoreError: nothing has begun, and the node is as before."""
@@ -218,5 +218,5 @@ class NodesAPI:
 
 def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeResponse:
     made = NodeResponse.model_validate(node)
-    made.drain = None if drain is None else drain.answer()
+    made.drain = None if drain is None else drain.response()
     return made

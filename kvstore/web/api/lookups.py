@@ -47,10 +47,10 @@ class QueryThrottle:
 
     def __init__(self) -> None:
         self.lock: Final = asyncio.Lock()
-        """Held by the caller of ``ask``."""
+        """Held by the caller of ``run``."""
         self._rest_until = 0.0
 
-    async def ask(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Calls, after a pause. Raises what the call raises."""
         await asyncio.sleep(self._rest_until - time.monotonic())
         started = time.monotonic()
@@ -138,7 +138,7 @@ class StatResponse(Shape):
     text: KeyText = Field(description="The key as kvstore ls shows it.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
     version: str
-    places: list[ReplicaLocation]
+    replicas: list[ReplicaLocation]
 
 
 class LookupsAPI:

@@ -90,7 +90,7 @@ class Namespace(Shape):
     pass
 
 
-@shaped(calls.ClusterStatus, without=("next_cursor", "gone", "size", "used"))
+@shaped(calls.ClusterStatus, without=("next_cursor", "departed", "size", "used"))
 class StatusResponse(Shape):
     """A master that stands by knows its process, the leader and its own problems only."""
 
@@ -140,7 +140,7 @@ class HistoryResponse(BaseModel):
 class ClusterEventsResponse(BaseModel):
     run: int = Field(description="Another one is another start of the master.")
     last: int
-    notices: list[list[Any]] = Field(description="Number, time, name, fields.")
+    events: list[list[Any]] = Field(description="Number, time, name, fields.")
 
 
 class FleetRecordResponse(BaseModel):

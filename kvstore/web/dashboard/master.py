@@ -88,14 +88,14 @@ class CoalescedQuery(Generic[ValueT]):
     async def __call__(self) -> ValueT:
         """Raises UnavailableError: the master does not answer."""
         if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
-            self._task = start_task(self._name, self._answer(), expected=UnavailableError)
+            self._task = start_task(self._name, self._reply(), expected=UnavailableError)
         return await asyncio.shield(self._task)
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _answer(self) -> ValueT:
+    async def _reply(self) -> ValueT:
         started, self._fresh_until = time.monotonic(), 0.0
         with impersonate(None):  # the answer is for all who ask
             answer = await self._ask()
@@ -134,7 +134,7 @@ class ParentMaster:
         self._requests = requests
         self._data_encryption: Final = "tls" if demands_encryption else "off"
         self._channel = channel
-        self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
+        self._lives = start_task("lives", channel.request_until_reply("role", ANSWER_S))
         self.client = AsyncClient(
             address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth,
             # With identities each request needs a call, which is checked by the request's rights.
@@ -143,7 +143,7 @@ class ParentMaster:
         self.client._check_calls(check_acting)
         self._status = CoalescedQuery("status", self._store_status, share=SHARE)
         self._noticed = RecentClusterEvents(0, 0, deque(maxlen=NOTICES_MAX))
-        self.seen = CoalescedQuery("look", self._look, FRESH_S)
+        self.seen = CoalescedQuery("look", self._sample, FRESH_S)
         """The master's measurements, and its status if it leads."""
         self.notices = CoalescedQuery("notices", self._note, FRESH_S)
         self.fleet_records = CoalescedQuery("fleet", self._read_fleet, FLEET_S)
@@ -166,24 +166,24 @@ class ParentMaster:
 
     async def readiness(self) -> Readiness:
         """Whether clients may be sent to this master: it leads, or knows who does."""
-        said = await self._ask("role")
+        said = await self._call("role")
         if said["leads"]:
             return Readiness(True, "leads")
         if said["leader"]:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def _look(self) -> MasterSample:
-        measured, leader, status = await self._ask("measures"), "", None
+    async def _sample(self) -> MasterSample:
+        measured, leader, status = await self._call("measures"), "", None
         if measured["leads"]:
             status = await self._status()
         else:
-            leader = (await self._ask("role"))["leader"]
+            leader = (await self._call("role"))["leader"]
         return MasterSample(measured, status, leader, time.time_ns() // 1_000_000)
 
     async def _note(self) -> RecentClusterEvents:
         while True:
-            answer = await self._ask(f"notices {self._noticed.last}")
+            answer = await self._call(f"notices {self._noticed.last}")
             if answer["run"] != self._noticed.run:
                 self._noticed = RecentClusterEvents(answer["run"], 0, deque(maxlen=NOTICES_MAX))
                 continue
@@ -236,9 +236,9 @@ class ParentMaster:
             for name in record.namespaces
         }
 
-    async def _ask(self, question: str) -> dict[str, Any]:
+    async def _call(self, question: str) -> dict[str, Any]:
         try:
-            return await self._channel.ask(question, ANSWER_S)
+            return await self._channel.request(question, ANSWER_S)
         except UnavailableError as error:
             raise UnavailableError(f"the master does not answer: {error.message}") from None
 

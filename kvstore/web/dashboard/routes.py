@@ -111,19 +111,19 @@ class Dashboard:
             try:
                 seen = await self._master.seen()
                 self._history.add(sample(seen.at_ms, seen.measured, seen.status))
-                self._of_engines = await self._look_at_engines(leads=seen.measured["leads"])
+                self._of_engines = await self._refresh_fleet(leads=seen.measured["leads"])
             except KVStoreError as error:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
 
-    async def _look_at_engines(self, *, leads: bool) -> list[problems.DetectedProblem]:
+    async def _refresh_fleet(self, *, leads: bool) -> list[problems.DetectedProblem]:
         if not leads:
             return []
         report = await self._master.client.traffic()
         return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
     @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_status(self) -> schemas.StatusResponse:
+    async def _get_status(self) -> schemas.StatusResponse:
         """The cluster."""
         seen = await self._master.seen()
         told: dict[str, Any] = {"address": self._master.address}
@@ -146,7 +146,7 @@ class Dashboard:
         )
 
     @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_history(self) -> Annotated[dict[str, Any], schemas.HistoryResponse]:
+    async def _get_history(self) -> Annotated[dict[str, Any], schemas.HistoryResponse]:
         """The last hour."""
         return self._history.as_columns(time.time_ns() // 1_000_000)
 
@@ -157,7 +157,7 @@ class Dashboard:
         is_of_all=True,
         has_own_bounds=True,
     )
-    async def _answer_notices(
+    async def _get_cluster_events(
         self, asked: ClusterEventsRequest
     ) -> Annotated[dict[str, Any], schemas.ClusterEventsResponse]:
         """The last events of the cluster."""
@@ -166,7 +166,7 @@ class Dashboard:
         return {"run": run, "last": last, "notices": new}
 
     @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
+    async def _get_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
         """The engines."""
         return {"models": compared(await self._master.fleet_records())}
 

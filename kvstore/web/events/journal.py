@@ -82,7 +82,7 @@ class Journal:
         self._bytes = 0
         self._changed = asyncio.Event()
 
-    def took(self, frame: Frame) -> None:
+    def append(self, frame: Frame) -> None:
         if frame.epoch != self.epoch:
             self.epoch = frame.epoch
             self._restart(frame.before)
@@ -182,7 +182,7 @@ class EventStreams:
                 number = place.number
             elif whole:
                 number = -1
-                async with contextlib.aclosing(self._whole(epoch, wanted)) as texts:
+                async with contextlib.aclosing(self._snapshot_then_follow(epoch, wanted)) as texts:
                     async for told, text in texts:
                         number = told
                         yield text
@@ -221,7 +221,9 @@ class EventStreams:
                 continue
             due = time.monotonic() + HEARTBEAT_S
 
-    async def _whole(self, epoch: int, wanted: EventFilter) -> AsyncGenerator[tuple[int, bytes]]:
+    async def _snapshot_then_follow(
+        self, epoch: int, wanted: EventFilter
+    ) -> AsyncGenerator[tuple[int, bytes]]:
         """Text of all that is visible, the events meanwhile included. Each piece has the number -1,
         but the last one that of the last event. Ends early, without it, if events are missing."""
         # Until all is told there is no place to resume from, so the subscriber's id is cleared.
@@ -241,7 +243,7 @@ class EventStreams:
         journal = self._journal
         number: int | None = None
         is_last = False
-        with self._channel.survey() as survey:
+        with self._channel.snapshot() as survey:
             while not is_last:
                 try:
                     before, rows, is_last = await self._channel.page(survey, namespace)

@@ -58,7 +58,7 @@ def disabled_endpoints() -> list[Operation]:
         del request, asked
         raise web.HTTPNotFound(text="this master has no events: start it with --events\n")
 
-    return [each._replace(answer=refused) for each in endpoints_of(EventsAPI)]
+    return [each._replace(response=refused) for each in endpoints_of(EventsAPI)]
 
 
 class EventsAPI:

@@ -44,7 +44,7 @@ class StreamEvent(NamedTuple):
     data: dict[str, Any]
     """``stored`` has ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``
     and ``depth``; ``removed`` has ``namespace`` and ``key``."""
-    place: str
+    position: str
     """``EPOCH-NUMBER``, to resume after; empty: none yet."""
 
 
@@ -200,7 +200,7 @@ def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
             sock.shutdown(socket.SHUT_RDWR)
 
     stop = current()
-    with stop.wakes(cut) if stop is not None else contextlib.nullcontext():
+    with stop.on_cancel(cut) if stop is not None else contextlib.nullcontext():
         yield
 
 

@@ -235,12 +235,14 @@ class ZmqPublisher:
         while self._sent and first <= self._sent[-1].number:
             first = max(first, self._sent[0].number)
             topic, number, payload = self._sent[first - self._sent[0].number]
-            if not await self._hand(peer, (topic, number.to_bytes(8, "big"), payload)):
+            if not await self._send_to_peer(peer, (topic, number.to_bytes(8, "big"), payload)):
                 return
             first += 1
-        await self._hand(peer, (b"", END, b""))
+        await self._send_to_peer(peer, (b"", END, b""))
 
-    async def _hand(self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]) -> bool:
+    async def _send_to_peer(
+        self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]
+    ) -> bool:
         """Sends to a peer. Returns False if the peer has left, or does not read."""
         until = time.monotonic() + STALLED_S
         while time.monotonic() < until:

@@ -196,32 +196,33 @@ class AccessControl:
 
     def name_of(self, request: web.Request) -> str:
         """The name of the identity that sends the request; empty: it has none."""
-        who = None if self._revoked is None else self._who(request)
+        who = None if self._revoked is None else self._identity_of(request)
         return "" if who is None else who.name
 
-    def named(self, handler: Handler) -> Handler:
+    def require_known_host(self, handler: Handler) -> Handler:
         """Guards what is no secret, such as the page: any request that comes by a known name."""
         return self._guarded(handler, self._misdirected)
 
-    def reading(self, handler: Handler) -> Handler:
+    def require_read(self, handler: Handler) -> Handler:
         """Guards reads: the request comes by a known name, and may read."""
         return self._guarded(self._acting(handler), self._misdirected, self._unread)
 
-    def trusted(self, handler: Handler) -> Handler:
+    def require_write(self, handler: Handler) -> Handler:
         """Guards changes: the request is trusted."""
-        return self._guarded(self._acting(handler), self.distrusts)
+        return self._guarded(self._acting(handler), self.check_trusted)
 
-    def of_all(self, handler: Handler) -> Handler:
-        """Guards what is about all namespaces: as ``reading``, by an identity that may see that."""
+    def require_all_namespaces(self, handler: Handler) -> Handler:
+        """Guards what is about all namespaces: as ``require_read``, by an identity that may see
+        that."""
         return self._guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
 
-    def distrusts(self, request: web.Request) -> web.Response | None:
+    def check_trusted(self, request: web.Request) -> web.Response | None:
         """The refusal of a request that is not trusted; None: it is."""
         return (
             self._misdirected(request) or _cross_site_refusal(request) or self._untrusted(request)
         )
 
-    def measuring(self, handler: Handler) -> Handler:
+    def require_metrics(self, handler: Handler) -> Handler:
         """Guards metrics: the request may read, by whatever name it comes."""
         return self._guarded(handler, self._unread, self._blind)
 
@@ -241,10 +242,10 @@ class AccessControl:
             return handler
 
         async def acting(request: web.Request) -> web.StreamResponse:
-            who = self._who(request)
+            who = self._identity_of(request)
             if who is None:  # revoked since it was checked
                 return _unauthorized(UNKNOWN)
-            still = _STILL.set(lambda: self._who(request) is not None)
+            still = _STILL.set(lambda: self._identity_of(request) is not None)
             try:
                 with impersonate(who):
                     return await handler(request)
@@ -253,7 +254,7 @@ class AccessControl:
 
         return acting
 
-    def _who(self, request: web.Request) -> Identity | None:
+    def _identity_of(self, request: web.Request) -> Identity | None:
         """Who sends the request; None: it has shown neither an identity nor the token."""
         if self._has_token(request):
             return HTTP_TOKEN
@@ -270,7 +271,7 @@ class AccessControl:
     def _blind(self, request: web.Request) -> web.Response | None:
         if self._revoked is None:
             return None
-        who = self._who(request)
+        who = self._identity_of(request)
         if who is None:  # revoked since it was checked
             return _unauthorized(UNKNOWN)
         try:
@@ -286,7 +287,7 @@ class AccessControl:
 
     def _unread(self, request: web.Request) -> web.Response | None:
         if self._revoked is not None:
-            return None if self._who(request) is not None else _unauthorized(UNKNOWN)
+            return None if self._identity_of(request) is not None else _unauthorized(UNKNOWN)
         if not self._reads_need_token or self._has_token(request):
             return None
         return _unauthorized()

@@ -130,10 +130,10 @@ class Operation(NamedTuple):
     method: str
     path: str
     summary: str
-    answers: Mapping[int, str]
+    responses: Mapping[int, str]
     """What each status says; the document adds those that every endpoint may answer."""
-    answer: Callable[..., Awaitable[Answer]]
-    asked: type[ApiRequest] | None
+    response: Callable[..., Awaitable[Answer]]
+    request: type[ApiRequest] | None
     """Fields of the query (what follows the ``?``); of a POST, of the body."""
     takes_request: bool
     content: type[BaseModel] | str | None
@@ -151,18 +151,18 @@ class Operation(NamedTuple):
         """The answer to a request; an error becomes a status and a line of text."""
         try:
             if self.has_own_bounds:
-                found = await self._answer(request)
+                found = await self._respond(request)
             else:
                 await read_body(request)
                 async with asyncio.timeout(ANSWER_S), processing_slot(request):
-                    found = await self._answer(request)
+                    found = await self._respond(request)
         except TimeoutError:
             return _refusal(503, f"no answer within {ANSWER_S:g} s")
         except KVStoreError as error:
             return _refusal(status_of(error), str(error))
         if isinstance(found, web.StreamResponse):
             return found
-        status = min(self.answers)
+        status = min(self.responses)
         if found is None:
             return web.Response(status=status, headers=HEADERS)
         if isinstance(found, dict):
@@ -170,13 +170,13 @@ class Operation(NamedTuple):
         body = found.model_dump_json().encode()
         return web.Response(status=status, body=body, content_type=JSON, headers=HEADERS)
 
-    async def _answer(self, request: web.Request) -> Answer:
+    async def _respond(self, request: web.Request) -> Answer:
         given: list[Any] = [request] if self.takes_request else []
-        if self.asked is not None and self.method == "POST":
-            given.append(await _body_of(request, self.asked))
-        elif self.asked is not None:
-            given.append(_query_of(request, self.asked))
-        return await self.answer(*given)
+        if self.request is not None and self.method == "POST":
+            given.append(await _body_of(request, self.request))
+        elif self.request is not None:
+            given.append(_query_of(request, self.request))
+        return await self.response(*given)
 
 
 AnswerT = TypeVar("AnswerT", bound=Callable[..., Awaitable[Answer]])
@@ -218,7 +218,7 @@ def endpoints_of(owner: object) -> list[Operation]:
     """The endpoints of an object; those of a class can only be described, and cannot answer."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [
-        each.endpoint._replace(answer=getattr(owner, name))
+        each.endpoint._replace(response=getattr(owner, name))
         for name, each in vars(kind).items()
         if hasattr(each, "endpoint")
     ]
@@ -281,7 +281,7 @@ class OpenApiDocument:
 def _operation(each: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     is_body = each.method == "POST"
     guarded = _GUARDED if each.is_trusted else {401: _GUARDED[401]}
-    answers = {**_ALWAYS, **guarded, **(_WITH_JSON if is_body else {}), **each.answers}
+    answers = {**_ALWAYS, **guarded, **(_WITH_JSON if is_body else {}), **each.responses}
     operation: dict[str, Any] = {
         "summary": each.summary,
         "security": [{"token": []}, {}],  # the token, or none where this server needs none
@@ -294,9 +294,9 @@ def _operation(each: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if is_body:
-        operation["requestBody"] = {"required": True, **_content(each.asked, schemas)}
-    elif each.asked is not None:
-        shape = _schema(each.asked, schemas)
+        operation["requestBody"] = {"required": True, **_content(each.request, schemas)}
+    elif each.request is not None:
+        shape = _schema(each.request, schemas)
         operation["parameters"] = [
             {
                 "name": name,

@@ -280,7 +280,7 @@ def _application(
     application[_BODIES] = Limiter("arriving bodies", BODIES_BYTES)
     application[_WORK] = asyncio.Semaphore(AT_WORK_MAX)
     application.on_response_prepare.append(_protect)
-    own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.measuring(metrics)}
+    own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.require_metrics(metrics)}
     for path, handler in own.items():
         application.router.add_get(path, handler)
     for method, path, handler in routes:

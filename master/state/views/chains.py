@@ -142,7 +142,7 @@ class ChainQueries:
             )
         count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
-        question = _ChainQuery(self._common.ticket(), [] if request.keys else names, count)
+        question = _ChainQuery(self._common.new_reply_id(), [] if request.keys else names, count)
         table = self._forest.table(request.namespace)
         if request.keys and table is not None:
             known = dict(self._tips(request.namespace))
@@ -184,7 +184,7 @@ class ChainQueries:
     def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.BlockStatus:
         if record is None:
             return calls.BlockStatus(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
-        there = self._pool.is_there(record, now_ms)
+        there = self._pool.is_stored(record, now_ms)
         segments: list[int] = []
         if there:
             segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]
@@ -198,7 +198,7 @@ class ChainQueries:
             size=record.size if there else 0,
             idle_ms=max(0, now_ms - record.last_used_ms),
             leased_ms=max(0, record.lease_until_ms - now_ms),
-            pinned_ms=max(0, self._pins.ends.of(record) - now_ms),
+            pinned_ms=max(0, self._pins.ends.expiry_of(record) - now_ms),
             segments=segments,
         )
 
@@ -215,15 +215,15 @@ class ChainQueries:
         """Does a slice for the first question: looks for tips, or walks, or answers."""
         question = self._questions[0]
         if question.names:
-            self._look(now_ms, question)
+            self._visit(now_ms, question)
         elif not question.tips:
             self._choose(now_ms, question)
         elif question.branch is not None or question.place < len(question.tips):
             self._walk(now_ms, question)
         else:
-            self._answer(now_ms, question)
+            self._reply(now_ms, question)
 
-    def _look(self, now_ms: int, question: _ChainQuery) -> None:
+    def _visit(self, now_ms: int, question: _ChainQuery) -> None:
         """Looks for tips in the next namespaces."""
         steps = 0
         while question.names and steps < LOOKS:
@@ -235,12 +235,12 @@ class ChainQueries:
             steps += len(known) + 16
             for key, tip in known:
                 record = table.get(key)
-                if record is not None and self._pool.is_there(record, now_ms):
+                if record is not None and self._pool.is_stored(record, now_ms):
                     question.found.append(_WalkStart(record, tip))
-            steps += self._look_at_newest(question, table)
+            steps += self._visit_newest(question, table)
         question.found = _best(question.found, question.count)
 
-    def _look_at_newest(self, question: _ChainQuery, table: NamespaceTable) -> int:
+    def _visit_newest(self, question: _ChainQuery, table: NamespaceTable) -> int:
         """Finds leaves among the records that were added last. Returns how many it looked at."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
@@ -348,7 +348,7 @@ class ChainQueries:
         question.branch, question.at = branch, last
         return branch
 
-    def _answer(self, now_ms: int, question: _ChainQuery) -> None:
+    def _reply(self, now_ms: int, question: _ChainQuery) -> None:
         """Puts the branches in order, each after the one above it, and answers."""
         roots: list[_OpenBranch] = []
         for branch in question.branches:
@@ -428,12 +428,12 @@ def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
         depth=branch.last.depth,
         children=branch.children,
         matched=branch.matched,
-        ended=branch.ended,
+        matches_ended=branch.ended,
         counted_ms=max(0, now_ms - branch.counted_ms),
         idle_ms=max(0, now_ms - branch.used_ms),
         leased_ms=max(0, branch.leased_ms - now_ms),
         pinned=branch.pinned,
-        cut=branch.cut,
+        truncated=branch.cut,
         segments=[segment for segment, _ in places],
         replicas=[count for _, count in places],
     )

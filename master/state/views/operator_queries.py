@@ -66,7 +66,7 @@ class OperatorQueries:
             counters=[] if request.cursor else sorted(_counters(common)),
             next_cursor=cursor,
             cluster=common.cluster,
-            gone=[] if request.cursor else common.forest.missing.told(now_ms),
+            departed=[] if request.cursor else common.forest.missing.list_departed(now_ms),
             tenants=[] if request.cursor else _tenants(common),
         )
 
@@ -90,7 +90,7 @@ class OperatorQueries:
                 position += 1
                 common.forest.steps += 1
                 if record.key.startswith(request.prefix) and (
-                    record.writer or common.pool.is_there(record, now_ms)
+                    record.writer or common.pool.is_stored(record, now_ms)
                 ):
                     rows.append(_row(common, record, now_ms))
             position = 0
@@ -100,7 +100,7 @@ class OperatorQueries:
         common = self._common
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
-        is_there = record is not None and common.pool.is_there(record, now_ms)
+        is_there = record is not None and common.pool.is_stored(record, now_ms)
         if record is None or not (is_there or record.writer):
             return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
@@ -121,7 +121,7 @@ class OperatorQueries:
             shown = _traffic(common, spaces[cursor], now_ms)
             namespaces.append(shown)
             cursor += 1
-            left -= 1 + len(shown.putters) + len(shown.askers) + len(shown.misses)
+            left -= 1 + len(shown.writers) + len(shown.readers) + len(shown.misses)
         return calls.TrafficReport(
             epoch=common.epoch,
             uptime_ms=now_ms - common.started_ms,
@@ -146,8 +146,8 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
         calls.TenantStatus(
             name=each.name,
             bytes=each.size,
-            guaranteed=each.guaranteed,
-            at_most=0 if each.at_most == UNBOUNDED else each.at_most,
+            guarantee_bytes=each.guarantee,
+            limit_bytes=0 if each.limit_bytes == UNBOUNDED else each.limit_bytes,
             pinned=each.pinned_bytes,
             pinned_max=0 if each.pinned_max == UNBOUNDED else each.pinned_max,
             objects=each.objects,
@@ -182,7 +182,7 @@ def _namespaces(
     """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
     for table in islice(known.values(), place, min(place + left, len(known))):
-        held = pins.held(table.name)
+        held = pins.pinned_in(table.name)
         rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
     return _NAMESPACES | place + left if place + left < len(known) else 0
 
@@ -204,8 +204,8 @@ def _traffic(
                 address=address,
                 idle_ms=now_ms - row.missed_ms,
                 found=row.missed_at,
-                asked=row.missed_of,
-                present=record is not None and common.pool.is_there(record, now_ms),
+                requested=row.missed_of,
+                present=record is not None and common.pool.is_stored(record, now_ms),
                 evicted=common.traffic.had_evicted(space.name, row.missed, row.missed_ms),
             )
         )
@@ -213,12 +213,12 @@ def _traffic(
         name=space.name,
         objects=0 if table is None else table.objects,
         size=0 if table is None else table.size,
-        putters=[_client(row, now_ms) for row in space.putters.all()],
-        askers=[_client(row, now_ms) for row in askers],
+        writers=[_client(row, now_ms) for row in space.putters.all()],
+        readers=[_client(row, now_ms) for row in askers],
         misses=misses,
-        questions=sum(row.questions for row in askers),
-        none=sum(row.none for row in askers),
-        partly=sum(row.partly for row in askers),
+        queries=sum(row.questions for row in askers),
+        queries_without_hit=sum(row.none for row in askers),
+        queries_with_partial_hit=sum(row.partly for row in askers),
         evicted=space.evicted,
         evicted_ms=now_ms - space.evicted_ms if space.evicted else 0,
         evicted_idle_ms=max(0, space.evicted_idle_ms),
@@ -241,10 +241,10 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
 
 
 def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
-    if not common.pool.is_there(record, now_ms):
+    if not common.pool.is_stored(record, now_ms):
         described = "being_written"
     else:
-        described = "complete" if common.forest.reach(record) else "detached"
+        described = "complete" if common.forest.is_reachable(record) else "detached"
     return calls.ObjectRow(
         namespace=record.namespace,
         key=record.key,
@@ -266,11 +266,11 @@ def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStat
         host=node.host,
         state=described,
         address=next((s.offer.address for s in segments if s.offer.address), ""),
-        silent_ms=now_ms - node.heard_ms,
+        silent_ms=now_ms - node.last_heartbeat_ms,
         segments=[_segment(segment, now_ms) for segment in segments],
         version=node.version,
         unreachable=node.unreachable,
-        entry_gone=node.entry_gone,
+        shm_entry_missing=node.shm_entry_missing,
         stored_bytes=node.stored_bytes,
         read_bytes=node.read_bytes,
         written_bytes=node.written_bytes,

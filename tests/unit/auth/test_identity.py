@@ -151,4 +151,4 @@ def test_a_role_or_a_name_that_is_none_is_refused() -> None:
 
 
 def test_how_it_is_shown() -> None:
-    assert validated_identity("x", ["node", "engine"]).shown == "engine+node x"
+    assert validated_identity("x", ["node", "engine"]).display_name == "engine+node x"

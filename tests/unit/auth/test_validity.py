@@ -84,25 +84,25 @@ def test_a_process_says_it_once_a_day(
     monkeypatch.setattr(credentials, "uptime", lambda: now)
     found = Credentials(valid(days_ago=345))
     caplog.set_level(logging.WARNING)
-    found.remind()
-    found.remind()
+    found.warn_if_expiring()
+    found.warn_if_expiring()
     [line] = said(caplog)
     assert line.startswith(f"auth_ends_soon file={found.path} until='20")
     assert " days=19: issue another one" in line
     now += DAY_S - 1
-    found.remind()
+    found.warn_if_expiring()
     assert not said(caplog)
     now += 1
-    found.remind()
+    found.warn_if_expiring()
     assert len(said(caplog)) == 1
 
     valid(days_ago=366)
     now += DAY_S
-    found.remind()
+    found.warn_if_expiring()
     [line] = said(caplog)
     assert line.startswith("auth_ended ")
 
     valid(days_ago=0)
     now += DAY_S
-    found.remind()
+    found.warn_if_expiring()
     assert not said(caplog)

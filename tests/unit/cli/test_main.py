@@ -285,7 +285,7 @@ def test_the_status_names_a_node_that_died_and_puts_that_were_refused(
 ) -> None:
     gone = [calls.DepartedNode("host-b", "h", "silent", 9_000, 7, 0, False)]
     counters = [calls.Counter(f"refused_{of}", 3) for of in ("leased", "pins")]
-    seen = store.status()._replace(gone=gone, counters=counters)
+    seen = store.status()._replace(departed=gone, counters=counters)
     monkeypatch.setattr(store, "status", lambda: seen)
     text = kv("status").out
     for part in (
@@ -312,7 +312,7 @@ def test_the_status_shows_tenants(
         assert part in text
     assert "Tenants are guaranteed 2 GiB of a pool of 1 GiB" in " ".join(text.split())
     row = kv("status", "--json").json["tenants"][1]
-    assert (row["name"], row["bytes"], row["at_most"]) == ("acme", 1 << 30, 3 << 30)
+    assert (row["name"], row["bytes"], row["limit_bytes"]) == ("acme", 1 << 30, 3 << 30)
     assert (row["evicted_by_own"], row["evicted_by_others"], row["refused"]) == (72, 73, 74)
 
 

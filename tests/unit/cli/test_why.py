@@ -136,8 +136,8 @@ def test_a_program_gets_the_same(why: KV) -> None:
     assert result.code == 1
     assert [cause["code"] for cause in found["causes"]] == ["other_fingerprint"]
     assert found["causes"][0]["fields"] == ["dtype: bfloat16 writes, float16 asks"]
-    assert {party["fingerprint"] for party in found["parties"]} == {"a" * 8, "b" * 8}
-    assert {party["missed"] and party["missed"]["key"] for party in found["parties"]} == {
+    assert {party["fingerprint"] for party in found["groups"]} == {"a" * 8, "b" * 8}
+    assert {party["missed"] and party["missed"]["key"] for party in found["groups"]} == {
         None, "01" * 32,
     }  # fmt: skip
 

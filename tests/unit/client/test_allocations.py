@@ -90,7 +90,7 @@ def test_a_commit_that_was_carried_out_is_not_written_again(
     assert store.moved == []
     lease = store.views.of(unanswered)
     assert lease is not None
-    assert lease.held
+    assert lease.is_held
     (asked,) = store.requests(calls.Renew)
     assert (asked.keys, asked.counters, asked.epoch, asked.tokens) == (
         [b"k"], [TOKEN], EPOCH, [TOKEN],
@@ -139,7 +139,7 @@ def test_an_allocation_whose_object_is_there_stays_readable_and_is_no_allocation
     lease = store.views.of(array)
     assert lease is not None
     assert lease.what == RedundantAllocation(EPOCH, TOKEN)
-    assert lease.held
+    assert lease.is_held
     assert store.views.allocation(array.data) is None
     store.segments[1] = store.segments[1]._replace(generation=2)
-    assert not lease.held, "the next master does not know of the quarantine"
+    assert not lease.is_held, "the next master does not know of the quarantine"

@@ -36,7 +36,7 @@ class Transfer:
         stop = current()
         assert stop is not None
         cut = threading.Event()
-        with stop.wakes(cut.set):
+        with stop.on_cancel(cut.set):
             self.begun.set()
             assert cut.wait(10)
         time.sleep(0.05)  # still in the caller's memory
@@ -57,7 +57,7 @@ class Question:
         stop = current()
         assert stop is not None
         try:
-            with stop.waiting():
+            with stop.cancellable_wait():
                 self.begun.set()
                 assert self.answered.wait(10)
             self.written = True

@@ -27,16 +27,16 @@ def channels(now: list[float]) -> Iterator[ChannelPool]:
 def test_an_idle_channel_is_replaced_and_one_in_use_is_not(
     channels: ChannelPool, now: list[float]
 ) -> None:
-    with channels.lend(ADDRESS, 200.0) as first:
+    with channels.acquire(ADDRESS, 200.0) as first:
         now[0] += 30.0
-        with channels.lend(ADDRESS, 200.0) as second:
+        with channels.acquire(ADDRESS, 200.0) as second:
             pass
     now[0] += 20.0
-    with channels.lend(ADDRESS, 200.0) as third:
+    with channels.acquire(ADDRESS, 200.0) as third:
         pass
     assert first is second is third
     now[0] += 26.0
-    with channels.lend(ADDRESS, 200.0) as fourth:
+    with channels.acquire(ADDRESS, 200.0) as fourth:
         assert fourth is not third
     ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = third.channel.unary_unary("/a/b")
     with pytest.raises(ValueError, match="closed"):

@@ -111,7 +111,7 @@ def test_connections_are_named_where_all_that_may_carry_bytes_are_known(
     ]  # fmt: skip
     put(world, A, options=PutOptions(namespace=N, replicas=2))
     (revoked,) = world.requests(calls.PutRevoke)
-    assert (revoked.settled, sorted(revoked.connections)) == (False, list(connections))
+    assert (revoked.quiesced, sorted(revoked.connections)) == (False, list(connections))
 
 
 def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
@@ -321,7 +321,7 @@ def test_each_extent_of_a_put_gets_its_own_stamp() -> None:
     places = [(1, 4096), (2, 4096), (1, 8192), (2, 8192)]
     granted = grants([WRITE, FOUND, WRITE], [9, 10], places, replicas=2)
     world.answers[calls.PutStart] = granted._replace(
-        capabilities=bytes(4 * 32), stamps=b"".join(stamps)
+        capabilities=bytes(4 * 32), header_macs=b"".join(stamps)
     )
     world.answers[calls.PutEnd] = calls.PutEndReply([STORED] * 2)
     assert put(world, A, B, C) == [STORED, FOUND, STORED]

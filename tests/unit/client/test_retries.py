@@ -415,11 +415,11 @@ def test_how_long_silence_is_borne() -> None:
         MasterConnectionState("a:1,b:2", lane=True),
     )
     in_etcd = MasterConnectionState("etcd://e:1", lane=True)
-    assert alone.silence_s(exists) == alone.silence_s(put) == math.inf
+    assert alone.failover_timeout_s(exists) == alone.failover_timeout_s(put) == math.inf
     for link in (several, in_etcd):
-        assert link.silence_s(exists) == SILENCE_S
-        assert link.silence_s(put) == SILENCE_S + 3.0
-        assert link.silence_s(calls.PutEnd(1, [1])) > SILENCE_S
+        assert link.failover_timeout_s(exists) == SILENCE_S
+        assert link.failover_timeout_s(put) == SILENCE_S + 3.0
+        assert link.failover_timeout_s(calls.PutEnd(1, [1])) > SILENCE_S
 
 
 def test_etcd_says_who_leads() -> None:
@@ -471,9 +471,7 @@ def test_without_etcd_a_call_ends_at_its_deadline() -> None:
 
 @given(
     events=st.lists(
-        st.sampled_from(
-            ["ok", "unsent", "sent", "lane", "token", "busy", "late", "stands by"]
-        )
+        st.sampled_from(["ok", "unsent", "sent", "lane", "token", "busy", "late", "stands by"])
     ),
     idempotent=st.booleans(),
     addresses=st.sampled_from(["a:1", "a:1,b:2", "etcd://e"]),
@@ -548,9 +546,9 @@ def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_sinc
     link = MasterConnectionState("a:1,b:1", lane=True)
     link.accept(world.joined(), "a:1")
     before = link.generation
-    link.lost(before)
+    link.on_master_lost(before)
     link.accept(world.joined(), "a:1")
-    link.lost(before)  # another call's, made before
+    link.on_master_lost(before)  # another call's, made before
     link.next_address("a:1")
     link.follow("b:1")
     assert link.address == "a:1"
@@ -573,7 +571,7 @@ def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwh
     def answer(step: Action) -> bytes | Exception:
         tried.append(world.link.address)
         if len(tried) == 1:  # and while it is under way, another call finds the new leader
-            world.link.lost(world.link.generation)
+            world.link.on_master_lost(world.link.generation)
             world.epoch = 2
             world.link.accept(world.joined(), "b:1")
             return stands_by("")

@@ -43,7 +43,7 @@ class FakeTransport(Transport):
         self.meeting: threading.Barrier | None = None
         self.closed = False
 
-    def reaches(self, segment: SegmentInfo) -> bool:
+    def can_reach(self, segment: SegmentInfo) -> bool:
         return segment.segment_id in self.reached
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
@@ -57,7 +57,7 @@ class FakeTransport(Transport):
             raise self.errors[segment.segment_id]
         return memoryview(b"mapped")
 
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+    def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         return (lambda: True) if self.name == "shm" else None
 
     def forget(self, segment: SegmentInfo) -> None:
@@ -69,7 +69,7 @@ class FakeTransport(Transport):
             raise ValueError("a bug")
         self.swept_twice.set()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         raise AssertionError("nobody forks here")
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class FakeTransport(Transport):
             stop = current()
             assert stop is not None
             stopped = threading.Event()
-            with stop.wakes(stopped.set):
+            with stop.on_cancel(stopped.set):
                 self.begun.set()
                 assert stopped.wait(10)
             time.sleep(0.05)  # still in somebody's memory

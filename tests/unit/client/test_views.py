@@ -103,7 +103,7 @@ def memory(size: int = 64) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def is_held(lease: Lease) -> bool:
-    return lease.held
+    return lease.is_held
 
 
 def soon() -> float:
@@ -118,7 +118,7 @@ def test_a_lease_is_renewed_while_its_memory_lives(views: ViewManager, master: M
     array = memory()
     lease = add(views, array, named(1), soon())
     master.wait(lambda asked: len(asked) >= 2)
-    assert lease.held
+    assert lease.is_held
     place = [PLACE.uuid], [PLACE.offset]
     assert master.asked[0] == Renew(N, [Key(b"key-1")], [7], [1], 0, (), *place)
     del array
@@ -135,7 +135,7 @@ def test_an_allocation_that_became_an_object_is_not_revoked(
     array = memory()
     lease = add(views, array, GRANTED, soon())
     assert views.allocation(array.data) is lease
-    lease.become(named(1), soon())
+    lease.convert_to_object(named(1), soon())
     assert views.allocation(array.data) is None
     assert views.of(array) is lease
     master.wait(lambda asked: any(isinstance(each, Renew) and each.keys for each in asked))
@@ -168,9 +168,9 @@ def test_the_lease_counts_from_before_the_question_less_the_margin(
     lease = add(views, array, named(1), uptime() + 0.5)
     master.wait(lambda asked: len(asked) == 1)
     deadline = uptime() + 5
-    while lease.seconds_left < 1 and uptime() < deadline:
+    while lease.remaining_s < 1 and uptime() < deadline:
         time.sleep(0.001)
-    assert 59 < lease.seconds_left < 60 - 0.05
+    assert 59 < lease.remaining_s < 60 - 0.05
     assert array.size
 
 
@@ -182,7 +182,7 @@ def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: ViewManag
     del first
     gc.collect()
     assert len(views) == 1
-    assert lease.held
+    assert lease.is_held
     del second
     gc.collect()
     assert len(views) == 0
@@ -194,7 +194,7 @@ def test_an_older_promise_of_the_same_memory_shortens_nothing(views: ViewManager
     lease = add(views, first, named(1), uptime() + 100)
     renew_at = lease.renew_at
     assert add(views, second, named(1), uptime() + 1) is lease
-    assert lease.seconds_left > 99
+    assert lease.remaining_s > 99
     assert lease.renew_at == renew_at
     assert first.size + second.size == 128
 
@@ -213,8 +213,8 @@ def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: ViewManage
         assert views.of(part) is old
     for part in (newer, newer[7:], newer[::-1], newer.view(np.uint16), newer.data, newer.data[5:9]):
         assert views.of(part) is new
-    assert not old.held
-    assert new.held
+    assert not old.is_held
+    assert new.is_held
     del newer, part
     assert views.of(lost) is old
     assert len(views) == 1
@@ -261,13 +261,13 @@ def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: ViewM
         lease = views.of(made)
         assert lease is not None
         assert lease.what == named(1)
-        assert lease.held
+        assert lease.is_held
     del tensors, made, new
     gc.collect()
     assert len(views) == 1
     lease = views.of(old)
     assert lease is not None
-    assert not lease.held
+    assert not lease.is_held
 
 
 def test_where_the_trace_to_the_array_is_lost_the_promise_that_holds_least_counts(
@@ -332,7 +332,7 @@ def test_many_leases_are_renewed_in_batches(
     arrays = [memory() for _ in range(100)]
     until = soon()
     leases = [add(views, array, named(n), until) for n, array in enumerate(arrays)]
-    master.wait(lambda _: all(lease.seconds_left > 10 for lease in leases))
+    master.wait(lambda _: all(lease.remaining_s > 10 for lease in leases))
     renewed = [request for request in master.asked if isinstance(request, Renew)]
     assert max(len(request.keys) for request in renewed) <= 40
     assert sum(len(request.keys) for request in renewed) >= 100
@@ -415,10 +415,10 @@ def test_an_answer_that_comes_after_the_segment_was_mounted_anew_promises_nothin
     mount = Mount()
     lease = Lease(named(1), 10.0, 4096, mount, lambda: 0.0, PLACE)
     lease.renewed(20.0)
-    assert lease.seconds_left == 20.0
+    assert lease.remaining_s == 20.0
     mount.same = False
     lease.renewed(30.0)
-    assert lease.seconds_left == 20.0
+    assert lease.remaining_s == 20.0
 
 
 def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: ViewManager) -> None:
@@ -518,7 +518,7 @@ def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() 
                     renewal.failed(MasterUnreachableError("stalled"))
                 else:
                     broken = False
-                    renewal.answered(RenewReply(1_000, 0, b"\1", b""), asked, 0.2)
+                    renewal.on_reply(RenewReply(1_000, 0, b"\1", b""), asked, 0.2)
         assert is_held(lease), begin
 
 
@@ -530,7 +530,7 @@ def test_what_was_let_go_keeps_no_segment_mapped(views: ViewManager) -> None:
     del array, mount
     assert len(views) == 0
     assert kept() is None
-    assert not lease.held
+    assert not lease.is_held
 
 
 def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: ViewManager) -> None:
@@ -540,11 +540,11 @@ def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: ViewManager
     views.close()
     kept = weakref.ref(mount)
     del mount
-    assert lease.held
+    assert lease.is_held
     assert kept() is not None
     del array
     assert kept() is None
-    assert not lease.held
+    assert not lease.is_held
 
 
 def test_a_renewal_that_promises_no_more_than_before_is_not_repeated_at_once() -> None:

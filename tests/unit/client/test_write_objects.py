@@ -106,7 +106,7 @@ def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(sett
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     revoke = world.requests(calls.PutRevoke)[0]
-    assert (list(revoke.tokens), revoke.settled) == ([1], bool(settled))
+    assert (list(revoke.tokens), revoke.quiesced) == ([1], bool(settled))
     assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
 
 
@@ -145,8 +145,8 @@ def test_a_put_is_granted_elsewhere_and_says_what_to_avoid() -> None:
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     first, second = world.requests(calls.PutStart)
-    assert first.avoid == ()
-    assert second.avoid == (world.segments[1].uuid,)
+    assert first.avoid_segments == ()
+    assert second.avoid_segments == (world.segments[1].uuid,)
     assert not world.paused, "a second has passed"
 
 
@@ -185,7 +185,7 @@ def test_a_node_that_failed_at_once_is_tried_again_where_there_is_no_other() -> 
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     uuid = world.segments[1].uuid
-    assert [each.avoid for each in world.requests(calls.PutStart)] == [(), (uuid,), ()]
+    assert [each.avoid_segments for each in world.requests(calls.PutStart)] == [(), (uuid,), ()]
 
 
 def test_room_that_is_missing_for_another_reason_is_no_fault_of_the_nodes() -> None:

@@ -255,7 +255,7 @@ class Engine:
     def move(self, fingerprint: str) -> None:
         """The weights are others from now on."""
         self.identity.fingerprint = fingerprint
-        self.side.moved()
+        self.side.on_fingerprint_changed()
 
     def free(self, request: Request) -> None:
         for table in self.tables[request.request_id].tables.values():
@@ -284,7 +284,7 @@ class Engine:
             request = self.requests[request_id]
             tables = self.allocate(request, request.num_computed_tokens + tokens)
             self.side.allocated(request, tables, 0)
-        orders = self.side.orders(self.scheduled(scheduled))
+        orders = self.side.transfer_commands(self.scheduled(scheduled))
         self.finished = set()
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
@@ -335,7 +335,7 @@ class Engine:
     def check(self) -> None:
         pinned = self.side._pinned.values()
         assert self.side.pinned_blocks == sum(len(each.block_ids) for each in pinned)
-        assert all(each.workers_left > 0 for each in pinned)
+        assert all(each.workers_remaining > 0 for each in pinned)
         held = [Saving(save, 0) for save in self.side._held]
         saves = [*self.saving.values(), *held]
         assert self.side.has_pinned == bool(saves)

@@ -44,7 +44,7 @@ def test_without_events_all_blocks_are_audited_again_and_again(events: BlockEven
     assert events.to_audit(100.0 + AUDIT_EVERY_S / 2) == []
     store(events, b"c")
     assert keys(events.to_audit(100.0 + AUDIT_EVERY_S)) == [b"c", b"a", b"b"]
-    events.gone([(0, b"b")])
+    events.removed([(0, b"b")])
     assert removed(events) == [b"b"]
     assert keys(events.to_audit(100.0 + 2 * AUDIT_EVERY_S)) == [b"c", b"a"]
 
@@ -60,7 +60,7 @@ def test_while_events_are_heard_only_what_may_have_gone_is_audited(events: Block
     assert events.to_audit(now + 1_000, listening=True) == []
     events.suspect([(0, b"b"), (0, b"never reported"), (1, b"a")])
     assert keys(events.to_audit(now + 1_000, listening=True)) == [b"b"]
-    events.gone([(0, b"b")])
+    events.removed([(0, b"b")])
     assert removed(events) == [b"b"]
     events.suspect_all()
     assert sorted(keys(events.to_audit(now + 2_000, listening=True))) == [b"a", b"c"]
@@ -73,11 +73,11 @@ def test_a_block_that_was_stored_again_during_its_audit_is_not_reported_as_remov
     store(events, b"a")
     chosen = events.to_audit(100.0, listening=True)
     store(events, b"a")
-    events.gone(chosen)
+    events.removed(chosen)
     assert removed(events) == []
     assert events.to_audit(200.0, listening=True) == chosen
     events.suspect(chosen)  # an event about it came during the audit: one more
-    events.gone(chosen)
+    events.removed(chosen)
     assert removed(events) == []
     assert events.to_audit(300.0, listening=True) == chosen
 

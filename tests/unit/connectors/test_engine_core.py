@@ -43,7 +43,7 @@ class EngineCore:
 
 class Scheduler:
     def __init__(self, core: EngineCore) -> None:
-        core.found = EngineCoreAccess.above()
+        core.found = EngineCoreAccess.from_call_stack()
         self.pause_state = SimpleNamespace(name="UNPAUSED")
 
 
@@ -55,14 +55,14 @@ def make() -> tuple[EngineCore, EngineCoreAccess]:
 
 def test_the_engine_core_is_found_among_the_callers() -> None:
     engine, core = make()
-    assert core.ask(lambda worker, number: (worker, number), 7) == [(engine.model_executor, 7)]
+    assert core.call(lambda worker, number: (worker, number), 7) == [(engine.model_executor, 7)]
     assert not core.is_paused
     engine.scheduler.pause_state.name = "PAUSED_NEW"
     assert core.is_paused
 
 
 def test_without_an_engine_core_there_is_none() -> None:
-    assert EngineCoreAccess.above() is None
+    assert EngineCoreAccess.from_call_stack() is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_calls_that_may_change_the_workers_are_noticed(
     engine.collective_rpc(method)  # type: ignore[arg-type]
     assert engine.model_executor.calls == [method]
     assert seen == noticed
-    core.ask(lambda worker: None)
+    core.call(lambda worker: None)
     assert seen == noticed, "our own questions change nothing"
 
 

@@ -44,12 +44,12 @@ def identity(workers: Workers) -> FingerprintTracker:
         config=ClientConfig(), list_objects=lambda **_: [], put=lambda *_, **__: None
     )
     made = FingerprintTracker(client, workers, engine, model_id="", what="blocks")  # type: ignore[arg-type]
-    record = made.take(made.ask(workers.hello))
+    record = made.take(made.start(workers.hello))
     assert record is not None
     made.move(record)
     made.announcer.stop()
     made.announcer.join()
-    assert made.is_certain
+    assert made.is_verified
     return made
 
 
@@ -58,7 +58,7 @@ def test_doubted_weights_that_seem_equal_are_used_and_certain_once_all_are_read(
 ) -> None:
     before = identity.fingerprint
     steps = (
-        identity.doubt,
+        identity.require_recheck,
         lambda: identity.recheck(workers.recheck),
         lambda: identity.take_verdicts({0: (1, True)}),  # the other worker is still reading
         lambda: identity.take_verdicts({1: (2, True)}),
@@ -67,7 +67,7 @@ def test_doubted_weights_that_seem_equal_are_used_and_certain_once_all_are_read(
     for step in steps:
         step()
         assert identity.fingerprint == before
-        certain.append(identity.is_certain)
+        certain.append(identity.is_verified)
     assert certain == [False, False, False, True]
 
 
@@ -75,18 +75,18 @@ def test_doubted_weights_of_which_samples_differ_are_not_used(
     identity: FingerprintTracker, workers: Workers
 ) -> None:
     workers.seem_equal[1] = False
-    identity.doubt()
+    identity.require_recheck()
     identity.recheck(workers.recheck)
     assert identity.is_outdated
     assert not identity.fingerprint
     identity.take_verdicts({0: (1, True), 1: (0, True)})
-    assert not identity.is_certain
+    assert not identity.is_verified
 
 
 def test_weights_that_turn_out_to_differ_are_used_no_longer(
     identity: FingerprintTracker, workers: Workers
 ) -> None:
-    identity.doubt()
+    identity.require_recheck()
     identity.recheck(workers.recheck)
     identity.take_verdicts({1: (2, False)})
     assert identity.is_outdated
@@ -97,13 +97,13 @@ def test_the_verdict_of_an_earlier_check_says_nothing(
     identity: FingerprintTracker, workers: Workers
 ) -> None:
     for _ in range(2):
-        identity.doubt()
+        identity.require_recheck()
         identity.recheck(workers.recheck)
     identity.take_verdicts({0: (1, True), 1: (2, False)})
     assert identity.fingerprint
-    assert not identity.is_certain
+    assert not identity.is_verified
     identity.take_verdicts({0: (3, True), 1: (4, True)})
-    assert identity.is_certain
+    assert identity.is_verified
 
 
 def test_a_random_seed_is_warned_of(

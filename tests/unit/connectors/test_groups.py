@@ -65,7 +65,7 @@ def test_objects_are_numbered_by_their_place_in_a_block() -> None:
 
 
 def test_hits_end_with_blocks_and_promises_with_objects() -> None:
-    assert (CUT.aligned(95), CUT.whole(95), HYBRID.whole(95)) == (48, 80, 0)
+    assert (CUT.aligned(95), CUT.complete_blocks(95), HYBRID.complete_blocks(95)) == (48, 80, 0)
     assert (CUT.shared_tokens, HYBRID.shared_tokens) == (16, 96)
     assert CUT.usual_hash_tokens == HYBRID.usual_hash_tokens == 16
 

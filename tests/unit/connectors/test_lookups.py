@@ -134,7 +134,7 @@ def pass_time(clock: Clock, until: threading.Event, seconds: float) -> float:
 def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(3, 0)]]
     lookups = start()
-    lookup = lookups.want("r", hashes(5))
+    lookup = lookups.request("r", hashes(5))
     assert answered(lookups, lookup) == 48
     assert store.asked == [(hashes(5), ["n0"])]
     assert not lookup.failed
@@ -146,14 +146,14 @@ def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
 def test_what_a_worker_lacks_is_not_there(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(5, 0), PrefixMatchResult(2, 0), PrefixMatchResult(4, 0)]]
     lookups = start(namespaces={0: ["a", "b", "c"]})
-    assert answered(lookups, lookups.want("r", hashes(5))) == 32
+    assert answered(lookups, lookups.request("r", hashes(5))) == 32
     assert store.asked[0][1] == ["a", "b", "c"]
 
 
 def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(5, 0)], [PrefixMatchResult(2, 0)]]
     lookups = start(HYBRID)
-    assert answered(lookups, lookups.want("r", hashes(5))) == 64
+    assert answered(lookups, lookups.request("r", hashes(5))) == 64
     assert store.asked == [(hashes(5), ["n0"]), ([b"h1", b"h3"], ["n1"])]
 
 
@@ -163,10 +163,10 @@ def test_chains_and_states_are_one_question_at_the_end_of_which_a_state_is(
     groups = replace(PLAIN, block_tokens={0: 16, 1: 16, 2: 16}, recurrent=frozenset({0, 2}))
     store.answers, store.state = [[PrefixMatchResult(5, 0)]], 3
     lookups = start(groups)
-    assert answered(lookups, lookups.want("r", hashes(6))) == 48
+    assert answered(lookups, lookups.request("r", hashes(6))) == 48
     assert store.asked == [(hashes(6), ["n1", "n0", "n2"])]
     store.state = 0
-    assert answered(lookups, lookups.want("s", hashes(6))) == 0
+    assert answered(lookups, lookups.request("s", hashes(6))) == 0
 
 
 def test_states_are_asked_for_where_a_hit_may_end(start: Start, store: Store) -> None:
@@ -174,7 +174,7 @@ def test_states_are_asked_for_where_a_hit_may_end(start: Start, store: Store) ->
     groups = replace(HYBRID, recurrent=frozenset({1}))
     store.answers, store.state = [[PrefixMatchResult(5, 0)], []], 1
     lookups = start(groups)
-    assert answered(lookups, lookups.want("r", hashes(6))) == 32
+    assert answered(lookups, lookups.request("r", hashes(6))) == 32
     assert store.asked == [(hashes(6), ["n0"]), ([b"h1", b"h3"], ["n1"])]
 
 
@@ -182,36 +182,36 @@ def test_a_model_without_attention_has_states_alone(start: Start, store: Store) 
     groups = replace(PLAIN, recurrent=frozenset({0}))
     store.answers, store.state = [[]], 4
     lookups = start(groups)
-    assert answered(lookups, lookups.want("r", hashes(6))) == 64
+    assert answered(lookups, lookups.request("r", hashes(6))) == 64
     assert store.asked == [(hashes(6), ["n0"])]
 
 
 def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start(HYBRID)
-    assert answered(lookups, lookups.want("r", hashes(1))) == 0
+    assert answered(lookups, lookups.request("r", hashes(1))) == 0
 
 
 def test_one_question_at_a_time_is_asked_for_a_request(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
-    lookup = lookups.want("r", hashes(2))
-    assert lookups.want("r", hashes(2)) is lookup
+    lookup = lookups.request("r", hashes(2))
+    assert lookups.request("r", hashes(2)) is lookup
     store.go_on.set()
     assert answered(lookups, lookup) == 32
-    assert lookups.want("r", hashes(2)) is lookup
+    assert lookups.request("r", hashes(2)) is lookup
     assert len(store.asked) == 1
 
 
 def test_an_old_answer_is_asked_anew(start: Start, store: Store, clock: Clock) -> None:
     store.answers = [[PrefixMatchResult(2, 0)], [PrefixMatchResult(1, 0)]]
     lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(2))) == 32
+    assert answered(lookups, lookups.request("r", hashes(2))) == 32
     clock.now += FRESH_S - 0.01
-    assert answered(lookups, lookups.want("r", hashes(2))) == 32
+    assert answered(lookups, lookups.request("r", hashes(2))) == 32
     clock.now += 0.01
-    assert answered(lookups, lookups.want("r", hashes(2))) == 16
+    assert answered(lookups, lookups.request("r", hashes(2))) == 16
     assert len(store.asked) == 2
 
 
@@ -224,7 +224,7 @@ def test_there_is_no_answer_until_the_deadline_and_then_it_is_nothing(
     store.hold()
     store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
-    lookup = lookups.want("r", hashes(2))
+    lookup = lookups.request("r", hashes(2))
     store.wait_until_asked()
     clock.now += 60  # the deadline counts from when the scheduler comes for it
     assert lookups.tokens(lookup) is None
@@ -243,7 +243,7 @@ def test_what_a_prefiller_says_it_stores_is_waited_for_before_the_first_answer(
     store.hold()
     store.answers = [[PrefixMatchResult(2, 0)]]
     lookups = start()
-    lookup = lookups.want("r", hashes(2), 32)
+    lookup = lookups.request("r", hashes(2), 32)
     assert lookups.tokens(lookup) is None
     clock.now += DEADLINE_S + WRITERS_WAIT_S - 1 / 1024
     assert lookups.tokens(lookup) is None
@@ -267,7 +267,7 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
     store.hold()
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
-    wanted = [lookups.want(f"r{number}", hashes(1)) for number in range(200)]
+    wanted = [lookups.request(f"r{number}", hashes(1)) for number in range(200)]
     store.wait_until_asked()
     for lookup in wanted:
         lookup.done = Waited()
@@ -289,8 +289,8 @@ def test_no_more_than_so_many_questions_wait(start: Start, store: Store) -> None
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
     for number in range(PENDING_MAX):
-        assert not lookups.want(f"r{number}", hashes(1)).done.is_set()
-    refused = lookups.want("one more", hashes(1))
+        assert not lookups.request(f"r{number}", hashes(1)).done.is_set()
+    refused = lookups.request("one more", hashes(1))
     assert answered(lookups, refused) == 0
     assert refused.failed
 
@@ -307,7 +307,7 @@ def test_blocks_that_are_being_written_are_waited_for(
         [PrefixMatchResult(3, 0)],
     ]
     lookups = start()
-    lookup = lookups.want("r", hashes(4))
+    lookup = lookups.request("r", hashes(4))
     assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
     assert answered(lookups, lookup) == 48
     assert len(store.asked) == 3
@@ -317,7 +317,7 @@ def test_blocks_that_are_being_written_are_waited_for(
 def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: Clock) -> None:
     store.answers = [[PrefixMatchResult(2, 1)]]
     lookups = start()
-    lookup = lookups.want("r", hashes(4))
+    lookup = lookups.request("r", hashes(4))
     waited = pass_time(clock, lookup.done, 10 * WRITERS_WAIT_S)
     assert WRITERS_WAIT_S - 0.01 < waited < 2 * WRITERS_WAIT_S
     assert answered(lookups, lookup) == 32
@@ -333,7 +333,7 @@ def test_what_a_prefiller_has_announced_is_waited_for(
         [PrefixMatchResult(3, 0)],
     ]
     lookups = start()
-    lookup = lookups.want("r", hashes(4), 3 * 16 + 5)
+    lookup = lookups.request("r", hashes(4), 3 * 16 + 5)
     assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
     assert answered(lookups, lookup) == 48
     assert len(store.asked) == 3
@@ -345,7 +345,7 @@ def test_what_can_not_be_hit_is_not_waited_for(
 ) -> None:
     store.answers = [[PrefixMatchResult(2, being_written)], [PrefixMatchResult(1, 0)]]
     lookups = start(HYBRID)
-    lookup = lookups.want("r", hashes(3), 1_000)
+    lookup = lookups.request("r", hashes(3), 1_000)
     assert answered(lookups, lookup) == 32
     assert len(store.asked) == 2
     assert not lookup.waits_for_writers
@@ -356,7 +356,7 @@ def test_what_can_not_be_hit_is_not_waited_for(
 
 def failures(lookups: LookupThread, number: int) -> None:
     for index in range(number):
-        lookup = lookups.want(f"failing {index}", hashes(1))
+        lookup = lookups.request(f"failing {index}", hashes(1))
         assert answered(lookups, lookup) == 0
         assert lookup.failed
 
@@ -369,7 +369,7 @@ def test_a_store_that_does_not_answer_has_nothing_and_is_left_alone(
     failures(lookups, 3)
     assert lookups.breaker.is_open(clock.now)
     failures(lookups, 20)
-    assert lookups.want("at once", hashes(1)).done.is_set(), "no thread is asked"
+    assert lookups.request("at once", hashes(1)).done.is_set(), "no thread is asked"
     assert len(store.asked) == 3
     assert lookups.take_counters() == {"lookups_failed": 3, "breaker_opened": 1}
 
@@ -380,7 +380,7 @@ def test_questions_that_wait_when_the_breaker_opens_are_not_asked(
     store.hold()
     store.answers = [MasterUnreachableError("away")]
     lookups = start()
-    wanted = [lookups.want(f"r{number}", hashes(1)) for number in range(10)]
+    wanted = [lookups.request(f"r{number}", hashes(1)) for number in range(10)]
     store.go_on.set()
     assert [answered(lookups, each) for each in wanted] == [0] * 10
     assert len(store.asked) == 3
@@ -389,10 +389,10 @@ def test_questions_that_wait_when_the_breaker_opens_are_not_asked(
 def test_a_bug_in_asking_does_not_end_the_thread(start: Start, store: Store) -> None:
     store.answers = [ValueError("a bug of ours"), [PrefixMatchResult(1, 0)]]
     lookups = start()
-    broken = lookups.want("r", hashes(1))
+    broken = lookups.request("r", hashes(1))
     assert answered(lookups, broken) == 0
     assert broken.failed
-    assert answered(lookups, lookups.want("s", hashes(1))) == 16
+    assert answered(lookups, lookups.request("s", hashes(1))) == 16
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -402,25 +402,25 @@ def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
-    first = lookups.want("first", hashes(1))
+    first = lookups.request("first", hashes(1))
     store.wait_until_asked()
-    second = lookups.want("second", hashes(1))
+    second = lookups.request("second", hashes(1))
     lookups.forget("first")
     lookups.forget("second")
     lookups.forget("never known")
     assert first.done.is_set()
     assert second.done.is_set()
     store.go_on.set()
-    lookups.errand(lambda: None).result(LONG_S)
+    lookups.run_on_thread(lambda: None).result(LONG_S)
     assert len(store.asked) == 1
-    assert lookups.want("first", hashes(1)) is not first
+    assert lookups.request("first", hashes(1)) is not first
 
 
 def test_closing_answers_what_waits_and_leaves_no_thread(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[PrefixMatchResult(1, 1)]]
     lookups = start()
-    wanted = [lookups.want(f"r{number}", hashes(2)) for number in range(5)]
+    wanted = [lookups.request(f"r{number}", hashes(2)) for number in range(5)]
     store.wait_until_asked()
     closing = threading.Thread(target=lookups.close)
     closing.start()
@@ -440,36 +440,36 @@ def test_an_errand_gives_its_result_or_its_error(start: Start) -> None:
     def fail() -> None:
         raise KVStoreError("no")
 
-    assert lookups.errand(lambda: threading.current_thread().name).result(LONG_S) == (
+    assert lookups.run_on_thread(lambda: threading.current_thread().name).result(LONG_S) == (
         "kvstore-lookups"
     )
-    assert isinstance(lookups.errand(fail).exception(LONG_S), KVStoreError)
-    assert lookups.errand(lambda: 7).result(LONG_S) == 7
+    assert isinstance(lookups.run_on_thread(fail).exception(LONG_S), KVStoreError)
+    assert lookups.run_on_thread(lambda: 7).result(LONG_S) == 7
 
 
 def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start()
-    lookups.want("r", hashes(1))
+    lookups.request("r", hashes(1))
     store.wait_until_asked()
-    waiting = lookups.errand(lambda: 7)
+    waiting = lookups.run_on_thread(lambda: 7)
     closing = threading.Thread(target=lookups.close)
     closing.start()
     store.go_on.set()
     closing.join(LONG_S)
     assert waiting.done()
-    late = lookups.errand(lambda: 7)
+    late = lookups.run_on_thread(lambda: 7)
     assert isinstance(late.exception(LONG_S), ClosedError)
 
 
 def test_after_a_move_only_the_new_namespaces_are_asked(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(3, 0)]]
     lookups = start()
-    before = lookups.want("r", hashes(5))
+    before = lookups.request("r", hashes(5))
     assert answered(lookups, before) == 48
-    lookups.move({0: ["other"]})
-    after = lookups.want("r", hashes(5))
+    lookups.set_namespaces({0: ["other"]})
+    after = lookups.request("r", hashes(5))
     assert after is not before, "what was known is of other blocks"
     assert answered(lookups, after) == 48
     assert store.asked[-1] == (hashes(5), ["other"])
@@ -484,9 +484,9 @@ def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
         raise ZeroDivisionError
 
     monkeypatch.setattr(lookups, "_look", broken)
-    first = lookups.want("r", hashes(1))
+    first = lookups.request("r", hashes(1))
     assert answered(lookups, first) == 0
     assert first.failed
     assert "lookups_died" in caplog.text
-    assert answered(lookups, lookups.want("s", hashes(1))) == 0
-    assert isinstance(lookups.errand(lambda: 7).exception(LONG_S), ClosedError)
+    assert answered(lookups, lookups.request("s", hashes(1))) == 0
+    assert isinstance(lookups.run_on_thread(lambda: 7).exception(LONG_S), ClosedError)

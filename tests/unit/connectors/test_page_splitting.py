@@ -91,7 +91,7 @@ class Worker:
         else:
             cutter = PageSplitter(tokens, self.layers, self.dtype)
             pieces = [
-                survey(caches, where, shard, shards, partial(cutter.piece, index))
+                survey(caches, where, shard, shards, partial(cutter.chunk, index))
                 for index in range(cuts)
             ]
         pages: Any = SplitPages([CPUPages(each) for each in pieces])
@@ -174,7 +174,7 @@ def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
     caches = {"l0": large.cache, "l1": small.cache[:3]}
     cutter = PageSplitter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
     where = config(["l0"], ["l1"], blocks=3)
-    pieces = [survey(caches, where, piece=partial(cutter.piece, index)) for index in range(2)]
+    pieces = [survey(caches, where, piece=partial(cutter.chunk, index)) for index in range(2)]
     pages: Any = SplitPages([CPUPages(each) for each in pieces])
     assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
     assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]

@@ -396,7 +396,7 @@ def test_a_request_that_starts_with_blocks_of_other_weights_is_not_saved() -> No
     engine = Engine()
     request = engine.add("r", 20)
     engine.move("other")
-    engine.side.outdated(request)
+    engine.side.on_stale_prefix_cache(request)
     assert saved(engine.step({"r": 20})) == {}
 
 
@@ -459,7 +459,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     engine = Engine(events_wanted=True)
     engine.side.salt = lambda request: b"adapter"
     request = engine.add("r", 20, lora=lora())
-    (save,) = engine.side.orders(engine.scheduled({"r": 20})).saves
+    (save,) = engine.side.transfer_commands(engine.scheduled({"r": 20})).saves
     expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
     assert save.runs[0].keys == expected
     engine.side.reported(TransferReport({save.number: SaveResult(1, 1)}))
@@ -467,7 +467,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
     assert told.lora_name == "adapter"
     assert (0, expected[0]) in engine.events.to_audit(100.0)
-    engine.events.gone([(0, expected[0])])
+    engine.events.removed([(0, expected[0])])
     (gone,) = engine.events.take()
     assert gone.block_hashes == request.block_hashes[:1]
 
@@ -488,7 +488,7 @@ def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
     for number in (1, 2):
         request = engine.add(f"r{number}", 40, lora=lora(number), seed=number)
         engine.allocate(request, 20)
-        assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
+        assert len(engine.side.transfer_commands(engine.scheduled({f"r{number}": 20})).saves) == 1
         request.num_computed_tokens = 20
     salts[1] = b"other"
     before = [list(engine.requests[each].block_hashes) for each in ("r1", "r2")]
@@ -499,7 +499,9 @@ def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
     assert hashes[1] == before[1]
     for number, saves in ((1, 0), (2, 1)):
         engine.allocate(engine.requests[f"r{number}"], 40)
-        assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
+        assert (
+            len(engine.side.transfer_commands(engine.scheduled({f"r{number}": 20})).saves) == saves
+        )
 
 
 def test_an_adapter_that_changes_under_a_request_is_neither_loaded_nor_saved() -> None:
@@ -512,7 +514,7 @@ def test_an_adapter_that_changes_under_a_request_is_neither_loaded_nor_saved() -
     salts.append(b"second")
     assert engine.matched(request) == 0
     engine.allocate(request, 20)
-    assert engine.side.orders(engine.scheduled({"r": 20})).saves == []
+    assert engine.side.transfer_commands(engine.scheduled({"r": 20})).saves == []
 
 
 # --- requests whose hashes do not cover what they depend on ---------------------------------------
@@ -580,7 +582,7 @@ def computed(engine: Engine, tokens: int, *offers: tuple[int, int, int]) -> list
         engine.pool.blocks[block_id].references += 1  # the request holds it
     output = engine.scheduled({"r": tokens})
     output.kv_connector_block_state.boundary_state_offloads = {"r": list(offers)}
-    saves = list(engine.side.orders(output).saves)
+    saves = list(engine.side.transfer_commands(output).saves)
     engine.requests["r"].num_computed_tokens += tokens
     return saves
 
@@ -643,7 +645,7 @@ def test_a_load_has_the_last_state_and_none_before_it() -> None:
     assert engine.matched(request) == 16
     tables = engine.allocate(request, 16)
     engine.side.allocated(request, tables, 16)
-    (load,) = engine.side.orders(engine.scheduled({})).loads
+    (load,) = engine.side.transfer_commands(engine.scheduled({})).loads
     assert [(run.group, run.first, len(run.keys)) for run in load.runs] == [
         (0, 0, 4), (1, 1, 1), (2, 1, 1),
     ]  # fmt: skip
@@ -675,25 +677,27 @@ def test_a_save_that_hangs_does_not_keep_an_idle_engine_stepping(
     engine = Engine()
     engine.add("r", 20)
     engine.step({"r": 20})
-    assert engine.side.wants_steps(5.0)
+    assert engine.side.needs_more_steps(5.0)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
-    assert not engine.side.wants_steps(5.0)
+    assert not engine.side.needs_more_steps(5.0)
     assert engine.side.has_pinned, "its blocks are still being read"
     monkeypatch.undo()
     engine.report_all()
-    assert not engine.side.wants_steps(5.0)
+    assert not engine.side.needs_more_steps(5.0)
 
 
 def test_blocks_of_guessed_tokens_are_saved_when_these_are_confirmed() -> None:
     engine = Engine(config=ConnectorConfig(save_decode=True))
     request = engine.add("r", 11)
     assert saved(engine.step({"r": 11})) == {0: [0, 1]}
-    guessing = engine.side.orders(engine.scheduled({"r": 5}))  # a token, and four that are guessed
+    guessing = engine.side.transfer_commands(
+        engine.scheduled({"r": 5})
+    )  # a token, and four that are guessed
     assert saved(guessing) == {0: [2]}
     request.num_computed_tokens = 12
     request.all_token_ids += [7] * 4
-    assert saved(engine.side.orders(engine.scheduled({"r": 4}))) == {0: [3]}
+    assert saved(engine.side.transfer_commands(engine.scheduled({"r": 4}))) == {0: [3]}
 
 
 def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -> None:
@@ -768,7 +772,7 @@ class Scheduling(RuleBasedStateMachine):
     )
     def new_request(self, tokens: int, there: int, seed: int, params: dict[str, Any]) -> None:
         self.number += 1
-        there = self.groups.whole(min(there * 8, tokens))
+        there = self.groups.complete_blocks(min(there * 8, tokens))
         name = f"r{self.number}"
         self.waiting.append(self.engine.add(name, tokens, there=there, seed=seed, **params))
 

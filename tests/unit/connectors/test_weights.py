@@ -144,11 +144,11 @@ def test_weights_that_stayed_are_found_equal_in_the_background() -> None:
             return super().apply(*given)
 
     model.hidden.quant_method = Told(model.hidden.quant_method.weight)
-    number = weights.seem_equal()
+    number = weights.start_check()
     assert until(weights.take_verdict) == (number, True)
     assert set(callers) == {threading.get_ident()}
     assert weights.take_verdict() is None, "told once"
-    assert weights.seem_equal() == number + 1
+    assert weights.start_check() == number + 1
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_samples_show_at_once_that_weights_were_replaced(change: Any) -> None:
     weights = live(model)
     before = weights.read()
     change(model)
-    assert not weights.seem_equal()
+    assert not weights.start_check()
     assert weights.read() != before
-    assert weights.seem_equal()
+    assert weights.start_check()
     weights.stop()
 
 
@@ -186,11 +186,11 @@ def test_a_check_that_fails_or_ends_early_does_not_say_that_weights_are_equal(
     monkeypatch.setattr(weights, "weights_of", beside)
     one = live(Model())
     one.read()
-    assert one.seem_equal()
+    assert one.start_check()
     one.stop()
     assert one.take_verdict() is None
 
-    number = one.seem_equal()
+    number = one.start_check()
     go_on.set()
     one.finish()
     assert one.take_verdict() == (number, False)

@@ -347,7 +347,7 @@ def test_zeros_are_written_after_what_was_queued_and_to_these_pages_alone(start:
     engine.fake.finish()
     kept = engine.block(0, 2)
     engine.kernel(0, 3)
-    after = engine.pages.mark()
+    after = engine.pages.record_event()
     with pytest.raises(DeadlineExceededError):
         engine.pages.zero(0, [1, 3], after, time.monotonic())
     assert any(engine.block(0, 1))

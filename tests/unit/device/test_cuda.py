@@ -251,7 +251,7 @@ def test_the_child_of_a_fork_is_told(library: Recorded) -> None:
     driver = CUDADriver(0)
     driver._pid = os.getpid() + 1
     with pytest.raises(DeviceError, match="child of a fork"):
-        driver.mark()
+        driver.record_event()
 
 
 def test_memory_that_processes_share(library: Recorded) -> None:

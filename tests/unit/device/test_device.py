@@ -36,10 +36,10 @@ def test_work_that_does_not_end_by_the_deadline() -> None:
     driver, device = made()
     driver.is_stuck = True
     with pytest.raises(DeadlineExceededError):
-        device.wait([driver.mark()], uptime() + 0.01)
+        device.wait([driver.record_event()], uptime() + 0.01)
     assert not device.has_failed
     driver.is_stuck = False
-    device.wait([driver.mark(), driver.mark()], uptime() + 30)
+    device.wait([driver.record_event(), driver.record_event()], uptime() + 30)
 
 
 def test_a_wait_ends_when_the_call_is_cancelled() -> None:
@@ -51,7 +51,7 @@ def test_a_wait_ends_when_the_call_is_cancelled() -> None:
     def call() -> None:
         try:
             with stop.here():
-                device.wait([driver.mark()], uptime() + 60)
+                device.wait([driver.record_event()], uptime() + 60)
         except ClosedError as error:
             errors.append(error)
 
@@ -68,13 +68,13 @@ def test_a_wait_ends_when_the_client_is_closed() -> None:
     closing = threading.Timer(0.05, device.close)
     closing.start()
     with pytest.raises(ClosedError):
-        device.wait([driver.mark()], uptime() + 60)
+        device.wait([driver.record_event()], uptime() + 60)
     closing.join()
 
 
 def test_a_wait_is_for_all_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, device = made()
-    first, second = driver.mark(), driver.mark(5)
+    first, second = driver.record_event(), driver.record_event(5)
     for done in (first, second):
         monkeypatch.setattr(driver, "is_done", lambda event, done=done: event is done)
         with pytest.raises(DeadlineExceededError):
@@ -90,7 +90,9 @@ def test_copies_under_way_are_waited_for_though_the_call_was_stopped_and_late() 
     goes_on = threading.Timer(0.1, lambda: setattr(driver, "is_stuck", False))
     goes_on.start()
     with stop.here():
-        device.settle(event, uptime() - 1)  # as if the deadline had passed while they were queued
+        device.wait_for_copies(
+            event, uptime() - 1
+        )  # as if the deadline had passed while they were queued
     assert driver.copied_bytes == 100
     goes_on.join()
 
@@ -106,14 +108,14 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
     event = device.copy(Direction.SAVE, copies)
     driver.is_stuck = True
     with device.slot(uptime()), pytest.raises(DeviceError):
-        device.settle(event, uptime())
+        device.wait_for_copies(event, uptime())
     assert device.ring.taken == taken + 1, "copies may still be under way there"
     driver.is_stuck = False
     uses: tuple[Callable[[], object], ...] = (
         lambda: device.wait([], uptime() + 1),
         lambda: device.copy(Direction.SAVE, copies),
         lambda: device.copy_ordinary(Direction.SAVE, copies),
-        lambda: device.settle(event, uptime() + 1),
+        lambda: device.wait_for_copies(event, uptime() + 1),
     )
     for use_it in uses:
         with pytest.raises(DeviceError, match="did not finish"):

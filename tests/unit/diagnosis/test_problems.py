@@ -46,8 +46,8 @@ def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
 
 
 def gone(name: str, why: str = "silent", **fields: Any) -> ClusterStatus:
-    usual = {"gone_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
-    return status(node())._replace(gone=[DepartedNode(name, "h", why, **usual | fields)])
+    usual = {"departed_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
+    return status(node())._replace(departed=[DepartedNode(name, "h", why, **usual | fields)])
 
 
 def after(*, now: Any = None, **counters: int) -> HistoryPoints:
@@ -63,7 +63,7 @@ def store(
     return leader_problems(found, history or HistoryPoints(), now_ms)
 
 
-def guaranteed(*names: str) -> ClusterStatus:
+def guarantee(*names: str) -> ClusterStatus:
     tenants = [TenantStatus(name, 0, 600 << 20, 0, 0, 0, 0, 0, 0, 0) for name in names]
     return status(node())._replace(tenants=tenants)
 
@@ -87,7 +87,7 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
      store(status(node("a", "draining")))),
     ("bad", "KvstoreNodeSuspect", "is unreachable from the master: refused.",
      store(status(node()._replace(unreachable="refused")))),
-    ("bad", "KvstoreNodeDead", "RemoveIPC", store(status(node()._replace(entry_gone=True)))),
+    ("bad", "KvstoreNodeDead", "RemoveIPC", store(status(node()._replace(shm_entry_missing=True)))),
     ("warning", "KvstoreUnderReplicated", "3 objects with fewer replicas",
      store(status(node(), under_replicated_objects=3))),
     ("bad", "KvstoreNodeDead", "Node a (h) died (silent) 12.0 s ago: 7 objects that no other node "
@@ -105,7 +105,7 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("bad", "KvstorePutsRefused", "yet, and until a node has reported its objects",
      store(status(node(reports=True)))),
     ("warning", "KvstorePutsRefused", "Tenants are guaranteed 1.2 GiB of a pool of 1 GiB",
-     store(guaranteed("a", "b"))),
+     store(guarantee("a", "b"))),
     ("warning", "KvstoreMemoryPinned",
      "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)",
      store(pinned(710 << 20, 1, 400, 9, 300))),
@@ -159,7 +159,7 @@ def test_a_counter_is_a_problem_while_it_is_recent(counter: str) -> None:
     [
         store(status(node(used=1 << 29), stored_objects=5), after(stored_objects=5)),
         store(status(node(ready_ms=7_300), node("c"))),
-        store(guaranteed("a")),
+        store(guarantee("a")),
         store(pinned(1 << 29)),
         store(gone("f", "left")),
         store(status(FULL), after(now=OLD)),
@@ -190,7 +190,7 @@ def test_every_row_and_counter_is_reached() -> None:
             "495 more nodes",
         ),
         (
-            lambda: status(node())._replace(gone=[*gone("n").gone] * 60),
+            lambda: status(node())._replace(departed=[*gone("n").departed] * 60),
             "55 more nodes left or died",
         ),
     ],

@@ -170,7 +170,7 @@ def test_a_cause_has_its_code_words_and_advice(
     assert "{" not in cause.text + cause.remedy
     assert cause.remedy or not cause.is_problem
     seldom = {"guesses", "no_traffic", "few_hits", "fine"}
-    ends_well = code == "prefix_ends" and any(row.found for row in spaces[0].askers)
+    ends_well = code == "prefix_ends" and any(row.found for row in spaces[0].readers)
     assert cause.is_problem == (code not in seldom and not ends_well)
 
 
@@ -317,5 +317,5 @@ def test_whatever_the_evidence_there_is_an_answer(
     for cause in found:
         assert cause.text
         assert cause.remedy or not cause.is_problem
-    if any(row.keys for space in spaces for row in space.askers):
+    if any(row.keys for space in spaces for row in space.readers):
         assert found, "a client asks, and is told nothing"

@@ -136,11 +136,13 @@ class Cluster:
                 )
                 for index, count in enumerate(blocks)
             ]
-        offers = [offer._replace(fresh=not again, mark=mark) for offer in self.offers[name]]
+        offers = [
+            offer._replace(fresh=not again, removal_watermark=mark) for offer in self.offers[name]
+        ]
         epoch = EPOCH if resume else 0
         join = calls.NodeJoin(name, host or f"host-{name}", PROTOCOL_VERSION, epoch, offers)
         session = 1 + max(self.sessions.values(), default=0)
-        accepted = self.state.nodes.joined(self.now_ms, session, join)
+        accepted = self.state.nodes.on_node_join(self.now_ms, session, join)
         self.sessions[name] = session
         self.segments.update(dict.fromkeys(accepted.segment_ids, name))
         self.silent.discard(name)
@@ -158,7 +160,7 @@ class Cluster:
         self.work()
 
     def say(self, name: str, message: calls.NodeMessage) -> None:
-        self.state.nodes.said(self.now_ms, self.sessions[name], message)
+        self.state.nodes.on_node_message(self.now_ms, self.sessions[name], message)
         self._settle()
 
     def drain(self, name: str, step: calls.DrainStep = calls.DrainStep.BEGIN) -> calls.DrainReply:
@@ -190,7 +192,9 @@ class Cluster:
         """The nodes do what they were ordered to."""
         orders, self.orders = self.orders, []
         for session, order in orders:
-            self.state.nodes.said(self.now_ms, session, calls.NodeWipeDone(order.order))
+            self.state.nodes.on_node_message(
+                self.now_ms, session, calls.NodeWipeDone(order.wipe_seq)
+            )
         self._settle()
 
     # --- time ---------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class Cluster:
             self.now_ms = min(self.now_ms + STEP_MS, until_ms)
             for name, session in self.sessions.items():
                 if name not in self.silent:
-                    self.state.nodes.said(self.now_ms, session, calls.NodeHeartbeat(1))
+                    self.state.nodes.on_node_message(self.now_ms, session, calls.NodeHeartbeat(1))
             self.state.tick(self.now_ms)
             self.work()
 
@@ -236,11 +240,11 @@ class Cluster:
         self._settle()
         if not isinstance(result, DeferredReply):
             return result
-        answer = self.answers.get(result.ticket)
+        answer = self.answers.get(result.reply_id)
         if isinstance(answer, calls.Grants):  # what it evicted is wiped already
-            del self.answers[result.ticket]
+            del self.answers[result.reply_id]
             return answer
-        return result.ticket
+        return result.reply_id
 
     def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000, **given: Any) -> int:
         """A ``put_start`` that has to wait; its ticket."""
@@ -334,7 +338,7 @@ class Cluster:
             NAMESPACE, [Key(name.encode())], [version.epoch], [version.counter], EPOCH, [],
             [at[0]], [at[1]],
         )  # fmt: skip
-        return bool(self.state.asking.renew(self.now_ms, request).keys_held[0])
+        return bool(self.state.asking.renew(self.now_ms, request).keys_leased[0])
 
     def place(self, name: str, node: str) -> tuple[bytes, int]:
         """uuid and offset of the object's replica on this node, where it is not leased."""
@@ -345,7 +349,7 @@ class Cluster:
 
     def renew_token(self, token: int, epoch: int = EPOCH) -> bool:
         request = calls.Renew(NAMESPACE, [], [], [], epoch, [token], [], [])
-        return bool(self.state.asking.renew(self.now_ms, request).tokens_held[0])
+        return bool(self.state.asking.renew(self.now_ms, request).tokens_leased[0])
 
     def remove(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> list[int]:
         reply = self.reply(self.remove_later(names, namespace=namespace))
@@ -379,9 +383,9 @@ class Cluster:
         self._settle()
         if not isinstance(result, DeferredReply):
             return result
-        if result.ticket not in self.answers:  # somebody may still read on a node that died
+        if result.reply_id not in self.answers:  # somebody may still read on a node that died
             self.after(self.rules.lease_ms)
-        answer = self.answers.pop(result.ticket)
+        answer = self.answers.pop(result.reply_id)
         assert not isinstance(answer, KVStoreError)
         return answer
 

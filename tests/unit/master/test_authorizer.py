@@ -49,7 +49,7 @@ def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
 
 
 def test_who_calls_is_in_the_certificate(gate: Authorizer) -> None:
-    assert gate.of_grpc(shown(ENGINE)) == ENGINE
+    assert gate.identify_grpc_peer(shown(ENGINE)) == ENGINE
     peers: list[tuple[dict[str, list[bytes]], str]] = [
         ({}, "names 0 identities"),
         (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
@@ -57,7 +57,7 @@ def test_who_calls_is_in_the_certificate(gate: Authorizer) -> None:
     ]
     for peer, says in peers:
         with pytest.raises(PermissionDeniedError, match=says):
-            gate.of_grpc(peer)
+            gate.identify_grpc_peer(peer)
     with pytest.raises(PermissionDeniedError, match="without an identity"):
         gate.check(None, calls.Clear(SPACE, 1))
     assert gate.refused == 4
@@ -132,20 +132,20 @@ def test_who_was_revoked_lately_is_told_to_nodes(
     )  # fmt: skip
     now = 100.0
     monkeypatch.setattr("kvstore.auth.revocation_list.uptime", lambda: now)
-    assert gate.refused_holders() == [], "who was revoked before has nothing of this master"
+    assert gate.rejected_holders() == [], "who was revoked before has nothing of this master"
     identities.revoked_file.write_text("1\n0x0A\n")
     now += 1
-    assert gate.refused_holders() == [holder_of(ENGINE._replace(number="a"))]
+    assert gate.rejected_holders() == [holder_of(ENGINE._replace(number="a"))]
     identities.revoked_file.write_text("1\n0x0A\nB\n")
     now += 1
     a, b = (holder_of(ENGINE._replace(number=number)) for number in "ab")
-    assert gate.refused_holders() == [a, b]
+    assert gate.rejected_holders() == [a, b]
     now += 1
-    assert gate.refused_holders() == [b], "its capabilities have ended"
+    assert gate.rejected_holders() == [b], "its capabilities have ended"
     more = "".join(f"c{number}\n" for number in range(2_000))
     identities.revoked_file.write_text(f"1\n0x0A\nB\n{more}")
     now += 1
-    assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
+    assert len(gate.rejected_holders()) == REFUSED_HOLDERS_MAX
 
 
 @pytest.mark.usefixtures("files_at_once")
@@ -155,7 +155,7 @@ def test_who_is_revoked_is_out(gate: Authorizer, identities: Identities) -> None
     revoked = ENGINE._replace(number="77")
     for refused in (
         partial(gate.check, revoked, calls.Exists(SPACE, [Key(b"k")])),
-        partial(gate.of_grpc, shown(revoked)),
+        partial(gate.identify_grpc_peer, shown(revoked)),
         partial(gate.check_node, validated_identity("n", ["node"], number="77"), "n"),
     ):
         with pytest.raises(PermissionDeniedError, match="was revoked"):
@@ -167,10 +167,12 @@ def test_puts_get_the_number_of_their_caller(gate: Authorizer) -> None:
     caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
     for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
-        owned = gate.own(caller, request, PendingGrants())
+        owned = gate.bind_to_caller(caller, request, PendingGrants())
         assert isinstance(owned, calls.PutStart | calls.Allocate)
         assert owned.client_number == 7
-        assert gate.own(Caller("c"), request, PendingGrants()) is request, "without an identity"
+        assert gate.bind_to_caller(Caller("c"), request, PendingGrants()) is request, (
+            "without an identity"
+        )
 
 
 def test_no_identity_hides_what_another_removes_or_is_refused(
@@ -186,7 +188,7 @@ def test_no_identity_hides_what_another_removes_or_is_refused(
             with pytest.raises(PermissionDeniedError):
                 gate.check(ENGINE, calls.Clear(Namespace("b"), 1))
             with pytest.raises(PermissionDeniedError):
-                gate.of_grpc({"ssl_tls_version": [b"TLSv1.3"]})
+                gate.identify_grpc_peer({"ssl_tls_version": [b"TLSv1.3"]})
         gate.check(OTHER, calls.Remove(SPACE, [Key(b"k")]))
         with pytest.raises(PermissionDeniedError):
             gate.check(OTHER, calls.Clear(Namespace("b"), 1))

@@ -42,8 +42,8 @@ class Store:
         self.service = MasterService(self.state, clock=lambda: self.now)
         self.carried_out: dict[tuple[int, int], int] = {}
         """By segment and offset, the last order that its node has carried out."""
-        self._settle = self.service._settle
-        self.service._settle = self._wiping  # type: ignore[method-assign]
+        self._settle = self.service._apply_effects
+        self.service._apply_effects = self._wiping  # type: ignore[method-assign]
         self.holder = Caller("holder 127.0.0.1", holder=HOLDER)
         self.offers = [
             JOIN.segments[0]._replace(
@@ -57,7 +57,7 @@ class Store:
         )
         clocks = ONE, of_second.get("clock_ms", TWO)
         self.ids = [
-            self.state.nodes.joined(
+            self.state.nodes.on_node_join(
                 NOW, session, JOIN._replace(
                     name=f"n{session}", host=f"h{session}", segments=[offer], clock_ms=clock
                 )
@@ -72,9 +72,9 @@ class Store:
             if isinstance(each.message, calls.MasterWipe):
                 for offset in each.message.offsets:
                     place = self.ids[each.session - 1], offset
-                    self.carried_out[place] = each.message.order
-                self.state.nodes.said(
-                    self.now, each.session, calls.NodeWipeDone(each.message.order)
+                    self.carried_out[place] = each.message.wipe_seq
+                self.state.nodes.on_node_message(
+                    self.now, each.session, calls.NodeWipeDone(each.message.wipe_seq)
                 )
         if sends:
             self._wiping()
@@ -82,9 +82,9 @@ class Store:
     def later(self, ms: int) -> None:
         async def main() -> None:
             for session in (1, 2):
-                self.state.nodes.said(self.now, session, calls.NodeHeartbeat(2))
+                self.state.nodes.on_node_message(self.now, session, calls.NodeHeartbeat(2))
             self.state.tick(self.now)
-            self.service._settle()
+            self.service._apply_effects()
             await asyncio.sleep(0)
 
         self.now += ms
@@ -164,7 +164,7 @@ def test_allocations_are_extended() -> None:
     assert grant.capabilities == made
     tokens = [*grant.tokens, 12345]
     renewed = store.ask(calls.Renew(SPACE, (), (), (), EPOCH, tokens, (), ()))
-    assert bytes(renewed.tokens_held) == b"\1\0"
+    assert bytes(renewed.tokens_leased) == b"\1\0"
     assert renewed.capabilities == made + bytes(32)
     assert store.ask(calls.Renew(SPACE, (), (), (), EPOCH, (), (), ())).capabilities == b""
 
@@ -211,17 +211,17 @@ def test_segments_are_described_with_the_key_of_the_holder() -> None:
 
 
 def test_a_holder_is_told_where_the_memory_is_handed_over_and_its_name_not() -> None:
-    store = Store(handover="kvstore-shm-2")
+    store = Store(descriptor_socket="kvstore-shm-2")
     store.holder.identity = validated_identity("e", ["engine"], reads=["n"])
     first, second = store.ask(calls.DescribeSegments(store.ids)).segments
-    assert (first.handover, first.shm_name) == (None, store.offers[0].shm_name)
+    assert (first.descriptor_socket, first.shm_name) == (None, store.offers[0].shm_name)
     offer = store.offers[1]
     key = map_key(offer.token, offer.uuid, offer.generation, HOLDER, MapRight.READ)
-    assert second.handover == DescriptorHandle("kvstore-shm-2", MapRight.READ, key)
+    assert second.descriptor_socket == DescriptorHandle("kvstore-shm-2", MapRight.READ, key)
     assert second.shm_name == ""
     named = store.ask(calls.DescribeSegments(store.ids[1:]), Caller()).segments[0]
     assert named.shm_name == offer.shm_name
-    assert named.handover == DescriptorHandle("kvstore-shm-2", 0, bytes(16)), (
+    assert named.descriptor_socket == DescriptorHandle("kvstore-shm-2", 0, bytes(16)), (
         "no key without an identity"
     )
 
@@ -342,34 +342,34 @@ def stamps_of(
 
 
 def test_a_grant_has_a_stamp_where_the_node_wants_one() -> None:
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     grants = store.put([5, 70_000], 2)
     versions = [(EPOCH, token) for token in grants.tokens]
-    assert grants.stamps == stamps_of(store, grants, [5, 70_000], versions, KEYS)
-    zeros = [grants.stamps[at : at + 16] == bytes(16) for at in range(0, 64, 16)]
+    assert grants.header_macs == stamps_of(store, grants, [5, 70_000], versions, KEYS)
+    zeros = [grants.header_macs[at : at + 16] == bytes(16) for at in range(0, 64, 16)]
     assert zeros == [segment == store.ids[0] for segment in grants.segments]
 
 
 def test_what_is_found_gets_no_stamp() -> None:
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     first = store.put([5], 2)
     store.ask(calls.PutEnd(EPOCH, first.tokens))
     grants = store.put([5, 6], 2)
     versions = [(EPOCH, token) for token in grants.tokens]
-    assert grants.stamps == stamps_of(store, grants, [6], versions, KEYS[1:])
+    assert grants.header_macs == stamps_of(store, grants, [6], versions, KEYS[1:])
     store.ask(calls.PutEnd(EPOCH, grants.tokens))
-    assert store.put([5, 6], 2).stamps == b""
+    assert store.put([5, 6], 2).header_macs == b""
 
 
 def test_no_client_learns_the_key_of_stamps() -> None:
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     for caller in (store.holder, Caller()):
         asked = calls.DescribeSegments(store.ids)
         assert STAMPS not in CALLS[type(asked)].encode_reply(store.ask(asked, caller))
 
 
 def test_a_copy_has_the_stamp_of_its_new_version() -> None:
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     store.ask(calls.PutEnd(EPOCH, store.put([5]).tokens))
     (holding,) = store.ask(calls.Lookup(SPACE, KEYS[:1])).placements.segments
     assert holding == store.ids[0], "the test needs the copy on the second node"
@@ -377,12 +377,12 @@ def test_a_copy_has_the_stamp_of_its_new_version() -> None:
     grants = store.ask(calls.StartMoves("n1", 0, 10, 1 << 20)).grants
     (token,) = grants.tokens
     expected = stamps_of(store, grants, [5], [(EPOCH, token)], KEYS[:1])
-    assert grants.stamps == expected != bytes(16)
+    assert grants.header_macs == expected != bytes(16)
 
 
 def test_what_was_removed_before_the_answer_to_its_commit_gets_no_stamp() -> None:
     """The master ended, in a soak: an object that was removed, and is a parent, has no extent."""
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     (token,) = store.ask(calls.Allocate(SPACE, 100, 0, "h2")).tokens
     commit = calls.Commit(EPOCH, token, SPACE, KEYS[0], None, 90, False)
     committed = store.ask(commit)
@@ -393,18 +393,18 @@ def test_what_was_removed_before_the_answer_to_its_commit_gets_no_stamp() -> Non
     assert record is not None
     assert (record.epoch, record.counter, record.extents()) == (EPOCH, token, [])
     again = calls.CommitReply(committed.outcome)
-    assert CapabilityIssuer(store.state).seal(NOW, commit, again, store.holder) == again
+    assert CapabilityIssuer(store.state).add_capabilities(NOW, commit, again, store.holder) == again
 
 
 def test_an_allocation_gets_its_stamp_with_its_key() -> None:
-    store = Store(stamp_key=STAMPS)
+    store = Store(header_mac_key=STAMPS)
     grants = store.ask(calls.Allocate(SPACE, 100, 0, "h2"))
     assert grants.segments == [store.ids[1]]
     (token,) = grants.tokens
     commit = calls.Commit(EPOCH, token, SPACE, KEYS[0], None, 90, False)
     committed = store.ask(commit)
     assert committed.outcome == calls.PutOutcome.STORED
-    assert committed.stamp == stamps_of(store, grants, [90], [(EPOCH, token)], KEYS[:1])
+    assert committed.header_mac == stamps_of(store, grants, [90], [(EPOCH, token)], KEYS[:1])
     assert store.ask(commit) == calls.CommitReply(calls.PutOutcome.REFUSED)
     other = store.ask(calls.Allocate(SPACE, 100, 0, "h2"))
     found = store.ask(commit._replace(token=other.tokens[0]))

@@ -26,7 +26,7 @@ def found(
     request = calls.Chains(namespace, keys_of(keys), count)
     later = cluster.state.chains.find(cluster.now_ms, request)
     cluster.work()
-    answer = cluster.answers.pop(later.ticket)
+    answer = cluster.answers.pop(later.reply_id)
     assert isinstance(answer, calls.ChainsReply)
     return answer
 
@@ -37,7 +37,7 @@ def found_at_once(cluster: Cluster) -> calls.ChainsReply:
     while cluster.state.common.jobs.due & DRAW:
         cluster.state.chains.walk_on(cluster.now_ms)
     cluster._settle()
-    answer = cluster.answers.pop(later.ticket)
+    answer = cluster.answers.pop(later.reply_id)
     assert isinstance(answer, calls.ChainsReply)
     return answer
 
@@ -67,13 +67,13 @@ def test_two_conversations_that_share_their_beginning(new_cluster: NewCluster) -
 
     answer = found(cluster)
 
-    assert (answer.epoch, answer.uptime_ms, answer.whole) == (EPOCH, 500, True)
+    assert (answer.epoch, answer.uptime_ms, answer.complete) == (EPOCH, 500, True)
     assert rows(answer) == [("a", "c", 0), ("x", "z", 1), ("d", "e", 1)]
     trunk, often, once = answer.branches
     assert (trunk.blocks, trunk.size, trunk.depth, trunk.children) == (3, 3 * BLOCK, 2, 2)
-    assert (trunk.matched, trunk.ended, trunk.counted_ms) == (5, 1, 500)
-    assert (often.matched, often.ended, often.depth, often.children) == (3, 3, 5, 0)
-    assert (once.matched, once.ended) == (1, 1)
+    assert (trunk.matched, trunk.matches_ended, trunk.counted_ms) == (5, 1, 500)
+    assert (often.matched, often.matches_ended, often.depth, often.children) == (3, 3, 5, 0)
+    assert (once.matched, once.matches_ended) == (1, 1)
     assert [row.idle_ms for row in answer.branches] == [500] * 3
     assert trunk.leased_ms == cluster.rules.lease_ms - 500
     assert [cluster.segments[each] for each in trunk.segments] == ["one"]
@@ -145,7 +145,7 @@ def test_the_chains_of_chosen_blocks(new_cluster: NewCluster) -> None:
     answer = found(cluster, keys="dyd?")
 
     assert rows(answer) == [("a", "c", 0), ("x", "y", 1), ("d", "d", 1)]
-    assert answer.branches[1].ended == 1
+    assert answer.branches[1].matches_ended == 1
     assert found(cluster, keys="?").branches == []
     assert found(cluster, namespace="unknown", keys="a").branches == []
     assert found(cluster, namespace="unknown") == calls.ChainsReply(EPOCH, 0, [], True)
@@ -263,9 +263,9 @@ def test_walks_end_after_so_many_records_and_say_so(
 
     answer = found(cluster)
 
-    assert not answer.whole
+    assert not answer.complete
     (row,) = answer.branches
-    assert row.cut
+    assert row.truncated
     assert 400 <= row.blocks <= 500
     assert (row.last, row.depth) == (b"k999", 999)
 
@@ -283,8 +283,8 @@ def test_there_are_so_many_branches_at_most(
     answer = found(cluster)
 
     assert len(answer.branches) == 10
-    assert not answer.whole
-    assert [row for row in answer.branches if row.cut]
+    assert not answer.complete
+    assert [row for row in answer.branches if row.truncated]
 
 
 def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
@@ -299,7 +299,7 @@ def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
     cluster.remove("xyz")
     cluster.work()
 
-    answer = cluster.answers.pop(later.ticket)
+    answer = cluster.answers.pop(later.reply_id)
 
     assert isinstance(answer, calls.ChainsReply)
     assert rows(answer) == [("a", "c", 0)]
@@ -313,9 +313,9 @@ def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> 
     ]
     with pytest.raises(BusyError):
         cluster.state.chains.find(0, calls.Chains())
-    cluster.state.cancel(waiting[0].ticket)
+    cluster.state.cancel(waiting[0].reply_id)
     cluster.work()
 
-    assert waiting[0].ticket not in cluster.answers
+    assert waiting[0].reply_id not in cluster.answers
     for later in waiting[1:]:
-        assert isinstance(cluster.answers.pop(later.ticket), calls.ChainsReply)
+        assert isinstance(cluster.answers.pop(later.reply_id), calls.ChainsReply)

@@ -64,7 +64,7 @@ def test_a_death_is_cleared_away_in_slices(new_cluster: NewCluster) -> None:
     cluster.put([f"c{index}" for index in range(6_000)], host="host-one")
     cluster.put([f"x{index}" for index in range(5_000)], chain=False, host="host-one")
     cluster.put("z", host="host-two")
-    cluster.state.nodes.said(0, cluster.sessions["one"], calls.NodeLeave())
+    cluster.state.nodes.on_node_message(0, cluster.sessions["one"], calls.NodeLeave())
 
     longest = 0
     while cluster.state.has_work:

@@ -81,12 +81,12 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path) -> None:
         server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, gate=gate)
         await server.bind("127.0.0.1", 0, unix=False)
         await server.start()
-        before = server.stats.refused
+        before = server.stats.rejected
         for count in range(1, 6):
             with socket.create_connection(("127.0.0.1", server.port)) as stranger:
                 stranger.sendall(b"\x16\x03\x01 no greeting")
             async with asyncio.timeout(5):
-                while server.stats.refused < before + count:
+                while server.stats.rejected < before + count:
                     await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         left = transports()

@@ -164,7 +164,7 @@ def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
         assert two.revoke(grants, settled=True) == 0
     ((_, order),) = two.orders
     assert (order.offsets, order.counters) == (list(grants.offsets), list(grants.tokens))
-    assert list(order.cut_clients) == [], "it tells the node that nothing comes any more"
+    assert list(order.disconnect_clients) == [], "it tells the node that nothing comes any more"
     check_invariants(two.state)
 
 
@@ -218,7 +218,11 @@ def test_what_was_used_later_makes_room_for_itself(new_cluster: NewCluster) -> N
     cluster.after(20_000)
     began = cluster.drain("a").began
     started = start(cluster, "a", evict_up_to=began)
-    assert (list(started.keys), started.left, started.left_bytes) == (keys_of("n"), 1, BLOCK)
+    assert (list(started.keys), started.remaining, started.remaining_bytes) == (
+        keys_of("n"),
+        1,
+        BLOCK,
+    )
     assert cluster.end(started.grants) == [STORED]
     assert len(cluster.present("pq")) == 1
     assert cluster.present("no") == "no", "o waits where it is"
@@ -232,7 +236,7 @@ def test_without_another_node_all_is_left(new_cluster: NewCluster) -> None:
     while True:  # one at a time, which the chain does not fit into
         started = start(cluster, "a", cursor, limit=1)
         assert list(started.keys) == []
-        left += started.left
+        left += started.remaining
         cursor = started.next_cursor
         if not cursor:
             break
@@ -265,7 +269,7 @@ def test_nothing_makes_room_unless_the_drain_says_so(new_cluster: NewCluster) ->
     cluster.after(20_000)
     cluster.drain("a")
     started = start(cluster, "a")
-    assert (len(started.keys), started.left, started.evicted) == (1, 1, 0)
+    assert (len(started.keys), started.remaining, started.evicted) == (1, 1, 0)
     cluster.end(started.grants)
     assert cluster.present("qmn") == "qmn"
 
@@ -297,7 +301,7 @@ def test_memory_that_is_not_given_out_yet_is_waited_for(new_cluster: NewCluster)
     cluster.join("b", again=True)
     cluster.drain("a")
     started = start(cluster, "a")
-    assert (list(started.keys), started.left, started.skipped) == ([], 0, 1)
+    assert (list(started.keys), started.remaining, started.skipped) == ([], 0, 1)
     cluster.after(cluster.rules.lease_ms + 1_000)
     assert move(cluster, "a") == [STORED]
 

@@ -26,7 +26,7 @@ def test_a_node_that_has_joined_a_later_master_waits_for_our_next_term() -> None
     state = MasterState(epoch=EPOCH)
 
     with pytest.raises(UnavailableError, match="new term"):
-        state.nodes.joined(0, 1, JOIN._replace(highest_epoch=EPOCH + 5))
+        state.nodes.on_node_join(0, 1, JOIN._replace(highest_epoch=EPOCH + 5))
 
     assert state.take_effects() == [SupersedeEpoch(EPOCH + 5)]
     assert state.report.status(0, calls.Status()).nodes == []
@@ -53,7 +53,7 @@ def test_what_a_later_master_has_granted_is_not_wiped(new_cluster: NewCluster) -
     of_later = claim("x", 1, version=Version(EPOCH + 1, 1))
     claims = told((claim("a", 0), of_later), first=True, last=True)
     with pytest.raises(UnavailableError, match="new term"):
-        state.nodes.said(cluster.now_ms, session, claims)
+        state.nodes.on_node_message(cluster.now_ms, session, claims)
     state.work(cluster.now_ms)
     effects = state.take_effects()
 
@@ -68,7 +68,7 @@ def test_an_epoch_that_is_not_believed_ends_no_term(new_cluster: NewCluster) -> 
 
     absurd = claim("x", 1, version=Version(HIGHEST + 1, 1))
     claims = told((claim("a", 0), absurd), first=True, last=True)
-    state.nodes.said(cluster.now_ms, session, claims)
+    state.nodes.on_node_message(cluster.now_ms, session, claims)
     state.work(cluster.now_ms)
 
     assert not outrun_by(state)
@@ -79,7 +79,7 @@ def test_a_node_whose_epoch_is_not_believed_joins_without_what_it_has_of_it() ->
     """Memory of a store in which a stranger could raise the epoch without a bound."""
     state = MasterState(epoch=EPOCH, epoch_max=HIGHEST)
     for epoch in (HIGHEST + 1, (1 << 62) + 5, (1 << 64) - 1):
-        assert state.nodes.joined(0, 1, JOIN._replace(highest_epoch=epoch)).epoch == EPOCH
+        assert state.nodes.on_node_join(0, 1, JOIN._replace(highest_epoch=epoch)).epoch == EPOCH
         assert not outrun_by(state)
 
 
@@ -125,11 +125,11 @@ def test_a_node_joins_the_cluster_that_it_means(ours: str, theirs: str, fits: bo
     state = MasterState(epoch=EPOCH, cluster=ours)
     join = JOIN._replace(cluster=theirs, highest_epoch=EPOCH + 1)
     if fits:
-        accepted = state.nodes.joined(0, 1, join._replace(highest_epoch=0))
+        accepted = state.nodes.on_node_join(0, 1, join._replace(highest_epoch=0))
         assert accepted.cluster == ours == state.report.status(0, calls.Status()).cluster
         return
     with pytest.raises(ClusterMismatchError, match=f"cluster {theirs}"):
-        state.nodes.joined(0, 1, join)
+        state.nodes.on_node_join(0, 1, join)
     assert state.take_effects() == [], "a stranger ends nobody's term"
 
 
@@ -137,4 +137,4 @@ def test_a_node_joins_the_cluster_that_it_means(ours: str, theirs: str, fits: bo
 def test_a_node_of_another_protocol_is_refused_with_both_numbers(version: int) -> None:
     state = MasterState(epoch=EPOCH)
     with pytest.raises(ProtocolError, match=f"speaks protocol {version}, this master 1"):
-        state.nodes.joined(0, 1, JOIN._replace(protocol=version))
+        state.nodes.on_node_join(0, 1, JOIN._replace(protocol=version))

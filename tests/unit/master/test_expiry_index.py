@@ -20,12 +20,12 @@ def test_an_end_is_not_early_and_late_by_less_than_a_step(end_ms: int) -> None:
     ends, a = ExpiryIndex(), record()
     ends.set(a, end_ms)
 
-    rounded_ms = ends.of(a)
+    rounded_ms = ends.expiry_of(a)
     assert end_ms <= rounded_ms < end_ms + STEP_MS
     assert not ends.ended(a, rounded_ms - 1)
     assert ends.ended(a, rounded_ms)
-    assert ends.pop_ended(rounded_ms - 1) is None
-    assert ends.pop_ended(rounded_ms) is a
+    assert ends.pop_expired(rounded_ms - 1) is None
+    assert ends.pop_expired(rounded_ms) is a
     check_invariants(ends)
 
 
@@ -37,12 +37,12 @@ def test_the_next_end_is_the_earliest() -> None:
         check_invariants(ends)
     assert ends.next_ms == STEP_MS
 
-    assert ends.pop_ended(2 * STEP_MS) is b
-    assert ends.pop_ended(2 * STEP_MS) is a
-    assert ends.pop_ended(2 * STEP_MS) is None
+    assert ends.pop_expired(2 * STEP_MS) is b
+    assert ends.pop_expired(2 * STEP_MS) is a
+    assert ends.pop_expired(2 * STEP_MS) is None
     assert ends.next_ms == 3 * STEP_MS
-    assert ends.pop_ended(3 * STEP_MS) is c
-    assert ends.pop_ended(3 * STEP_MS) is None
+    assert ends.pop_expired(3 * STEP_MS) is c
+    assert ends.pop_expired(3 * STEP_MS) is None
     assert (len(ends), ends.next_ms) == (0, NO_END_MS)
     check_invariants(ends)
 
@@ -53,10 +53,10 @@ def test_a_record_has_one_end() -> None:
     ends.set(a, STEP_MS)
     ends.set(a, 5 * STEP_MS)
 
-    assert (ends.of(a), len(ends)) == (5 * STEP_MS, 2)
-    assert ends.pop_ended(4 * STEP_MS) is b
-    assert ends.pop_ended(4 * STEP_MS) is None
+    assert (ends.expiry_of(a), len(ends)) == (5 * STEP_MS, 2)
+    assert ends.pop_expired(4 * STEP_MS) is b
+    assert ends.pop_expired(4 * STEP_MS) is None
     check_invariants(ends)
     ends.drop(a)
-    assert (ends.of(a), len(ends), ends.next_ms) == (0, 0, NO_END_MS)
+    assert (ends.expiry_of(a), len(ends), ends.next_ms) == (0, 0, NO_END_MS)
     check_invariants(ends)

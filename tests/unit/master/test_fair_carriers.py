@@ -98,7 +98,7 @@ class Lane:
         """A client that has sent its HELLO and ``count`` calls."""
         sock = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         sock.connect(b"\0" + self.server.unix.encode())
-        token = SECRET if who is None else self.gate.token(SECRET, who, b"c", 1)
+        token = SECRET if who is None else self.gate.issue_client_token(SECRET, who, b"c", 1)
         sock.sendall(hello(token) + ONE * count)
         sock.setblocking(False)
         return sock
@@ -152,7 +152,7 @@ def test_one_identity_has_half_of_the_lane_until_it_leaves(tmp_path: Path) -> No
                 while any(each._who != "other" for each in lane.server.connections):
                     await asyncio.sleep(0)
                 check_limiter(lane.server.connections)
-                lane.server.cut()
+                lane.server.drop_connections()
                 while lane.server.connections:
                     await asyncio.sleep(0)
             assert lane.server.connections.refusals() == {"flood": 6}

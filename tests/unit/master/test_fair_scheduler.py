@@ -28,7 +28,7 @@ class World:
         return name
 
     def asks(self, who: str, name: str = "", seconds: float = SLICE_S) -> Coroutine[Any, Any, str]:
-        return self.turns.taken(who, functools.partial(self.work, name or who, seconds))
+        return self.turns.run_in_turn(who, functools.partial(self.work, name or who, seconds))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_an_error_is_the_callers(world: World) -> None:
     async def main() -> None:
         for _ in range(2):  # at once, and in a later round
             with pytest.raises(NoSpaceError):
-                await world.turns.taken("a", refuse)
+                await world.turns.run_in_turn("a", refuse)
         assert await world.asks("a") == "a"
 
     run(main)
@@ -110,10 +110,10 @@ def test_work_that_fails_does_not_end_the_rounds(world: World) -> None:
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        world.turns.later("a", fail)
+        world.turns.defer("a", fail)
         assert await world.asks("b") == "b"
-        world.turns.later("a", fail)
-        world.turns.later("b", functools.partial(world.work, "after"))
+        world.turns.defer("a", fail)
+        world.turns.defer("b", functools.partial(world.work, "after"))
         for _ in range(4):
             await asyncio.sleep(0)
 

@@ -206,9 +206,9 @@ def test_more_messages_than_may_be_unanswered_end_the_stream(new_cluster: NewClu
 
     session = cluster.sessions["one"]
     for _ in range(CLAIMS_UNANSWERED_MAX + 1):
-        cluster.state.nodes.said(cluster.now_ms, session, message)
+        cluster.state.nodes.on_node_message(cluster.now_ms, session, message)
     with pytest.raises(ProtocolError, match="more of its inventory"):
-        cluster.state.nodes.said(cluster.now_ms, session, message)
+        cluster.state.nodes.on_node_message(cluster.now_ms, session, message)
     cluster.work()
 
 
@@ -300,7 +300,7 @@ def test_a_removal_waits_until_all_is_told(new_cluster: NewCluster) -> None:
 
     result = cluster.remove_later("a")
     assert isinstance(result, DeferredReply)
-    assert result.ticket not in cluster.answers
+    assert result.reply_id not in cluster.answers
     cluster.tell("one", *HELD)
 
     assert cluster.reply(result) == calls.RemoveReply(bytes([0]))
@@ -349,12 +349,12 @@ def test_a_removal_is_marked_on_who_is_there_once_for_each_loss(new_cluster: New
     cluster.kill("one")
     result = cluster.remove_later("x")
     cluster.after(LEASE_MS)
-    assert [order.mark for _, order in cluster.orders] == [Version(EPOCH, 2)]
+    assert [order.removal_watermark for _, order in cluster.orders] == [Version(EPOCH, 2)]
     assert isinstance(result, DeferredReply)
-    assert result.ticket not in cluster.answers, "not kept yet"
+    assert result.reply_id not in cluster.answers, "not kept yet"
     cluster.wipe()
 
-    assert result.ticket in cluster.answers
+    assert result.reply_id in cluster.answers
     assert isinstance(cluster.remove_later("y"), calls.RemoveReply)
 
 
@@ -389,7 +389,7 @@ def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> No
     back(cluster, "one", claim("a", 0))
     cluster.after(1_000)
 
-    found = cluster.answers.pop(asked.ticket)
+    found = cluster.answers.pop(asked.reply_id)
     assert isinstance(found, calls.LookupReply)
     assert found.placements.replicas == [1]
     later = cluster.state.asking.find(cluster.now_ms, calls.Lookup(NAMESPACE, [Key(b"b")]))
@@ -415,13 +415,13 @@ def test_a_node_that_beats_and_tells_nothing_must_join_anew(new_cluster: NewClus
     assert isinstance(waits, DeferredReply)
 
     cluster.after(cluster.rules.node_patience_ms)
-    assert waits.ticket not in cluster.answers
+    assert waits.reply_id not in cluster.answers
     cluster.after(2_000)
 
     assert cluster.sessions["one"] in cluster.hangups
     assert set(cluster.states()) == {"two"}
     cluster.after(LEASE_MS)
-    assert waits.ticket in cluster.answers
+    assert waits.reply_id in cluster.answers
 
 
 def test_a_node_that_goes_on_telling_is_heard_out(new_cluster: NewCluster) -> None:
@@ -454,4 +454,4 @@ def test_a_node_that_beats_and_wipes_nothing_must_join_anew(new_cluster: NewClus
     assert cluster.sessions[holder] in cluster.hangups
     cluster.wipe()  # the mark on the other
     cluster.after(LEASE_MS)
-    assert waits.ticket in cluster.answers
+    assert waits.reply_id in cluster.answers

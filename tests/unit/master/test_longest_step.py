@@ -2,7 +2,7 @@
 
 Work is counted, not timed: lines of the state's sources that a step runs, of which a millisecond is
 some 20,000 as they are and 80,000 compiled. It must be bounded, and not grow with what is there,
-except for the walk up a chain (``Forest.reach``), which is not counted.
+except for the walk up a chain (``Forest.is_reachable``), which is not counted.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def traffic(world: World) -> calls.Request:
         name = Namespace(f"n{number}")
         for client in range(2 * CLIENTS_MAX):
             known.caller = Caller(f"c{client} a")
-            known.puts(0, name)
-            known.asked(0, name, world.keys[client:], 0, 0)
+            known.writer_row(0, name)
+            known.record_query(0, name, world.keys[client:], 0, 0)
     return calls.Traffic()
 
 
@@ -220,7 +220,7 @@ def chains_of_one(world: World) -> calls.Request:
     for index in range(0, world.count, max(1, world.count // (2 * chains.BRANCHES_MAX))):
         world.put_small([f"f{index:07}"], world.keys[index].decode())
     for key in world.keys[: min(world.count, 2 * TIPS_MAX)]:
-        world.state.traffic.asked(0, NAMESPACE, [key], 1, -1, key)
+        world.state.traffic.record_query(0, NAMESPACE, [key], 1, -1, key)
     return calls.Chains(NAMESPACE)
 
 
@@ -228,7 +228,7 @@ def chains_of_all(world: World) -> calls.Request:
     for number in range(world.count):
         for _ in range(2):
             space = Namespace(f"s{number}")
-            world.state.traffic.asked(0, space, [Key(b"x")], 1, -1, Key(b"x"))
+            world.state.traffic.record_query(0, space, [Key(b"x")], 1, -1, Key(b"x"))
     return calls.Chains()
 
 

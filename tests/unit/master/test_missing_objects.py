@@ -32,7 +32,7 @@ def kill(cluster: Cluster, name: str) -> None:
 
 
 def gone(cluster: Cluster) -> list[calls.DepartedNode]:
-    return list(cluster.status().gone)
+    return list(cluster.status().departed)
 
 
 def counted(cluster: Cluster, name: str) -> int:
@@ -43,7 +43,7 @@ def test_what_comes_back_with_its_node_was_never_lost(one: Cluster) -> None:
     claims = claims_of(one, "xyz")
     kill(one, "a")
     (row,) = gone(one)
-    assert (row.name, row.host, row.why, row.missing, row.lost) == ("a", "a:9", "silent", 3, 0)
+    assert (row.name, row.host, row.reason, row.missing, row.lost) == ("a", "a:9", "silent", 3, 0)
     assert (counted(one, "missing_objects"), counted(one, "lost_objects")) == (3, 0)
     one.join("a", again=True, tells=False)
     assert gone(one)[0].reports

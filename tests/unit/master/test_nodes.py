@@ -37,7 +37,7 @@ JOIN = calls.NodeJoin("new", "host", PROTOCOL_VERSION, 0, [OFFER])
 
 
 def _join(cluster: Cluster, join: calls.NodeJoin) -> calls.MasterAccepted:
-    return cluster.state.nodes.joined(cluster.now_ms, 99, join)
+    return cluster.state.nodes.on_node_join(cluster.now_ms, 99, join)
 
 
 # --- joining -----------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_node_that_never_heard_that_it_had_joined_waits_for_its_writers(
     offers = cluster.offers["one"]
     join = JOIN._replace(name="one", segments=offers)  # says that it is fresh, and fenced nothing
 
-    cluster.state.nodes.joined(cluster.now_ms, 7, join)
+    cluster.state.nodes.on_node_join(cluster.now_ms, 7, join)
     cluster.sessions["one"] = 7
     cluster.silent.clear()
 
@@ -160,7 +160,7 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
     cluster.notices.clear()
 
     for is_gone in (True, True, False, True):
-        cluster.say("one", calls.NodeHeartbeat(1, entry_gone=is_gone))
+        cluster.say("one", calls.NodeHeartbeat(1, shm_entry_missing=is_gone))
         check_invariants(cluster.state)
 
     assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
@@ -211,10 +211,10 @@ def test_clients_are_told_with_which_identity_a_node_has_joined(new_cluster: New
         ask = calls.DescribeSegments(accepted.segment_ids)
         return [each.certified for each in cluster.state.report.describe_segments(0, ask).segments]
 
-    accepted = nodes.joined(0, 1, JOIN, "kvstore:one")
+    accepted = nodes.on_node_join(0, 1, JOIN, "kvstore:one")
     assert told() == ["kvstore:one"]
-    assert [each.certified for each in nodes.offered(1)] == ["kvstore:one"]
-    nodes.joined(0, 2, JOIN._replace(resume_epoch=EPOCH), "kvstore:renewed")
+    assert [each.certified for each in nodes.segments_of_session(1)] == ["kvstore:one"]
+    nodes.on_node_join(0, 2, JOIN._replace(resume_epoch=EPOCH), "kvstore:renewed")
     assert told() == ["kvstore:renewed"]
     cluster.state.effects.clear()
 
@@ -232,7 +232,7 @@ def test_a_resumed_node_is_hung_up_on_its_old_stream(new_cluster: NewCluster) ->
     old = cluster.sessions["one"]
 
     cluster.join("one", resume=True)
-    cluster.state.nodes.said(cluster.now_ms, old, calls.NodeLeave())
+    cluster.state.nodes.on_node_message(cluster.now_ms, old, calls.NodeLeave())
     cluster.state.nodes.stream_broken(old)
 
     assert cluster.hangups == [old]
@@ -341,21 +341,21 @@ def test_where_a_node_cannot_be_reached_is_in_the_status_until_it_can(
     _join(cluster, JOIN)
     (session,) = cluster.state.membership._by_session
     nodes = cluster.state.nodes
-    assert [each.address for each in nodes.offered(session)] == [OFFER.address]
+    assert [each.address for each in nodes.segments_of_session(session)] == [OFFER.address]
 
     def told() -> str:
         return cluster.state.report.status(0, calls.Status()).nodes[0].unreachable
 
-    nodes.reached(session, "refused the tcp connection")
+    nodes.on_connectivity_result(session, "refused the tcp connection")
     assert told() == "refused the tcp connection"
-    nodes.reached(session, "")
+    nodes.on_connectivity_result(session, "")
     assert told() == ""
     effects = cluster.state.take_effects()
     events = [effect.event for effect in effects if isinstance(effect, LogClusterEvent)]
     assert events[-2:] == ["node_unreachable", "node_reachable"]
     nodes.stream_broken(session)
-    assert nodes.offered(session) == []
-    nodes.reached(session, "too late")
+    assert nodes.segments_of_session(session) == []
+    nodes.on_connectivity_result(session, "too late")
 
 
 def test_hosts_that_are_remembered_have_a_bound(new_cluster: NewCluster) -> None:
@@ -483,8 +483,8 @@ def test_memory_that_a_node_has_mounted_is_not_mounted_by_another_one(
     liar = calls.NodeJoin("liar", "host", PROTOCOL_VERSION, 0, offers)
     for _ in range(2):
         with pytest.raises(UnavailableError, match="mounted by node one"):
-            cluster.state.nodes.joined(cluster.now_ms, 99, liar)
+            cluster.state.nodes.on_node_join(cluster.now_ms, 99, liar)
         assert cluster.present("a") == "a"
         cluster.break_stream("one")
     cluster.kill("one")
-    cluster.state.nodes.joined(cluster.now_ms, 99, liar)
+    cluster.state.nodes.on_node_join(cluster.now_ms, 99, liar)

@@ -216,7 +216,7 @@ def test_a_mark_of_an_earlier_master_does_not_replace_ours(new_cluster: NewClust
 
     cluster.remove_later("?")
 
-    marks = {order.mark for _, order in cluster.orders} - {NO_VERSION}
+    marks = {order.removal_watermark for _, order in cluster.orders} - {NO_VERSION}
     assert marks == {Version(EPOCH, 2)}
 
 

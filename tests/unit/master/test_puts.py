@@ -219,7 +219,7 @@ def test_another_revocation_frees_after_deadline_and_quarantine(new_cluster: New
 def _cut(cluster: Cluster) -> list[tuple[int, int]]:
     """The connections that nodes are ordered to end, in orders that are not carried out yet."""
     orders = [order for _, order in cluster.orders]
-    pairs = [zip(o.cut_clients, o.cut_connections, strict=True) for o in orders]
+    pairs = [zip(o.disconnect_clients, o.disconnect_connections, strict=True) for o in orders]
     return [pair for of_order in pairs for pair in of_order]
 
 
@@ -279,10 +279,10 @@ def test_a_removal_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
 
     assert isinstance(removed, DeferredReply)
     cluster.wipe()  # of the second
-    assert removed.ticket not in cluster.answers
+    assert removed.reply_id not in cluster.answers
     cluster.orders = [(session, order)]
     cluster.wipe()
-    assert removed.ticket in cluster.answers
+    assert removed.reply_id in cluster.answers
 
 
 def test_a_renewed_token_has_a_later_deadline_than_those_behind_it(new_cluster: NewCluster) -> None:
@@ -472,7 +472,7 @@ def _end_later(cluster: Cluster, grants: calls.Grants) -> int:
     result = cluster.state.putting.put_end(cluster.now_ms, request)
     cluster.work()
     assert isinstance(result, DeferredReply)
-    return result.ticket
+    return result.reply_id
 
 
 def test_sizes_and_keys_go_together(new_cluster: NewCluster) -> None:

@@ -19,7 +19,7 @@ LEASE_MS = 10_000
 def _remove_later(cluster: Cluster, names: str) -> int:
     result = cluster.remove_later(names)
     assert isinstance(result, DeferredReply)
-    return result.ticket
+    return result.reply_id
 
 
 def test_what_is_removed_is_gone(new_cluster: NewCluster) -> None:
@@ -77,7 +77,9 @@ def marks_of(cluster: Cluster, node: str) -> list[Version]:
     """Those in the orders that the node has not done yet."""
     session = cluster.sessions[node]
     return [
-        order.mark for to, order in cluster.orders if to == session and order.mark != NO_VERSION
+        order.removal_watermark
+        for to, order in cluster.orders
+        if to == session and order.removal_watermark != NO_VERSION
     ]
 
 
@@ -188,14 +190,14 @@ def test_a_wipe_is_believed_once_and_only_from_its_own_node(new_cluster: NewClus
     ticket = _remove_later(cluster, "a")
     ((_, order),) = cluster.orders
 
-    cluster.say("two", calls.NodeWipeDone(order.order))
+    cluster.say("two", calls.NodeWipeDone(order.wipe_seq))
     assert ticket not in cluster.answers
-    cluster.say("one", calls.NodeWipeDone(order.order))
-    cluster.say("one", calls.NodeWipeDone(order.order))
+    cluster.say("one", calls.NodeWipeDone(order.wipe_seq))
+    cluster.say("one", calls.NodeWipeDone(order.wipe_seq))
     assert ticket in cluster.answers
 
     cluster.after(LEASE_MS)
-    cluster.say("one", calls.NodeWipeDone(order.order))
+    cluster.say("one", calls.NodeWipeDone(order.wipe_seq))
     assert cluster.free_blocks() == 8
 
 
@@ -243,7 +245,7 @@ def _stores(cluster: Cluster, how: str) -> int | None:
             request = calls.PutStart(NAMESPACE, [Key(b"a")], [BLOCK], None, True, 1, False, 0, "")
             result = state.putting.put_start(now_ms, request)
     cluster._settle()
-    return result.ticket if isinstance(result, DeferredReply) else None
+    return result.reply_id if isinstance(result, DeferredReply) else None
 
 
 WAYS = ["put", "commit", "found"]
@@ -366,9 +368,9 @@ def test_clearing_is_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
 
     assert isinstance(result, DeferredReply)
     cluster.work()
-    assert result.ticket not in cluster.answers
+    assert result.reply_id not in cluster.answers
     cluster.wipe()
-    assert cluster.answers[result.ticket] == calls.ClearReply(3, 0)
+    assert cluster.answers[result.reply_id] == calls.ClearReply(3, 0)
 
 
 def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: NewCluster) -> None:
@@ -382,7 +384,9 @@ def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: N
     cluster.silent.add("two")
     cluster.after(5_000)
     cluster.now_ms += 2_000
-    cluster.state.nodes.said(cluster.now_ms, cluster.sessions["one"], calls.NodeHeartbeat(1))
+    cluster.state.nodes.on_node_message(
+        cluster.now_ms, cluster.sessions["one"], calls.NodeHeartbeat(1)
+    )
     cluster.state.tick(cluster.now_ms)  # dead, and nothing is swept yet
 
     cluster.clear(10)

@@ -44,7 +44,9 @@ def ask(
 
 def is_asked(cluster: Cluster, node: str) -> bool:
     """Whether the answer to the node's beat says that there is something to copy."""
-    cluster.state.nodes.said(cluster.now_ms, cluster.sessions[node], calls.NodeHeartbeat(9))
+    cluster.state.nodes.on_node_message(
+        cluster.now_ms, cluster.sessions[node], calls.NodeHeartbeat(9)
+    )
     sent = [effect for effect in cluster.state.effects if isinstance(effect, SendToNode)]
     cluster._settle()
     return calls.MasterHeartbeat(9, True) in [effect.message for effect in sent]
@@ -279,11 +281,11 @@ def test_a_removal_waits_until_the_copy_is_cut_and_wiped(
     order = orders[cluster.sessions["b"]]
     assert order.offsets == list(started.grants.offsets)
     assert (order.epochs, order.counters) == ([version.epoch], [version.counter])
-    assert order.cut_clients == [7]
+    assert order.disconnect_clients == [7]
     assert cluster.end(started.grants) == [REFUSED]
-    assert removed.ticket not in cluster.answers
+    assert removed.reply_id not in cluster.answers
     cluster.wipe()
-    assert removed.ticket in cluster.answers
+    assert removed.reply_id in cluster.answers
     cluster.after(RULES.put_deadline_ms + RULES.quarantine_ms)
     cluster.wipe()
     assert used(cluster, "b") == 0

@@ -22,14 +22,14 @@ A, B = Namespace("a/x"), Namespace("b/x")
 OTHER = Namespace("elsewhere")
 
 
-def rule(name: str, guaranteed: int = 0, at_most: int | None = None, **more: float) -> TenantRule:
+def rule(name: str, guarantee: int = 0, limit: int | None = None, **more: float) -> TenantRule:
     """Quotas in blocks; the namespaces begin with the name."""
-    made = TenantRule(name, (f"{name}/*",), guaranteed * EXTENT)
-    if at_most is not None:
-        made = made._replace(at_most=at_most * EXTENT)
+    made = TenantRule(name, (f"{name}/*",), guarantee * EXTENT)
+    if limit is not None:
+        made = made._replace(limit_bytes=limit * EXTENT)
     if "pinned" in more:
-        made = made._replace(pinned=int(more["pinned"] * EXTENT))
-    return made._replace(puts=more.get("puts", 1.0))
+        made = made._replace(pin_limit_bytes=int(more["pinned"] * EXTENT))
+    return made._replace(put_share=more.get("puts", 1.0))
 
 
 def row(cluster: Cluster, name: str) -> calls.TenantStatus:
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_objects_replicas_and_puts_under_way(new_cluster: New
 
 
 def test_a_put_above_the_bound_evicts_the_oldest_of_its_own(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=3)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=3)], one=9)
     cluster.put("z", namespace=B)  # older than all
     for name in "abc":
         cluster.after(1)
@@ -86,14 +86,14 @@ def test_a_put_above_the_bound_evicts_the_oldest_of_its_own(new_cluster: NewClus
 
 
 def test_where_the_own_are_leased_it_waits_and_is_refused_by_name(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
     cluster.put("ab", namespace=A)
     cluster.match("ab", namespace=A)
 
     with pytest.raises(NoSpaceError, match="tenant a holds 8 KiB of at most 8 KiB") as refused:
         cluster.start("c", namespace=A)
     fields = refused.value.fields
-    assert (fields["tenant"], fields["quota"], fields["cause"]) == ("a", "at_most", "quota")
+    assert (fields["tenant"], fields["quota"], fields["cause"]) == ("a", "limit", "quota")
     assert fields["missing_bytes"] == EXTENT
     assert fields["tenant_bytes_max"] == 2 * EXTENT
 
@@ -110,7 +110,7 @@ def test_where_the_own_are_leased_it_waits_and_is_refused_by_name(new_cluster: N
 
 
 def test_what_never_fits_is_refused_at_once(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
     cluster.put("ab", namespace=A)
     with pytest.raises(NoSpaceError, match="tenant a may hold at most 8 KiB"):
         cluster.start_or_wait("xyz", namespace=A, wait_ms=20_000)
@@ -118,14 +118,14 @@ def test_what_never_fits_is_refused_at_once(new_cluster: NewCluster) -> None:
 
 
 def test_replicas_count(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=3)], one=9, two=9)
+    cluster = new_cluster(tenants=[rule("a", limit=3)], one=9, two=9)
     cluster.put("a", namespace=A, replicas=2)
     cluster.put("b", namespace=A, replicas=2)
     assert cluster.present("ab", namespace=A) == "b"
 
 
 def test_one_at_its_bound_does_not_hold_up_the_puts_of_others(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2), rule("b")], one=4)
+    cluster = new_cluster(tenants=[rule("a", limit=2), rule("b")], one=4)
     cluster.put("ab", namespace=A)
     cluster.put("yz", namespace=B)
     cluster.match("ab", namespace=A)
@@ -140,7 +140,7 @@ def test_one_at_its_bound_does_not_hold_up_the_puts_of_others(new_cluster: NewCl
 
 
 def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=20, two=20, three=20)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=20, two=20, three=20)
     cluster.put("a", namespace=A, replicas=2)
     record = cluster.state.forest.get(A, Key(b"a"))
     assert record is not None
@@ -153,7 +153,7 @@ def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
 def test_a_tenant_that_allocates_and_renews_stays_within_its_bound(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=3), rule("b", guaranteed=1)], one=5)
+    cluster = new_cluster(tenants=[rule("a", limit=3), rule("b", guarantee=1)], one=5)
     cluster.put("z", namespace=B)
     cluster.put("k", namespace=A)
     held = [cluster.allocate(namespace=A) for _ in range(3)]  # the third evicts k, its own
@@ -168,7 +168,7 @@ def test_a_tenant_that_allocates_and_renews_stays_within_its_bound(
 
 
 def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=1), rule("b")], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=1), rule("b")], one=9)
     first = cluster.allocate(namespace=A)
     putting = cluster.state.putting
     request = calls.Allocate(A, BLOCK, 3_000, "")
@@ -178,11 +178,11 @@ def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: Ne
     cluster.allocate(namespace=B)  # which does not wait behind those of another tenant
     assert cluster.commit(first, "k", namespace=B) is PutOutcome.STORED  # leased, and not of a
     cluster.work()
-    assert isinstance(cluster.answers.pop(late.ticket), calls.Grants)
+    assert isinstance(cluster.answers.pop(late.reply_id), calls.Grants)
     cluster.after(3_250)
-    error = cluster.answers.pop(granted.ticket)
+    error = cluster.answers.pop(granted.reply_id)
     assert isinstance(error, NoSpaceError)
-    assert (error.fields["tenant"], error.fields["quota"]) == ("a", "at_most")
+    assert (error.fields["tenant"], error.fields["quota"]) == ("a", "limit")
 
 
 @pytest.mark.parametrize("how", ["expires", "is revoked", "is revoked as settled"])
@@ -190,7 +190,7 @@ def test_an_abandoned_allocation_counts_until_it_can_be_granted_again(
     new_cluster: NewCluster, how: str
 ) -> None:
     """Else a tenant could fill the pool with what it has given up."""
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
     token = cluster.allocate(BLOCK + EXTENT, namespace=A)
     if how == "expires":
         cluster.after(cluster.rules.put_deadline_ms + 250)
@@ -211,7 +211,7 @@ def test_an_abandoned_allocation_counts_until_it_can_be_granted_again(
 def test_an_abandoned_put_counts_until_its_memory_can_be_granted_again(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
     cluster.revoke(cluster.start("xy", namespace=A), settled=False)
     assert (blocks(cluster, "a"), row(cluster, "a").objects) == (2, 0)
     with pytest.raises(NoSpaceError, match="tenant a holds"):
@@ -225,7 +225,7 @@ def test_an_abandoned_put_counts_until_its_memory_can_be_granted_again(
 def test_a_commit_for_another_tenant_moves_the_bytes_within_the_bound(
     new_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=1), rule("b")], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=1), rule("b")], one=9)
     cluster.put("a", namespace=A)
     cluster.match("a", namespace=A)
     token = cluster.allocate(namespace=B)
@@ -251,7 +251,7 @@ def test_allocations_are_within_the_share_of_puts(new_cluster: NewCluster) -> No
 def test_an_allocation_follows_its_namespace_when_it_is_renewed(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a")], one=9)
     held = [cluster.allocate(namespace=B) for _ in range(2)]
-    cluster.state.set_tenants([rule("a"), rule("b", at_most=1)])
+    cluster.state.set_tenants([rule("a"), rule("b", limit=1)])
     cluster.work()
     assert (blocks(cluster, "b"), blocks(cluster, "")) == (0, 2)
     cluster.renew_token(held[0])
@@ -267,7 +267,7 @@ def test_an_allocation_follows_its_namespace_when_it_is_renewed(new_cluster: New
 
 
 def test_a_tenant_within_its_guarantee_loses_nothing_to_others(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=2), rule("b")], one=4)
+    cluster = new_cluster(tenants=[rule("a", guarantee=2), rule("b")], one=4)
     cluster.put("ab", namespace=A, chain=False)  # the oldest
     cluster.after(1)
     cluster.put("yz", namespace=B, chain=False)
@@ -288,7 +288,7 @@ def test_a_tenant_within_its_guarantee_loses_nothing_to_others(new_cluster: NewC
 
 
 def test_what_is_above_a_guarantee_may_go(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=2), rule("b", guaranteed=2)], one=4)
+    cluster = new_cluster(tenants=[rule("a", guarantee=2), rule("b", guarantee=2)], one=4)
     cluster.put("abcd", namespace=A)
     cluster.put("wx", namespace=B)
     assert cluster.present("abcd", namespace=A) == "ab"
@@ -325,7 +325,7 @@ def test_room_made_ahead_counts_for_the_tenant_whose_puts_used_it(
 
 
 def test_a_large_leaf_is_kept_where_the_guarantee_needs_it(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=4)
+    cluster = new_cluster(tenants=[rule("a", guarantee=2)], one=4)
     grants = cluster.start("a", size=BLOCK + 2 * EXTENT, namespace=A)
     cluster.end(grants)
     cluster.after(1)
@@ -337,7 +337,7 @@ def test_a_large_leaf_is_kept_where_the_guarantee_needs_it(new_cluster: NewClust
 
 
 def test_the_reserve_of_a_full_segment_respects_guarantees(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=64)], one=64)
+    cluster = new_cluster(tenants=[rule("a", guarantee=64)], one=64)
     names = [f"k{number}" for number in range(64)]
     cluster.put(names, namespace=A, chain=False)
     cluster.put("x", namespace=A)
@@ -348,7 +348,7 @@ def test_the_reserve_of_a_full_segment_respects_guarantees(new_cluster: NewClust
 
 
 def test_the_log_says_that_the_pool_is_too_small(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=9)], one=4)
+    cluster = new_cluster(tenants=[rule("a", guarantee=9)], one=4)
     cluster.after(40_000)
     assert cluster.notices.count("guarantees_exceed_pool") == 1
     cluster.join("two", 9)
@@ -367,7 +367,7 @@ def test_a_pin_above_the_bound_of_the_tenant_is_refused(new_cluster: NewCluster)
     pin(cluster, "ab", A)
     with pytest.raises(NoSpaceError, match="not pinned: tenant a has 8 KiB pinned") as refused:
         pin(cluster, "c", A)
-    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "pinned")
+    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "pin_limit")
     assert row(cluster, "a").pinned == 2 * EXTENT
     cluster.after(60_250)
     assert row(cluster, "a").pinned == 0
@@ -375,11 +375,11 @@ def test_a_pin_above_the_bound_of_the_tenant_is_refused(new_cluster: NewCluster)
 
 def test_a_tenant_has_its_share_of_puts_under_way(new_cluster: NewCluster) -> None:
     rules = MasterRules(pending_puts_max=4, waiting_puts_max=2)
-    cluster = new_cluster(rules=rules, tenants=[rule("a", at_most=5, puts=0.5)], one=20)
+    cluster = new_cluster(rules=rules, tenants=[rule("a", limit=5, puts=0.5)], one=20)
     grants = cluster.start("ab", namespace=A)
     with pytest.raises(BusyError, match="tenant a has 2 puts under way, at most 2") as refused:
         cluster.start("c", namespace=A)
-    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "puts")
+    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "put_share")
     cluster.put("xy", namespace=B)
     cluster.end(grants)
     cluster.put("cd", namespace=A, chain=False)
@@ -401,7 +401,7 @@ def test_other_rules_hold_at_once_and_namespaces_move(new_cluster: NewCluster) -
     cluster.put("xyz", namespace=B, chain=False)
     pin(cluster, "x", B)
 
-    cluster.state.set_tenants([rule("a", at_most=2), rule("b", guaranteed=3)])
+    cluster.state.set_tenants([rule("a", limit=2), rule("b", guarantee=3)])
     check_invariants(cluster.state)
     cluster.work()
 
@@ -415,7 +415,7 @@ def test_other_rules_hold_at_once_and_namespaces_move(new_cluster: NewCluster) -
 
 
 def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=6)], one=6)
+    cluster = new_cluster(tenants=[rule("a", guarantee=6)], one=6)
     cluster.put("abc", namespace=A)
     for first in range(0, 3 * TENANTS_MAX, 97):  # names come and go
         cluster.state.set_tenants([rule(f"t{first + each}") for each in range(TENANTS_MAX)])
@@ -429,15 +429,15 @@ def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster
 
 
 def test_rules_that_contradict_change_nothing(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=6)
+    cluster = new_cluster(tenants=[rule("a", guarantee=2)], one=6)
     twice = TenantRule("b", ("a/x",))
     with pytest.raises(InvalidArgumentError, match="have namespaces in common"):
         cluster.state.set_tenants([rule("a"), twice])
-    assert row(cluster, "a").guaranteed == 2 * EXTENT
+    assert row(cluster, "a").guarantee_bytes == 2 * EXTENT
 
 
 def test_objects_that_a_node_brings_back_may_be_above_the_bound(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
     cluster.kill("one")
     cluster.join("one", again=True, tells=False)
     claims = [

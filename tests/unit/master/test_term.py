@@ -83,7 +83,7 @@ def test_whoever_waits_is_refused() -> None:
         large = PUT._replace(sizes=[900_000])
         assert isinstance(service.call(large), calls.Grants)
         waiting = cast("Awaitable[calls.Reply]", service.call(large._replace(keys=[Key(b"l")])))
-        service.cease()
+        service.stop_serving()
         with pytest.raises(NotLeaderError):
             await waiting
         with pytest.raises(NotLeaderError):

@@ -42,8 +42,8 @@ def test_who_puts_is_remembered_with_what_became_of_it(new_cluster: NewCluster) 
 
     row = seen(cluster)
 
-    assert (row.objects, row.askers, row.misses) == (4, [], [])
-    assert row.putters == [
+    assert (row.objects, row.readers, row.misses) == (4, [], [])
+    assert row.writers == [
         calls.ClientTraffic("prefill 1", "10.0.0.8", 1_500, 500, 7, 3, 4, b"a", 4 * BLOCK),
     ]
 
@@ -52,7 +52,7 @@ def test_an_allocation_counts_when_it_has_its_key(new_cluster: NewCluster) -> No
     cluster = new_cluster(one=8)
     as_client(cluster, "one")
     assert cluster.commit(cluster.allocate(), "k") is PutOutcome.STORED
-    (putter,) = seen(cluster).putters
+    (putter,) = seen(cluster).writers
     assert (putter.keys, putter.stored, putter.key) == (1, 1, b"k")
     assert putter.stored_bytes == BLOCK
 
@@ -62,7 +62,7 @@ def test_a_put_without_space_is_seen_as_one_that_stores_nothing(new_cluster: New
     as_client(cluster, "one")
     with pytest.raises(NoSpaceError):
         cluster.start("abcd")
-    (putter,) = seen(cluster).putters
+    (putter,) = seen(cluster).writers
     assert (putter.keys, putter.found, putter.stored) == (4, 0, 0)
 
 
@@ -87,9 +87,9 @@ def test_who_asks_is_remembered_with_the_first_key_that_was_missing(
 
     row = seen(cluster)
 
-    assert row.askers == [calls.ClientTraffic("decode", "10.0.0.8", 700, 700, 5, 4, 0, b"")]
+    assert row.readers == [calls.ClientTraffic("decode", "10.0.0.8", 700, 700, 5, 4, 0, b"")]
     assert row.misses == [calls.MissedKey(Key(b"x"), "decode", "10.0.0.8", 700, 2, 3, False)]
-    assert (row.questions, row.none, row.partly) == (2, 0, 1)
+    assert (row.queries, row.queries_without_hit, row.queries_with_partial_hit) == (2, 0, 1)
 
 
 def test_a_missed_key_that_is_there_by_now_says_so(new_cluster: NewCluster) -> None:
@@ -136,7 +136,7 @@ def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> No
     traffic = TrafficRecorder()
     keys = [Key(b"%d" % number) for number in range(3 * HEADS_MAX)]
     for number, key in enumerate(keys):
-        traffic.evicts(number, NAMESPACE, 0, key)
+        traffic.record_eviction(number, NAMESPACE, 0, key)
     check_invariants(traffic)
     now_ms = len(keys)
     assert not traffic.had_evicted(NAMESPACE, keys[0], now_ms)
@@ -152,9 +152,9 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
     traffic, stays, keys = TrafficRecorder(), Caller("stays a"), keys_of("a")
     for number in range(3 * CLIENTS_MAX):
         traffic.caller = stays
-        traffic.asked(number, NAMESPACE, keys, 1, -1)
+        traffic.record_query(number, NAMESPACE, keys, 1, -1)
         traffic.caller = Caller(f"c{number} a")
-        traffic.asked(number, NAMESPACE, keys, 1, -1)
+        traffic.record_query(number, NAMESPACE, keys, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
     assert len(space.askers.all()) <= 2 * CLIENTS_MAX
     (row,) = (row for row in space.askers.all() if row.name == "stays a")
@@ -162,9 +162,9 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
 
     for number in range(3 * SPACES_MAX):  # it is idle meanwhile
         traffic.caller = Caller("another a")
-        traffic.asked(number, Namespace(f"n{number}"), keys, 1, -1)
+        traffic.record_query(number, Namespace(f"n{number}"), keys, 1, -1)
     assert traffic.spaces(NAMESPACE) == []
     traffic.caller = stays
-    traffic.asked(0, NAMESPACE, keys, 1, -1)
+    traffic.record_query(0, NAMESPACE, keys, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
     assert [row.questions for row in space.askers.all()] == [1]

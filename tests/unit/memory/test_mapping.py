@@ -48,9 +48,9 @@ def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(
 ) -> None:
     with attached(segment) as mapping:
         assert ways(segment) == ["rw-s"]
-        shown = mapping.shown()
+        shown = mapping.readonly_view()
         assert shown is not None
-        assert mapping.shown() is shown
+        assert mapping.readonly_view() is shown
         assert sorted(ways(segment)) == ["r--s", "rw-s"]
         segment.memory[AT : AT + 3] = b"abc"
         assert bytes(shown[AT : AT + 3]) == b"abc"
@@ -61,7 +61,7 @@ def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(
 
 def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: OwnedSegment) -> None:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
-    shown = mapping.shown()
+    shown = mapping.readonly_view()
     assert shown is not None
     view = np.frombuffer(shown, np.uint8, 10, AT)[2:]
     mapping.close()
@@ -89,7 +89,7 @@ import numpy as np
 {"import torch" if "torch" in write else ""}
 from kvstore.memory.mapping import Mapping
 mapping = Mapping.attach({SHM_PREFIX + segment.node!r}, bytes.fromhex({segment.uuid.hex()!r}))
-memory = mapping.shown()
+memory = mapping.readonly_view()
 assert memory[5000] == 7
 print("writes", flush=True)
 {write}

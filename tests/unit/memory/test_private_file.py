@@ -52,7 +52,7 @@ def kept(uuid: bytes = UUID) -> PrivateState:
 
 def test_the_next_start_has_the_same_key(path: Path) -> None:
     file = PrivateFile(SHM_NAME, UUID)
-    file.change(lambda now: now._replace(mark=MARK, epoch=9))
+    file.change(lambda now: now._replace(removal_watermark=MARK, epoch=9))
     assert kept() == file.now == PrivateState(UUID, file.now.key, MARK, 9)
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "kvstore.node"):
         patched.setattr(os, "write", full)
-        file.change(lambda now: now._replace(mark=MARK))
+        file.change(lambda now: now._replace(removal_watermark=MARK))
     assert "private_file_lost" in caplog.text
     assert not path.exists()
 
@@ -135,14 +135,14 @@ def lie(segment: OwnedSegment) -> None:
 def test_what_clients_write_into_the_superblock_is_not_believed(path: Path) -> None:
     segment = OwnedSegment.create(NAME, MIB)
     segment.keep_private()
-    segment.keep_mark(MARK)
+    segment.keep_removal_watermark(MARK)
     segment.keep_epoch(9)
     lie(segment)
-    assert (segment.mark, segment.epoch) == (MARK, 9), "not by the node that runs"
+    assert (segment.removal_watermark, segment.epoch) == (MARK, 9), "not by the node that runs"
     again = restarted(segment)
     again.keep_private()
-    assert (again.mark, again.epoch) == (MARK, 9), "and not by the next one"
-    assert kept(again.uuid).mark == MARK
+    assert (again.removal_watermark, again.epoch) == (MARK, 9), "and not by the next one"
+    assert kept(again.uuid).removal_watermark == MARK
     again.close()
     assert not path.exists()
 
@@ -156,7 +156,7 @@ def test_memory_of_the_other_kind_is_discarded(
     segment = OwnedSegment.create(NAME, MIB)
     if left_by_identity:
         segment.keep_private()
-    segment.keep_mark(MARK)
+    segment.keep_removal_watermark(MARK)
     segment.keep_epoch(9)
     segment.close(unlink=False)
     for private, is_discarded in ((left_by_identity, False), (not left_by_identity, True)):
@@ -166,7 +166,9 @@ def test_memory_of_the_other_kind_is_discarded(
         assert ("left_over_memory_discarded" in caplog.text) is is_discarded
         if private:
             again.keep_private()
-        assert (again.mark, again.epoch) == ((NO_VERSION, 0) if is_discarded else (MARK, 9))
+        assert (again.removal_watermark, again.epoch) == (
+            (NO_VERSION, 0) if is_discarded else (MARK, 9)
+        )
         again.close(unlink=is_discarded)
 
 
@@ -174,12 +176,12 @@ def test_memory_of_the_other_kind_is_discarded(
 def test_memory_that_was_discarded_is_as_new() -> None:
     """It may be of another cluster, whose mark would make all memory of this one outdated."""
     segment = OwnedSegment.create(NAME, MIB)
-    segment.keep_mark(MARK)
+    segment.keep_removal_watermark(MARK)
     segment.keep_epoch(9)
     segment.close(unlink=False)
     again = OwnedSegment.attach(NAME, MIB, discard=True)
     assert again is not None
-    assert (again.mark, again.epoch) == (NO_VERSION, 0)
+    assert (again.removal_watermark, again.epoch) == (NO_VERSION, 0)
     again.close()
 
 

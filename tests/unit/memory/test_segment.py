@@ -201,7 +201,7 @@ def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) ->
     """A descriptor that cannot truncate can make the file longer, and free pages in it."""
     segment = OwnedSegment.create(name, MIB)
     segment.memory[-5:] = b"there"
-    lent = segment.lend()
+    lent = segment.share()
     os.posix_fallocate(lent.to_write, MIB, MIB)
     with mmap.mmap(lent.to_write, MIB) as mapped:
         mapped.madvise(mmap.MADV_REMOVE, MIB // 2, MIB // 4)

@@ -73,8 +73,8 @@ def test_what_one_end_sends_the_other_receives(ends: TlsEndpoints, cut: str) -> 
             sizes = SIZES if cut == "as sent" else [7, total // 2, total - 7 - total // 2]
             assert b"".join(received(other, *sizes)) == b"".join(parts)
             sent.result()
-        assert client.is_quiet()
-        assert node.is_quiet()
+        assert client.is_idle()
+        assert node.is_idle()
 
 
 def test_small_buffers_share_a_record_until_the_last(ends: TlsEndpoints) -> None:
@@ -91,7 +91,7 @@ def test_bytes_that_nobody_has_asked_for_are_noticed(ends: TlsEndpoints) -> None
     with pair(ends) as (client, node):
         node.send([b"0123456789"], soon())
         assert received(client, 3) == [b"012"]
-        assert not client.is_quiet(), "the rest is decrypted already"
+        assert not client.is_idle(), "the rest is decrypted already"
 
 
 def test_each_end_sees_who_the_other_is(ends: TlsEndpoints) -> None:

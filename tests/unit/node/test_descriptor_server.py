@@ -85,15 +85,15 @@ class Store:
         key = protocol.map_key(token, uuid, generation, HOLDER, rights)
         return described(1)._replace(
             host=host_id(), uuid=uuid, size=MIB, generation=generation, shm_name="",
-            holder=HOLDER, handover=DescriptorHandle(self.server.name, rights, key),
+            holder=HOLDER, descriptor_socket=DescriptorHandle(self.server.name, rights, key),
         )  # fmt: skip
 
     def fetch(self, rights: int = WRITES, /, **other: Any) -> int:
         """``other``: what the client says instead of what the master has told it."""
         info = self.info(rights)
-        assert info.handover is not None
+        assert info.descriptor_socket is not None
         fields = {name: other.pop(name) for name in ("key", "socket", "rights") if name in other}
-        return request_descriptor(info._replace(**other), info.handover._replace(**fields))
+        return request_descriptor(info._replace(**other), info.descriptor_socket._replace(**fields))
 
     def why_not(self, rights: int = WRITES, /, **other: Any) -> str:
         with pytest.raises(NoDescriptorError) as refused:
@@ -152,7 +152,7 @@ def test_what_rights_give(needs_all: bool, rights: int, said: str, writes: bool)
 
 def test_no_proof_no_descriptor(store: Store) -> None:
     server = store.serve()
-    key = store.info(READS).handover.key  # type: ignore[union-attr]
+    key = store.info(READS).descriptor_socket.key  # type: ignore[union-attr]
     denied = WHY[HandoverStatus.DENIED]
     assert store.why_not(key=os.urandom(16)) == denied
     assert store.why_not(READS, rights=WRITES) == denied, "a key is for its rights"
@@ -161,9 +161,9 @@ def test_no_proof_no_descriptor(store: Store) -> None:
     assert store.why_not(uuid=bytes(16)) == WHY[HandoverStatus.GONE]
     before = store.info()
     store.segment.bump_generation()
-    assert before.handover is not None
+    assert before.descriptor_socket is not None
     with pytest.raises(NoDescriptorError, match="mounted it anew"):
-        request_descriptor(before, before.handover)
+        request_descriptor(before, before.descriptor_socket)
     os.close(store.fetch())
     until(lambda: (server.handed, server.refused) == (1, 6))
 
@@ -171,11 +171,11 @@ def test_no_proof_no_descriptor(store: Store) -> None:
 def test_a_revoked_holder_gets_nothing_until_the_next_mount(store: Store) -> None:
     server = store.serve()
     os.close(store.fetch())
-    server.refuse_holders([HOLDER + 1, HOLDER])
-    server.refuse_holders([])  # its capabilities have ended by now, its key has not
+    server.reject_holders([HOLDER + 1, HOLDER])
+    server.reject_holders([])  # its capabilities have ended by now, its key has not
     assert store.why_not() == WHY[HandoverStatus.DENIED]
     store.segment.bump_generation()
-    server.refuse_holders([])
+    server.reject_holders([])
     os.close(store.fetch())
 
 
@@ -235,8 +235,8 @@ def as_other_user(groups: list[int], action: Callable[[], None]) -> None:
 def test_another_user_gets_nothing_unless_it_is_in_the_group(store: Store) -> None:
     store.serve(group=GROUP)
     info = store.info(READS)
-    assert info.handover is not None
-    handover = info.handover
+    assert info.descriptor_socket is not None
+    handover = info.descriptor_socket
 
     def refused() -> None:
         with pytest.raises(NoDescriptorError, match="another user"):
@@ -272,14 +272,14 @@ def test_a_mapping_to_read_reads_and_leaves_writes_to_others(store: Store) -> No
     store.segment.memory[AT : AT + 5] = b"there"
     with contextlib.closing(ShmTransport()) as transport:
         info = store.info(READS)
-        assert transport.reaches(info)
-        assert not transport.may_write(info)
+        assert transport.can_reach(info)
+        assert not transport.can_write(info)
         assert transport.memory(info).readonly
         assert read(transport, info) == b"there"
-        shown = transport.shown(info)
+        shown = transport.readonly_memory(info)
         assert shown is not None
         assert bytes(shown[AT : AT + 5]) == b"there"
-        mounted = transport.watch(info)
+        mounted = transport.mount_checker(info)
         assert mounted is not None
         assert mounted()
         transport.sweep()
@@ -291,10 +291,10 @@ def test_a_writer_writes_and_shows(store: Store) -> None:
     store.serve()
     with contextlib.closing(ShmTransport()) as transport:
         info = store.info(WRITES)
-        assert transport.may_write(info)
+        assert transport.can_write(info)
         transport.write(info, [RangeCopy(AT, memoryview(b"wrote"))], uptime() + 5)
         assert bytes(store.segment.memory[AT : AT + 5]) == b"wrote"
-        shown = transport.shown(info)
+        shown = transport.readonly_memory(info)
         assert shown is not None
         assert bytes(shown[AT : AT + 5]) == b"wrote"
 
@@ -304,27 +304,27 @@ def test_a_holder_never_opens_a_name(store: Store) -> None:
     store.stop()
     info = store.info()._replace(shm_name=store.segment.shm_name)
     with contextlib.closing(ShmTransport()) as transport:
-        assert not transport.reaches(info)
+        assert not transport.can_reach(info)
         assert f"{server.name} does not answer" in transport.not_mapped[info.node]
         with pytest.raises(NodeUnreachableError):
             read(transport, info)
         named = info._replace(holder=0)
         transport.sweep()
-        assert transport.reaches(named), "who is no holder does"
+        assert transport.can_reach(named), "who is no holder does"
 
 
 def test_a_child_of_a_fork_gives_the_descriptors_back(store: Store) -> None:
     store.serve()
     with contextlib.closing(ShmTransport()) as transport:
         info = store.info()
-        assert transport.reaches(info)
+        assert transport.can_reach(info)
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                transport.abandon()
+                transport.close_after_fork()
                 again = ShmTransport()
-                code = 0 if again.may_write(info) else 2
+                code = 0 if again.can_write(info) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -69,7 +69,7 @@ def info(segment: DeviceSegment) -> SegmentInfo:
     return SegmentInfo(
         segment_id=1, node=segment.node, host=host_id(), size=segment.size, uuid=segment.uuid,
         shm_name="", address="", token=segment.token, seed=segment.seed,
-        generation=segment.generation, device=segment.place,
+        generation=segment.generation, device=segment.location,
     )  # fmt: skip
 
 
@@ -167,12 +167,12 @@ def test_a_device_that_has_failed_is_not_used_again(
     """Its bytes are then reached by tcp."""
     monkeypatch.setattr("kvstore.device.device.SETTLE_S", 0.05)
     transport = DeviceTransport(MIB)
-    assert transport.reaches(info(segment))
+    assert transport.can_reach(info(segment))
     fake.is_stuck = True
     with pytest.raises(NodeUnreachableError) as caught:
         transport.read(info(segment), [RangeCopy(MIB, memoryview(bytearray(9)))], uptime() + 0.05)
     assert caught.value.fields["settled"] == 0
-    assert not transport.reaches(info(segment))
+    assert not transport.can_reach(info(segment))
     transport.close()
     fake.is_stuck = False
     fake.finish()

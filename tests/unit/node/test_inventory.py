@@ -149,7 +149,7 @@ def stamp(segment: OwnedSegment, at: int, **said: Any) -> None:
     end = pack_into(head, header, segment.seed, at)
     offset, granted = said.pop("offset", at), header._replace(**said)
     made = steps.stamp(
-        {1: segment.stamp_key}, [1], [offset], [granted.payload_size], [granted.epoch],
+        {1: segment.header_mac_key}, [1], [offset], [granted.payload_size], [granted.epoch],
         [granted.counter], [granted.namespace], [granted.key],
     )  # fmt: skip
     write_header_mac(head, end, made)

@@ -30,7 +30,7 @@ class Clients:
         self.made += 1
         return self
 
-    def move_some(self, node: str, *, repair: bool) -> Any:
+    def move_page(self, node: str, *, repair: bool) -> Any:
         assert (node, repair) == ("n1", True)
         self.asked.release()
         return NOTHING

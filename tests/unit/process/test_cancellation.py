@@ -33,13 +33,13 @@ def test_a_stop_is_that_of_one_thread_and_one_block() -> None:
 def test_what_wakes_is_called_within_its_block_only() -> None:
     stop = CancelToken()
     called: list[int] = []
-    with stop.wakes(lambda: called.append(1)):
+    with stop.on_cancel(lambda: called.append(1)):
         pass
-    with stop.wakes(lambda: called.append(2)):
+    with stop.on_cancel(lambda: called.append(2)):
         stop.set()
         stop.set()
     assert set(called) == {2}
-    with pytest.raises(ClosedError), stop.wakes(lambda: called.append(3)):
+    with pytest.raises(ClosedError), stop.on_cancel(lambda: called.append(3)):
         pytest.fail("it was set before")
 
 
@@ -47,23 +47,23 @@ def test_who_stops_a_call_that_waits_has_the_memory_back_at_once() -> None:
     stop = CancelToken()
 
     def wait() -> None:
-        with stop.waiting():
+        with stop.cancellable_wait():
             assert stop.set()
             raise KVStoreError("an answer of which nothing may be made")
 
     with pytest.raises(CallCancelledError):
         wait()
     assert stop.set(), "it does not begin again"
-    with pytest.raises(CallCancelledError), stop.waiting():
+    with pytest.raises(CallCancelledError), stop.cancellable_wait():
         pytest.fail("it was set before")
 
 
 def test_who_stops_a_call_that_works_has_to_wait() -> None:
     stop = CancelToken()
-    with stop.waiting():
+    with stop.cancellable_wait():
         pass
     assert not stop.set()
-    with pytest.raises(CallCancelledError), stop.waiting():
+    with pytest.raises(CallCancelledError), stop.cancellable_wait():
         pytest.fail("it was set before")
     assert not stop.set()
 

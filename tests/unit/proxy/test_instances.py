@@ -70,14 +70,14 @@ def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instance
 def late(instance: Instance, *times_ms: int) -> None:
     """Its health checks of these times found no answer."""
     for now_ms in times_ms:
-        instance.note_asked(now_ms)
+        instance.on_request(now_ms)
         instance.checked("timeout")
 
 
 def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instances) -> None:
     a = at(three, "a")
     for now_ms in range(1_000, 60_000, 1_000):
-        a.answered(now_ms - 500)
+        a.on_response(now_ms - 500)
         late(a, now_ms)
     assert a.usable(0)
     late(a, 60_000)
@@ -89,7 +89,7 @@ def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instanc
 def test_an_answered_request_is_a_health_check(three: Instances) -> None:
     a = at(three, "a")
     late(a, 1_000, 2_000)
-    a.answered(2_500)
+    a.on_response(2_500)
     assert a.usable(0)
 
 
@@ -97,7 +97,7 @@ def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instanc
     a = at(three, "a")
     for _ in range(2):
         a.checked("ill")
-        a.answered(1_000)
+        a.on_response(1_000)
     assert not a.usable(0)
     a.checked("well")
     assert a.usable(0)
@@ -106,9 +106,9 @@ def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instanc
 def test_several_in_a_row_do(three: Instances) -> None:
     a, b = at(three, "a"), at(three, "b")
     for now_ms in (0, 1, 2):
-        a.unconnected(now_ms, refused=True)
+        a.on_connect_failed(now_ms, refused=True)
     for now_ms in (0, 4_999, 5_000):  # the first is too long ago to count
-        b.unconnected(now_ms, refused=True)
+        b.on_connect_failed(now_ms, refused=True)
     assert {choose(three).instance.address for _ in range(4)} == {"b", "c"}
 
 
@@ -118,7 +118,7 @@ def test_when_no_decoder_is_healthy_all_are_asked(three: Instances) -> None:
     turns = [choose(three) for _ in range(3)]
     assert [turn.instance.address for turn in turns] == ["a", "b", "c"]
     assert all(turn.forced for turn in turns)
-    at(three, "b").answered(3_000)
+    at(three, "b").on_response(3_000)
     turn = choose(three)
     assert (turn.instance.address, turn.forced) == ("b", False)
     # b is healthy: when it fails, the others are no better.

@@ -51,14 +51,14 @@ def test_a_mapping_goes_when_its_segment_does_and_no_view_holds_it() -> None:
         view.release()
         del view
         assert mapped() == 0
-        assert not transport.reaches(info)
+        assert not transport.can_reach(info)
 
 
 def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
     with closing(ShmTransport()) as transport:
         owner = OwnedSegment.create(NAME, SIZE)
         info = place(owner)
-        assert transport.reaches(info)
+        assert transport.can_reach(info)
         os.rename(f"/dev/shm/kvstore.{NAME}", f"/dev/shm/kvstore.{NAME}-old")
         os.rename(f"/dev/shm/kvstore.{NAME}-old", f"/dev/shm/kvstore.{NAME}")
         transport.sweep()
@@ -101,8 +101,8 @@ def test_the_log_tells_once_of_a_segment_of_this_host_that_is_not_mapped(
     elsewhere = here._replace(host="another", uuid=b"b" * 16)
     with closing(ShmTransport()) as transport:
         for _ in range(3):
-            assert not transport.reaches(here)
-            assert not transport.reaches(elsewhere)
+            assert not transport.can_reach(here)
+            assert not transport.can_reach(elsewhere)
             transport.sweep()
     (record,) = caplog.records
     assert f"kvstore.{NAME}-gone is not here" in record.getMessage()

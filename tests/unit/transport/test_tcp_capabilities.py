@@ -297,9 +297,11 @@ def test_a_read_ends_when_its_capability_does(server: DataServer, segment: Owned
 def test_who_is_older_than_the_order_to_wipe_does_not_write(
     server: DataServer, segment: OwnedSegment
 ) -> None:
-    assert server.call_back(segment.uuid, [AT], 7) == 0
-    assert server.call_back(segment.uuid, [AT], 5) == 0, "an order that was sent again"
-    assert server.call_back(segment.uuid, [], 9) == server.call_back(bytes(16), [AT], 9) == 0
+    assert server.revoke_writes(segment.uuid, [AT], 7) == 0
+    assert server.revoke_writes(segment.uuid, [AT], 5) == 0, "an order that was sent again"
+    assert (
+        server.revoke_writes(segment.uuid, [], 9) == server.revoke_writes(bytes(16), [AT], 9) == 0
+    )
     assert_refused(server, segment, Op.WRITE, of(segment, Op.WRITE, order=6))
     beside = extent(segment.token, segment.generation, AT + MIB, SIZE, RIGHTS[Op.WRITE], order=6)
     with greeted(server, segment) as sock:
@@ -326,7 +328,7 @@ def test_a_write_under_way_is_called_back(server: DataServer, segment: OwnedSegm
         other.sendall(protocol.pack_request(Op.WRITE, [(AT + MIB, 64)], [beside]) + b"y")
         for at in (AT, AT + MIB):
             until(partial(is_written, server, at))
-        assert server.call_back(segment.uuid, [4096, AT], 1) == 1
+        assert server.revoke_writes(segment.uuid, [4096, AT], 1) == 1
         segment.memory[AT : AT + 64] = b"n" * 64
         with contextlib.suppress(OSError):
             one.sendall(b"x" * 63)
@@ -334,14 +336,14 @@ def test_a_write_under_way_is_called_back(server: DataServer, segment: OwnedSegm
         assert segment.memory[AT : AT + 64] == b"n" * 64
         other.sendall(b"y" * 63)
         assert status(other) is TransferStatus.OK
-        assert server.call_back(segment.uuid, [AT + MIB], 2) == 0, "it is done"
+        assert server.revoke_writes(segment.uuid, [AT + MIB], 2) == 0, "it is done"
         assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ)]) is TransferStatus.OK
 
 
 def test_a_refused_holder_is_out(server: DataServer, segment: OwnedSegment) -> None:
     with greeted(server, segment) as one, greeted(server, segment, 7) as other:
-        assert server.refuse_holders([HOLDER, 12]) == 1
-        assert server.refuse_holders([12, HOLDER]) == 0, "nothing new"
+        assert server.reject_holders([HOLDER, 12]) == 1
+        assert server.reject_holders([12, HOLDER]) == 0, "nothing new"
         assert is_closed(one)
         with connected(server) as sock:
             hello = hello_of(segment)
@@ -350,7 +352,7 @@ def test_a_refused_holder_is_out(server: DataServer, segment: OwnedSegment) -> N
             assert status(sock) is TransferStatus.DENIED
         given = of(segment, Op.READ, holder=7)
         assert asked(other, Op.READ, [(AT, 1)], [given]) is TransferStatus.OK
-    assert server.refuse_holders([]) == 0
+    assert server.reject_holders([]) == 0
     assert_serves(server, segment)
 
 
@@ -415,7 +417,7 @@ def test_one_holder_has_half_of_the_connections(segment: OwnedSegment) -> None:
         until(lambda: server.connections == 0)
     counted = server.counters()
     assert (counted.refused_busy, counted.refused_hellos) == (4, 0)
-    assert server.shares_refused() == {f"{HOLDER:016x}": 4}
+    assert server.identity_limit_refusals() == {f"{HOLDER:016x}": 4}
     server.stop()
 
 
@@ -449,7 +451,7 @@ def test_connections_of_holders_are_cut_by_their_clients_numbers(
     server: DataServer, segment: OwnedSegment
 ) -> None:
     with greeted(server, segment, connection=1) as one, greeted(server, segment, 7, 2) as other:
-        assert server.cut([(5, 1)]) == 1
+        assert server.close_writers([(5, 1)]) == 1
         assert is_closed(one)
         assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ, holder=7)]) is (
             TransferStatus.OK

@@ -396,7 +396,7 @@ def test_only_connections_of_those_writers_are_cut(
     numbers = [(1, 1), (1, 2), (2, 1), (0, 0)]
     with contextlib.ExitStack() as stack:
         peers = {each: stack.enter_context(greeted(server, segment, *each)) for each in numbers}
-        assert server.cut(writers) == len(ended)
+        assert server.close_writers(writers) == len(ended)
         for number, sock in peers.items():
             if number in ended:
                 assert is_closed(sock)
@@ -418,7 +418,7 @@ def test_after_a_cut_no_byte_lands_that_was_on_its_way(
         while bytes(segment.memory[MIB : MIB + len(sent)]) != sent:
             assert uptime() < deadline
             time.sleep(0.001)
-        assert server.cut([(1, 5)]) == 1
+        assert server.close_writers([(1, 5)]) == 1
         segment.memory[MIB : 3 * MIB] = bytes(2 * MIB)
         with contextlib.suppress(ConnectionError):
             for _ in range(3):
@@ -437,7 +437,7 @@ def test_a_read_that_is_being_answered_outlives_a_cut(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         sock.sendall(pack_request(Op.READ, [(SUPERBLOCK_BYTES, size)]))
         assert status(sock) is TransferStatus.OK
-        cutting = threading.Thread(target=server.cut, args=([(1, 0)],))
+        cutting = threading.Thread(target=server.close_writers, args=([(1, 0)],))
         cutting.start()
         assert received(sock, size) == bytes(segment.memory[SUPERBLOCK_BYTES:][:size])
         assert is_closed(sock)
@@ -452,7 +452,7 @@ def test_a_reader_that_does_not_read_holds_no_cut_up(segment: OwnedSegment) -> N
         for _ in range(20):
             sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)]))
         start = uptime()
-        assert server.cut([(1, 5)]) == 1
+        assert server.close_writers([(1, 5)]) == 1
         assert uptime() - start < 4
         assert server.connections == 0
     server.stop()

@@ -461,7 +461,7 @@ def test_nothing_lands_after_the_end(
         assert begun.wait(10)
         segment.bump_generation()  # so it does not come back
         if how == "cut":
-            server.cut([(0, 0)])
+            server.close_writers([(0, 0)])
         elif how == "fence":
             server.fence()
         else:

@@ -51,7 +51,7 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("access", "peer", "headers", "trusted", "reading", "named", "measuring"),
+    ("access", "peer", "headers", "write", "read", "known_host", "metrics"),
     [
         # Without a token, loopback may change something; headers do not make a loopback.
         (OPEN, HERE, [], 204, 204, 204, 204),
@@ -82,11 +82,12 @@ def bearer(token: str) -> tuple[str, str]:
     ],
 )  # fmt: skip
 def test_who_may(
-    access: AccessControl, peer: Any, headers: Headers, trusted: int, reading: int, named: int,
-    measuring: int,
+    access: AccessControl, peer: Any, headers: Headers, write: int, read: int, known_host: int,
+    metrics: int,
 ) -> None:  # fmt: skip
     for way, expected in (
-        ("trusted", trusted), ("reading", reading), ("named", named), ("measuring", measuring)
+        ("require_write", write), ("require_read", read), ("require_known_host", known_host),
+        ("require_metrics", metrics),
     ):  # fmt: skip
         assert status(access, way, peer, *headers) == expected, way
 
@@ -100,7 +101,7 @@ def test_who_may(
     ],
 )  # fmt: skip
 def test_a_wrong_token_is_refused(given: str) -> None:
-    assert status(TOKENED, "trusted", HERE, ("Authorization", given)) == 401
+    assert status(TOKENED, "require_write", HERE, ("Authorization", given)) == 401
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_wrong_token_is_refused(given: str) -> None:
 )  # fmt: skip
 def test_a_page_of_another_site_changes_nothing(headers: dict[str, str]) -> None:
     for access in (OPEN, TOKENED):
-        assert status(access, "trusted", HERE, bearer(TOKEN), *headers.items()) == 403
+        assert status(access, "require_write", HERE, bearer(TOKEN), *headers.items()) == 403
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,9 @@ def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) ->
     assert "ecret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("way", ["reading", "trusted", "of_all", "measuring"])
+@pytest.mark.parametrize(
+    "way", ["require_read", "require_write", "require_all_namespaces", "require_metrics"]
+)
 @pytest.mark.parametrize("asked_before", [0, 1, 2])
 def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
     way: str, asked_before: int
@@ -176,4 +179,4 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
     found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
     assert (found.status == 401) == (not acted)
     assert asked_before == 2 or found.status == 401
-    assert way == "measuring" or None not in acted
+    assert way == "require_metrics" or None not in acted

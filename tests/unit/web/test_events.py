@@ -50,7 +50,7 @@ class Term:
         del self.events[:count]
         return taken
 
-    def survey(self, namespace: str) -> Rows:
+    def snapshot(self, namespace: str) -> Rows:
         del namespace
         return Rows(list(self.visible.values()))
 
@@ -84,7 +84,7 @@ class Pair:
     async def child(self, *, reads: bool = True) -> AsyncIterator[asyncio.Task[None]]:
         ours, theirs = socket.socketpair()
         self.journal = Journal()
-        self.channel = ChildChannel(theirs, self.journal.took)
+        self.channel = ChildChannel(theirs, self.journal.append)
         self.streams = EventStreams(self.journal, self.channel, self.lives)
         self.feed.attach(ours, {})
         task = asyncio.create_task(self.channel.run() if reads else asyncio.sleep(3600))
@@ -98,7 +98,7 @@ class Pair:
 
     async def page(self) -> SnapshotPage:
         """The first one of a new survey."""
-        with self.channel.survey() as survey:
+        with self.channel.snapshot() as survey:
             return await self.channel.page(survey, "")
 
     async def told(self, count: int, since: str = "", *, whole: bool = False) -> list[str]:

@@ -46,9 +46,9 @@ def test_each_question_gets_its_answer() -> None:
         answers: Answers = {"a": lambda: {"n": next(counted)}, "b": lambda: {"b": "x" * 100_000}}
         ended = master.attach(ours, answers)
         assert not ended.done()
-        found = await asyncio.gather(*(child.ask("a", LONG_S) for _ in range(10)))
+        found = await asyncio.gather(*(child.request("a", LONG_S) for _ in range(10)))
         assert [each["n"] for each in found] == list(range(10))
-        assert len((await child.ask("b", LONG_S))["b"]) == 100_000
+        assert len((await child.request("b", LONG_S))["b"]) == 100_000
 
     run(test)
 
@@ -59,10 +59,10 @@ def test_a_parent_that_hangs_costs_its_time_and_is_heard_when_it_is_back() -> No
     async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         for _ in range(3):
             with pytest.raises(UnavailableError, match=r"no answer within 0\.1 s"):
-                await child.ask("old", 0.1)
+                await child.request("old", 0.1)
         answers = {"old": lambda: {"is": "old"}, "new": lambda: {"is": "new"}}
         ended = master.attach(ours, answers)
-        assert await child.ask("new", LONG_S) == {"is": "new"}
+        assert await child.request("new", LONG_S) == {"is": "new"}
         assert not ended.done()
 
     run(test)
@@ -76,7 +76,7 @@ def test_a_child_that_hangs_is_noticed_and_one_that_lives_is_not(
 
     async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         ended = master.attach(ours, {"a": _nothing})
-        living = asyncio.create_task(child.ask_forever("a", LONG_S))
+        living = asyncio.create_task(child.request_until_reply("a", LONG_S))
         await asyncio.sleep(1.0)
         assert not ended.done()
         time.sleep(1.0)  # the parent is stopped: the child is not to blame

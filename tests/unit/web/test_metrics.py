@@ -101,15 +101,15 @@ def test_tenants_have_rows() -> None:
     assert of_acme.pop("kvstore_tenant_evicted_objects_total") in (4, 5)
     assert of_acme == {
         "kvstore_tenant_bytes": 8,
-        "kvstore_tenant_guaranteed_bytes": 7,
-        "kvstore_tenant_at_most_bytes": 60,
+        "kvstore_tenant_guarantee_bytes": 7,
+        "kvstore_tenant_limit_bytes": 60,
         "kvstore_tenant_pinned_bytes": 3,
         "kvstore_tenant_objects": 2,
         "kvstore_tenant_refused_total": 6,
     }
     by_others = (("by", "others"), ("tenant", "acme"))
     assert found["kvstore_tenant_evicted_objects_total", by_others] == 5
-    assert ("kvstore_tenant_at_most_bytes", (("tenant", ""),)) not in found
+    assert ("kvstore_tenant_limit_bytes", (("tenant", ""),)) not in found
 
 
 @pytest.mark.parametrize("name", ['a"} 1\nfake_metric 7', "\\", "\x00\x1b[31m", "模型", "a b"])

@@ -20,7 +20,7 @@ def test_every_event_of_the_master_has_a_sentence() -> None:
     known = set(re.findall(r"(?m)^  (\w+): \(f\)", words[1]))
     (folder,) = map(Path, kvstore.master.__path__)
     source = "".join(path.read_text() for path in folder.rglob("*.py"))
-    told = re.findall(r"(?:LogClusterEvent|notices\.add|_notice)\(\s*([^),]*)", source)
+    told = re.findall(r"(?:LogClusterEvent|notices\.add|_log_event)\(\s*([^),]*)", source)
     events = set(re.findall(r'(?<!== )"(\w+)"', " ".join(told)))
     assert {"leads", "node_undrained", "puts_expired"} <= events
     assert known == events

@@ -14,7 +14,7 @@ from tests.support.identities import MASTER, authority, credentials
 
 
 class Silent:
-    async def ask_forever(self, what: str, timeout_s: float) -> Any:
+    async def request_until_reply(self, what: str, timeout_s: float) -> Any:
         del what, timeout_s
         await asyncio.Event().wait()
 

@@ -26,7 +26,7 @@ class Host:
         count = 0
         for _ in range(waits):
             self.now += step_s
-            if self.gauge.pays():
+            if self.gauge.should_poll():
                 count += 1
                 self.gauge.record(outcome)
         return count
@@ -51,7 +51,7 @@ def test_lost_time_slices_become_rare() -> None:
     assert host.polls(100, HIT, PAUSE_MAX_S / 50) == 100, "the other process has ended"
     assert host.polls(1, PREEMPTED) == 1
     host.now += PAUSE_MIN_S
-    assert host.gauge.pays(), "the next pause is short"
+    assert host.gauge.should_poll(), "the next pause is short"
 
 
 def test_a_crowded_host_is_not_polled_on() -> None:

@@ -56,7 +56,7 @@ def test_any_split_gives_the_same_frames(frames: list[Frame], cuts: list[int]) -
         received += feed(reader, stream[at : max(at, cut)])
         at = max(at, cut)
     assert received == frames
-    assert reader.held == 0
+    assert reader.buffered == 0
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(7, marks=pytest.mark.slow), 4096, None])

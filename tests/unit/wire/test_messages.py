@@ -206,8 +206,8 @@ REFUSED = {
     "many replicas": (calls.PutStart, put_start(replicas=9), InvalidArgumentError),
     "waiting for ever": (calls.PutStart, put_start(wait_ms=2**32 - 1), InvalidArgumentError),
     "long parent": (calls.PutStart, put_start(parent=b"p" * 257), InvalidKeyError),
-    "much to avoid": (calls.PutStart, put_start(avoid=[bytes(16)] * 65), BatchTooLargeError),
-    "no uuid to avoid": (calls.PutStart, put_start(avoid=[b"short"]), InvalidArgumentError),
+    "many": (calls.PutStart, put_start(avoid_segments=[bytes(16)] * 65), BatchTooLargeError),
+    "no uuid": (calls.PutStart, put_start(avoid_segments=[b"short"]), InvalidArgumentError),
     "host of two lines": (calls.PutStart, put_start(host="a\nb"), InvalidArgumentError),
     "no client": (calls.Join, client_pb2.JoinRequest(host="h"), InvalidArgumentError),
     "long client": (calls.Join,
@@ -280,7 +280,7 @@ def test_an_order_has_a_length_for_each_extent_or_none() -> None:
         node_messages.decode_master_message(data)
 
 
-@pytest.mark.parametrize("field", ["epochs", "counters", "cut_connections"])
+@pytest.mark.parametrize("field", ["epochs", "counters", "disconnect_connections"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_columns_of_an_order_are_of_one_length(field: str, rows: int) -> None:
     changed: dict[str, Any] = {field: (2 * list(getattr(WIPE, field)))[:rows]}

@@ -38,22 +38,22 @@ def service_with(objects: int) -> MasterService:
     """A master with a node that wipes at once, and so many objects."""
     state = MasterState(epoch=7)
     offer = JOIN.segments[0]._replace(size=64 << 20)
-    state.nodes.joined(0, 1, JOIN._replace(segments=[offer]))
+    state.nodes.on_node_join(0, 1, JOIN._replace(segments=[offer]))
     service = MasterService(state, clock=lambda: 0)
-    settle = service._settle
+    settle = service._apply_effects
 
     def wiping() -> None:
         orders = [
-            effect.message.order
+            effect.message.wipe_seq
             for effect in state.effects
             if isinstance(effect, SendToNode) and isinstance(effect.message, calls.MasterWipe)
         ]
         settle()
         for order in orders:
-            state.nodes.said(0, 1, calls.NodeWipeDone(order))
+            state.nodes.on_node_message(0, 1, calls.NodeWipeDone(order))
         settle()
 
-    service._settle = wiping  # type: ignore[method-assign]
+    service._apply_effects = wiping  # type: ignore[method-assign]
     for start in range(0, objects, KEYS_PER_PIECE):
         keys = KEYS[start : min(start + KEYS_PER_PIECE, objects)]
         put = calls.PutStart(SPACE, keys, [1] * len(keys), None, False, 1, False, 0, "h")

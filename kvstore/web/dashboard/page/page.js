@@ -200,8 +200,8 @@ function showTenants(tenants) {
   $("tenants").hidden = !tenants.length;
   table($("tenant-rows"), tenants.map((row) => [
     [shown(row.name) || "all others", "name"], [row.namespaces.map(shown).join("\n"), "name"],
-    number(bytes(row.bytes), row.at_most && row.bytes > 0.95 * row.at_most ? "warning" : ""),
-    number(row.guaranteed ? bytes(row.guaranteed) : ""), number(row.at_most ? bytes(row.at_most) : ""),
+    number(bytes(row.bytes), row.limit_bytes && row.bytes > 0.95 * row.limit_bytes ? "warning" : ""),
+    number(row.guarantee_bytes ? bytes(row.guarantee_bytes) : ""), number(row.limit_bytes ? bytes(row.limit_bytes) : ""),
     number(of(row.pinned, row.pinned_max)), number(row.objects.toLocaleString("en")),
     number(row.evicted_by_own.toLocaleString("en")), number(row.evicted_by_others.toLocaleString("en")), number(row.refused.toLocaleString("en")),
   ]));
@@ -261,8 +261,8 @@ const WORDS = {
   mark_found: (f) => `Node ${f.node} was there when master ${f.epoch} removed objects: memory that was away is emptied`,
   puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} did not end before the deadline; the memory is in quarantine`,
   replicas_missing: (f) => `${amount(f.objects, "object")} with fewer replicas than were asked for; ${f.repaired.toLocaleString("en")} copied`,
-  tenants_changed: (f) => `The file of tenants has changed: ${amount(f.tenants, "tenant")}, ${bytes(f.guaranteed)} guaranteed in all`,
-  guarantees_exceed_pool: (f) => `Tenants are guaranteed ${bytes(f.guaranteed)}, and the store has ${bytes(f.pool)}`,
+  tenants_changed: (f) => `The file of tenants has changed: ${amount(f.tenants, "tenant")}, ${bytes(f.guarantee)} guaranteed in all`,
+  guarantees_exceed_pool: (f) => `Tenants are guaranteed ${bytes(f.guarantee)}, and the store has ${bytes(f.pool)}`,
   epoch_not_believed: (f) => `Node ${f.node} knows a later term (${f.epoch}) that is not believed`,
 };
 const BAD_EVENTS = ["node_dead", "node_stream_broken", "node_unreachable", "node_entry_gone", "corrupt_object"];
@@ -289,7 +289,7 @@ function showEvents(answer) {
     Object.assign(told, { run: answer.run, last: 0 });
     if (again) return;  // another start of the master, whose numbers begin at 1
   }
-  for (const [, at, event, fields] of answer.notices) {
+  for (const [, at, event, fields] of answer.events) {
     $("event-rows").prepend(eventRow(at, event, fields));
   }
   told.last = answer.last;

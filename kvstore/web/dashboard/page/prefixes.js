@@ -115,7 +115,7 @@ function showBranch(item, row, largest) {
     ...(branch.missing ? [`${few(branch.missing, "block", "blocks")} missing`] : []),
     ...(branch.being_written ? [`${branch.being_written.toLocaleString("en")} being written`] : []),
     ...(branch.pinned ? [`${branch.pinned.toLocaleString("en")} pinned`] : []),
-    ...(branch.cut ? ["goes on above"] : []),
+    ...(branch.truncated ? ["goes on above"] : []),
     Object.keys(branch.nodes).map((node) => `on ${shown(node)}`).join(", ") || "on no node",
   ].join(" · "));
 }
@@ -155,7 +155,7 @@ function showChains(answer) {
   chains = answer;
   showTree();
   put($("chains-note"), !answer.branches.length ? "No chain is stored here."
-    : `${answer.whole ? "" : "There are longer chains or more branches than one answer holds. "}`
+    : `${answer.complete ? "" : "There are longer chains or more branches than one answer holds. "}`
       + `Matches are counted since this master leads (${time(Math.floor(answer.uptime_ms / 1000))}), at the blocks that were matched last.`);
 }
 
@@ -214,7 +214,7 @@ function openBranch(branch) {
     `${few(branch.blocks, "block", "blocks")}, ${bytes(branch.size)}`,
     `from ${shown(branch.first)} to ${shown(branch.last)}`,
     `${few(branch.depth, "block", "blocks")} before its last one`,
-    `${few(branch.matched, "match", "matches")} counted here and below, ${branch.ended.toLocaleString("en")} ended at its last block`,
+    `${few(branch.matched, "match", "matches")} counted here and below, ${branch.matches_ended.toLocaleString("en")} ended at its last block`,
     `${few(branch.children, "continuation", "continuations")}`,
     branch.leased_ms ? `leased for ${time(branch.leased_ms / 1000)} more` : "not leased",
     ...Object.entries(branch.nodes).map(([node, replicas]) => `${few(replicas, "replica", "replicas")} on ${shown(node)}`),
@@ -254,7 +254,7 @@ async function openBlock(block, namespace) {
       found.parent ? `continues ${found.parent}` : "the first block of its chain", few(found.children, "continuation", "continuations"),
       `unused for ${time(found.idle_ms / 1000)}`, found.leased_ms ? `leased for ${time(found.leased_ms / 1000)} more` : "not leased",
       block.pinned_ms ? `pinned for ${time(block.pinned_ms / 1000)} more` : "no pin of its own",
-      ...found.places.map((place) => `on ${shown(place.node)}, segment ${place.segment} at ${place.offset.toLocaleString("en")}`),
+      ...found.replicas.map((place) => `on ${shown(place.node)}, segment ${place.segment} at ${place.offset.toLocaleString("en")}`),
     ].join(" · "));
   } catch (error) {
     put($("block-text"), `Block ${shown(block.text)}: ${shown(error.message)}`);
@@ -281,7 +281,7 @@ async function find(event) {
   $("find-found").replaceChildren();
   try {
     const answer = await ask("api/v1/find", space ? { text, namespaces: [space] } : { text }, FIND_MS);
-    const where = `in ${few(answer.looked_in, "namespace", "namespaces")}`;
+    const where = `in ${few(answer.searched, "namespace", "namespaces")}`;
     put($("find-note"), answer.found_in.length ? `Found ${where}:` : `None of ${few(answer.keys, "block", "blocks")} is there, ${where}.`);
     $("find-found").replaceChildren(...answer.found_in.map((found) => {
       const body = blockTable();
