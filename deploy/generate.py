@@ -24,7 +24,7 @@ DEPLOY: Final = Path(__file__).resolve().parent
 DASHBOARD: Final = DEPLOY / "grafana/kvstore.json"
 
 SERVED: Final = (
-    '{{ with query "topk(1, kvstore_master_leads'
+    '{{ with query "topk(1, kvstore_master_is_leader'
     ' * on (job, instance) group_right kvstore_master_info)" }}'
     '{{ . | first | label "scheme" }}://{{ . | first | label "instance" }}'
     "{{ else }}http://localhost:50080{{ end }}/runbook"

@@ -73,7 +73,7 @@ class Repairer:
                 self._copy()
             except KVStoreError as error:
                 if not self._stopped:
-                    log.info("repair_put_off node=%s reason=%s", self._node, error)
+                    log.info("repair_deferred node=%s reason=%s", self._node, error)
         self._close()
 
     def _copy(self) -> None:

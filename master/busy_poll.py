@@ -2,9 +2,9 @@
 
 Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
 waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
-calls of one engine step follow each other closely, so a loop that polls for ``spin_us`` after each
-event is awake when the next one comes. A loop without events for longer sleeps and costs nothing.
-"""
+calls of one engine step follow each other closely, so a loop that polls for ``busy_poll_us`` after
+each event is awake when the next one comes. A loop without events for longer sleeps and costs
+nothing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ one engine step, at the cost of that much processor time."""
 
 
 class BusyPollSelector(selectors.EpollSelector):
-    """``epoll`` that polls without sleeping for ``spin_us`` after the last event; 0: never."""
+    """``epoll`` that polls without sleeping for ``busy_poll_us`` after the last event; 0: never."""
 
-    def __init__(self, spin_us: int) -> None:
+    def __init__(self, busy_poll_us: int) -> None:
         super().__init__()
-        self._spin_s = spin_us / 1e6
+        self._spin_s = busy_poll_us / 1e6
         self._gauge = BusyPollGauge()
         self._awake_until = 0.0
 
@@ -59,15 +59,15 @@ class BusyPollSelector(selectors.EpollSelector):
         return ready
 
 
-def new_event_loop(spin_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
-    """A loop for ``asyncio.Runner(loop_factory=...)``; it spins unless ``spin_us`` is 0.
+def new_event_loop(busy_poll_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
+    """A loop for ``asyncio.Runner(loop_factory=...)``; it spins unless ``busy_poll_us`` is 0.
 
     From now on asyncio's connections leave no cycle behind: the transport and its own bound method.
     The master's collector does not see what is as old as a connection
     (``app._keep_collector_out``), and TLS hides the transport from its protocol.
     """
     _Transport._call_connection_lost = _call_connection_lost
-    return asyncio.SelectorEventLoop(BusyPollSelector(spin_us) if spin_us else None)
+    return asyncio.SelectorEventLoop(BusyPollSelector(busy_poll_us) if busy_poll_us else None)
 
 
 _Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]

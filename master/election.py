@@ -75,10 +75,10 @@ class Election:
         self._named: str | None = None
         """The leader that was last logged."""
         self._etcd_fails = False
-        self._counters = {"elections_won": 0, "leads_lost": 0, "etcd_failures": 0}
+        self._counters = {"elections_won": 0, "leadership_lost": 0, "etcd_failures": 0}
 
     def counters(self) -> dict[str, int]:
-        """``elections_won``, ``leads_lost`` (resigning not counted), ``etcd_failures``."""
+        """``elections_won``, ``leadership_lost`` (resigning not counted), ``etcd_failures``."""
         return dict(self._counters)
 
     async def run(self) -> None:
@@ -160,7 +160,7 @@ class Election:
                 self._terms.begin(epoch, role.until)
                 log.info("leading epoch=%d address=%s", epoch, self._address)
             case StepDown(why):
-                self._counters["leads_lost"] += 1
+                self._counters["leadership_lost"] += 1
                 self._terms.end("")
                 log.warning("stepped_down epoch=%d why=%s", role.epoch, why)
 
@@ -187,7 +187,7 @@ class Election:
         address = leader.address if leader.address != self._address else ""
         if address != self._named:
             self._named = address
-            log.info("standing_by leader=%s", address or "unknown")
+            log.info("standby leader=%s", address or "unknown")
         self._terms.end(address)
 
     def _failed(self, error: KVStoreError) -> None:

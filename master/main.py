@@ -250,7 +250,7 @@ class _MasterProcess:
             put_deadline_ms=times.PUT_DEADLINE_MS,
             quarantine_ms=config.dead_ms + times.LATE_WRITE_MS,
             pinned_max=config.pinned_max,
-            gather_ms=times.GATHER_MS,
+            inventory_wait_ms=times.GATHER_MS,
             heartbeat_ms=config.dead_ms // times.BEATS_UNTIL_DEAD,
             liveness=LivenessRules(suspect_ms=config.dead_ms // 3, dead_ms=config.dead_ms),
             repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
@@ -350,7 +350,7 @@ class _MasterProcess:
     def _end_if_below(self, epoch: int) -> None:
         if self._service is None or not self._outruns.ends_term(self.epoch, epoch, uptime()):
             return
-        log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
+        log.warning("epoch_superseded epoch=%d joined_before=%d", self.epoch, epoch)
         if self._election is not None:
             self._election.step_down_below(epoch)
             return
@@ -437,7 +437,9 @@ class _MasterProcess:
             # The child may not count them itself where our memory is hidden.
             "open_files": None if self.gate is None else descriptors.open_now(),
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
-            "shares_refused": {} if self.gate is None else carriers.identity_limit_refusals(),
+            "identity_limit_refusals": {}
+            if self.gate is None
+            else carriers.identity_limit_refusals(),
             "files_refused": refused_files(),
             "counters": {
                 "connections_refused": carriers.lane.stats.rejected,

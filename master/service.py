@@ -72,7 +72,7 @@ WARNED: Final = frozenset(
         "corrupt_object",
         "guarantees_exceed_pool",
         "node_dead",
-        "node_entry_gone",
+        "node_shm_entry_missing",
         "node_unreachable",
     )
 )

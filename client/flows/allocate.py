@@ -230,7 +230,7 @@ def commit(
         errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
-            log.debug("not_stamped key=%s error=%s", key.hex(), errors[0])
+            log.debug("header_not_signed key=%s error=%s", key.hex(), errors[0])
     return PutOutcome(committed.outcome)
 
 

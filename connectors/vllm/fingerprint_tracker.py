@@ -116,7 +116,7 @@ class FingerprintTracker:
             if self._checks.get(rank) == number:
                 del self._checks[rank]
                 if not same:
-                    log.warning("weights_changed_unseen rank=%d", rank)
+                    log.warning("weights_changed_untracked rank=%d", rank)
                     self.invalidate()
 
     def start(

@@ -253,7 +253,8 @@ class LookupThread:
     def _died(self, error: BaseException) -> None:
         """Called when a bug ends the thread. The engine goes on without the store."""
         log.error(
-            "lookups_died: this engine finds no more blocks in the store; restart it: %r", error
+            "lookup_thread_failed: this engine finds no more blocks in the store; restart it: %r",
+            error,
         )
         with self._changed:
             self._closing = True
@@ -311,7 +312,7 @@ class LookupThread:
                 self._refusals.log_once(error)
             elif opened:
                 log.warning(
-                    "store_not_answering, this engine computes without it for a while: %s", error
+                    "store_unavailable, this engine computes without it for a while: %s", error
                 )
             return
         except Exception:  # a bug in the connector must not end the thread

@@ -347,7 +347,7 @@ class SchedulerSide:
                     self.reported(each.report)
             self.decisions.drained(set().union(*(each.saves for each in drained)))
             if left := set().union(*(each.loads for each in drained)):
-                log.warning("loads_hang requests=%d", len(left))
+                log.warning("loads_stalled requests=%d", len(left))
                 return
         try:
             core.free_waiting(loading)
@@ -377,7 +377,7 @@ class SchedulerSide:
         def pinned(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
                 self._lookups.count("pins_failed")
-                log.debug("not_pinned reason=%s", error)
+                log.debug("pin_failed reason=%s", error)
 
         self._lookups.run_on_thread(pin).add_done_callback(pinned)
 

@@ -294,7 +294,7 @@ class WorkerSide:
             try:
                 work(order.what, order)
             except Exception:  # a bug in the connector: report the transfer as failed
-                log.exception("order_failed")
+                log.exception("transfer_command_failed")
                 self._fail(order.what)
 
     def _fail(self, what: LoadCommand | SaveCommand) -> None:

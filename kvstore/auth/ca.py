@@ -43,7 +43,7 @@ def create(folder: Path, now: datetime) -> SigningAuthority:
             f"{folder} has an authority already",
             advice="Nothing was changed. Name another folder: --authority DIR.",
         )
-    signer = certificates.new_authority(now)
+    signer = certificates.new_ca(now)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / ISSUED_NAME).mkdir(exist_ok=True)
     (folder / REVOKED_NAME).touch(PUBLIC)

@@ -75,7 +75,7 @@ class IssuedCertificate(NamedTuple):
     pems: PemBundle
 
 
-def new_authority(now: datetime) -> SigningAuthority:
+def new_ca(now: datetime) -> SigningAuthority:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"kvstore authority {secrets.token_hex(4)}")
     until = now + timedelta(days=3_650)

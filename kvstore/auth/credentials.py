@@ -109,7 +109,7 @@ class Credentials:
             log.warning(
                 "%s file=%s until=%r days=%d: issue another one (kvstore auth issue), and copy it "
                 "over this file",
-                "auth_ends_soon" if now < valid.until else "auth_ended",
+                "certificate_expires_soon" if now < valid.until else "certificate_expired",
                 self.path, valid.until_text, (valid.until - now) // DAY_S,
             )  # fmt: skip
 

@@ -20,7 +20,7 @@ from kvstore.formatting import sanitize
 from kvstore.process import memory_protection
 from kvstore.process.watched_files import write_file
 
-HERE: Final = "kvstore-authority"
+HERE: Final = "kvstore-ca"
 
 EXAMPLE = """\b
 Examples:
@@ -59,7 +59,7 @@ def _now() -> datetime:
     epilog="""\b
 Examples:
   kvstore auth init
-  kvstore auth init --authority /srv/kvstore-authority
+  kvstore auth init --authority /srv/kvstore-ca
 
 \b
 Who can read this folder can make every identity: keep it off the hosts of the cluster.

@@ -38,7 +38,7 @@ LATE_US: Final = 50_000
 
 ENDING_S: Final = 14 * 86_400
 """How long a certificate may still be valid without a warning, if it is not a short one: the bound
-of the alert KvstoreIdentityEnds."""
+of the alert KvstoreCertificateExpiring."""
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
@@ -190,7 +190,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
     row = PROBLEMS[name]
     for node in nodes[:NODES_NAMED]:
         found = _found(
-            name, node=node, entry_gone=ENTRY_GONE, silent=duration_text(node.silent_ms),
+            name, node=node, shm_entry_missing=ENTRY_GONE, silent=duration_text(node.silent_ms),
             **{each: size_text(_held(node, each)) for each in SHARES},
         )  # fmt: skip
         who = f"Node {node.name} ({node.address or node.host})"
@@ -288,7 +288,7 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
     "dead": lambda node: node.state == "dead",
     "draining": lambda node: node.state == "draining",
     "unreachable": lambda node: node.unreachable,
-    "entry_gone": lambda node: node.shm_entry_missing,
+    "shm_entry_missing": lambda node: node.shm_entry_missing,
     **{of: _holds_much(of) for of in SHARES},
 }
 

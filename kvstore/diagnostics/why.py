@@ -349,7 +349,7 @@ Condition = Callable[[Case, EngineGroup], object]
 
 RULES: Final[Sequence[tuple[str, Condition]]] = (
     # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
-    ("guesses", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
+    ("draft_pages", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
     ("evicted_keys",
      lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.hit_ratio < FEW),
     ("compared with the writer",
@@ -360,12 +360,12 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
     ("compared with the asker", lambda c, p: not p.requested_keys and c.reader),
     ("only_writers", lambda c, p: not p.requested_keys),
     # Parties that ask.
-    ("put_fails", lambda c, p: not p.writes and p.requested),
+    ("puts_fail", lambda c, p: not p.writes and p.requested),
     ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
     ("only_readers", lambda c, p: not p.writes),
     ("evicted", lambda c, p: not p.objects and p.evicted),
-    ("gone", lambda c, p: not p.objects),
-    ("too_early", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
+    ("removed_or_lost", lambda c, p: not p.objects),
+    ("read_before_put", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
     ("fine", lambda c, p: p.hit_ratio >= FEW),
     ("evicted", lambda c, p: p.evicted > p.objects),
     ("other_hash", lambda c, p: not p.found and c.has_other_hash),

@@ -190,7 +190,7 @@ class Etcd:
                 )
             last = int(value)
             if last > believed:
-                log.warning("epoch_not_believed in_etcd=%d highest=%d", last, believed)
+                log.warning("epoch_rejected in_etcd=%d highest=%d", last, believed)
                 last = 0
         epoch = max(last + 1, least)
         still = rpc.Compare(

@@ -123,16 +123,16 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
     valid = measured["auth_valid"]
     of: dict[str, Rows] = {
         "kvstore_master_info": {(measured["version"], measured["cluster"], scheme): 1},
-        "kvstore_master_leads": {(): int(measured["leads"])},
+        "kvstore_master_is_leader": {(): int(measured["leads"])},
         "kvstore_master_epoch": {(): measured["epoch"]},
         "kvstore_master_calls_total": {},
         "kvstore_master_call_seconds": {},
         "kvstore_master_step_seconds": {(): measured["step_us"]},
-        "kvstore_master_loop_late_seconds": {(): measured["late_us"]},
+        "kvstore_master_event_loop_lag_seconds": {(): measured["late_us"]},
         "kvstore_master_connections": {
             (carrier,): count for carrier, count in measured["connections"].items()
         },
-        **of_shares("master", measured["shares_refused"]),
+        **of_shares("master", measured["identity_limit_refusals"]),
         **of_files("master", measured["files_refused"]),
         **of_identity("master", None if valid is None else valid[1]),
     }

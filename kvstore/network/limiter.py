@@ -168,7 +168,7 @@ class Limiter(Generic[SlotT]):
         named = identity if is_named else OTHERS
         self._refused[named] += 1
         log.warning(
-            "share_refused door=%s identity=%s held=%d free=%d count=%d",
+            "identity_limit_reached endpoint=%s identity=%s held=%d free=%d count=%d",
             self.name, name_text(identity), held, free, self._refused[named],
         )  # fmt: skip
         return BusyError(

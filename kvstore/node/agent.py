@@ -374,7 +374,9 @@ class NodeAgent:
         """Looks whether somebody has removed the entry of the memory; logs it once."""
         if not self._entry_gone and not self._segment.has_shm_entry():
             self._entry_gone = True
-            log.error("entry_gone node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE)
+            log.error(
+                "shm_entry_missing node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE
+            )
         return self._entry_gone
 
     async def _send_inventory(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
@@ -393,7 +395,7 @@ class NodeAgent:
                 await answers.acquire()
             self._untold = self._unverified = False
             log.info(
-                "inventory_told node=%s objects=%d corrupt=%d seconds=%.2f",
+                "inventory_reported node=%s objects=%d corrupt=%d seconds=%.2f",
                 self._name,
                 told,
                 found - told,
@@ -487,7 +489,7 @@ class NodeAgent:
         def run() -> None:
             late = self._server.revoke_writes(order.uuid, order.offsets, order.wipe_seq)
             if late:
-                log.warning("writes_called_back node=%s connections=%d", self._name, late)
+                log.warning("writes_revoked node=%s connections=%d", self._name, late)
             self._segment.wipe(order.offsets, order.epochs, order.counters)
             if order.lengths:
                 self._segment.zero(zip(order.offsets, order.lengths, strict=True), is_over.is_set)

@@ -73,7 +73,7 @@ class DescriptorServer:
         except BaseException:
             self._lent.close()
             raise
-        log.info("memory_handed_by socket=%s fixed=%s", self.name, self._lent.is_fixed)
+        log.info("descriptor_server_started socket=%s fixed=%s", self.name, self._lent.is_fixed)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -141,7 +141,9 @@ class DescriptorServer:
                 self.handed += 1
             else:
                 self.refused += 1
-                log.warning("handover_refused status=%s count=%d", status.name, self.refused)
+                log.warning(
+                    "descriptor_request_refused status=%s count=%d", status.name, self.refused
+                )
                 sock.send(protocol.pack_answer(status))
 
     def _authorize(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:

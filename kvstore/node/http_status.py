@@ -68,8 +68,10 @@ def _values(
         },
         "kvstore_node_bad_requests_total": {(): counted.bad_requests},
         "kvstore_node_refused_capabilities_total": {(): counted.refused_capabilities},
-        "kvstore_node_handed_descriptors_total": {} if handover is None else {(): handover.handed},
-        "kvstore_node_refused_handovers_total": {} if handover is None else {(): handover.refused},
+        "kvstore_node_descriptors_sent_total": {} if handover is None else {(): handover.handed},
+        "kvstore_node_descriptor_requests_refused_total": {}
+        if handover is None
+        else {(): handover.refused},
         "kvstore_node_stalls_total": {(): counted.stalls},
         "kvstore_node_requests_total": {("read",): counted.reads, ("write",): counted.writes},
         "kvstore_node_moved_bytes_total": {

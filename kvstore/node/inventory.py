@@ -100,7 +100,7 @@ def build_inventory(segment: OwnedSegment, given_up: Collection[Attempt] = ()) -
             [header.counter for _, header in overlapped],
         )
     if isinstance(stamps, HeaderVerifier) and (refused := stamps.take_rejected()):
-        log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
+        log.warning("headers_without_mac node=%s count=%d", segment.node, refused)
     return sort_for_report(found)
 
 

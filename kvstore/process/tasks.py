@@ -293,11 +293,11 @@ def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
             continue
         thread.join(max(0.0, until - uptime()))
         if thread.is_alive():
-            log.warning("thread_goes_on name=%s waited_s=%.1f", thread.name, patience_s)
+            log.warning("thread_still_running name=%s waited_s=%.1f", thread.name, patience_s)
 
 
 def _tell(name: str, error: BaseException, died: Died | None) -> None:
-    log.error("background_died name=%s error=%r", name, error, exc_info=error)
+    log.error("background_task_failed name=%s error=%r", name, error, exc_info=error)
     if died is not None:
         died(error)
 
@@ -366,7 +366,7 @@ def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> N
         if error is None or isinstance(error, SystemExit):
             return
         name = "unknown" if args.thread is None else args.thread.name
-        log.error("background_died name=%s error=%r", name, error, exc_info=error)
+        log.error("background_task_failed name=%s error=%r", name, error, exc_info=error)
         if died is not None:
             died(name, error)
 

@@ -132,7 +132,7 @@ class InventoryLoader:
                 self._common.space_freed()  # it can be evicted
         inventory.claimed += len(stored)
         inventory.refused += len(refused)
-        common.counters["claimed_objects"] += len(stored)
+        common.counters["recovered_objects"] += len(stored)
         if refused:
             common.counters["refused_claims"] += len(refused)
             common.effects += common.reclaim.clean(refused)

@@ -58,7 +58,7 @@ class Membership:
         """The segments of each node, by its name."""
         self.dead_nodes = 0
         """Nodes that were declared dead, and neither left by themselves nor were dismissed."""
-        self.left_nodes = 0
+        self.departed_nodes = 0
         self.lost: list[MountedSegment] = []
         self.mounted: list[MountedSegment] = []
         self.effects: list[Effect] = []
@@ -287,7 +287,7 @@ class Membership:
 
     def on_shm_entry_report(self, node: JoinedNode, *, is_gone: bool) -> None:
         if is_gone and not node.shm_entry_missing:
-            self._log_event("node_entry_gone", node)
+            self._log_event("node_shm_entry_missing", node)
         node.shm_entry_missing = is_gone
 
     def leave(self, node: JoinedNode) -> None:
@@ -327,7 +327,7 @@ class Membership:
             self.effects.append(CloseSession(node.session, error))
             node.session = None
         if why == "left":
-            self.left_nodes += 1
+            self.departed_nodes += 1
         else:
             self.dead_nodes += 1
         node.departed = "drained" if node.draining and why == "left" else why

@@ -60,7 +60,7 @@ class NodeMessageHandler:
         if join.highest_epoch > common.epoch:
             self._check_later(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
-            common.effect(LogClusterEvent("epoch_not_believed", fields))
+            common.effect(LogClusterEvent("epoch_rejected", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
             mark = max(offer.removal_watermark for offer in join.segments)
@@ -82,10 +82,12 @@ class NodeMessageHandler:
         self._membership.on_heartbeat(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeHeartbeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
+            case calls.NodeHeartbeat(
+                number, shm_entry_missing, clock_ms, read_bytes, written_bytes
+            ):
                 node.ahead_ms = clock_ms - now_ms
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
-                self._membership.on_shm_entry_report(node, is_gone=entry_gone)
+                self._membership.on_shm_entry_report(node, is_gone=shm_entry_missing)
                 self._apply_membership_changes(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)
                 common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))

@@ -66,7 +66,7 @@ class WaitingPuts:
             owner.waiting += 1
         ticket = common.new_reply_id()
         self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
-        common.counters["waited_puts"] += 1
+        common.counters["queued_puts"] += 1
         return DeferredReply(ticket)
 
     def cancel(self, ticket: int) -> None:

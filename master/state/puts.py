@@ -473,7 +473,7 @@ class PutHandler:
 
     def _count_not_written(self, outcomes: bytearray) -> None:
         counters = self._common.counters
-        counters["found_puts"] += outcomes.count(PutOutcome.FOUND)
+        counters["duplicate_puts"] += outcomes.count(PutOutcome.FOUND)
         counters["overlapping_puts"] += outcomes.count(PutOutcome.BEING_WRITTEN)
 
     def _count_stored(self, objects: int, size: int) -> None:

@@ -64,7 +64,7 @@ class QueryHandler:
         """For how long each object that a call leased had not been used before. Of a matched chain,
         only the last object counts."""
         self._returning = returning
-        self._gathering = common.rules.gather_ms > 0
+        self._gathering = common.rules.inventory_wait_ms > 0
         """Whether misses may have to wait for inventories."""
         self._asking: deque[tuple[int, Caller, Question]] = deque()
         """Questions that wait for inventories, with their tickets and callers."""
@@ -304,7 +304,7 @@ class QueryHandler:
         under_way = self._returning.in_progress
         segments = self._common.pool.segments.values()
         joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
-        self._gathering = age_ms < self._common.rules.gather_ms and (
+        self._gathering = age_ms < self._common.rules.inventory_wait_ms and (
             age_ms < JOINING_MS or under_way
         )
         if self._asking and not self._gathering:

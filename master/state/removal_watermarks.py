@@ -91,7 +91,7 @@ class RemovalWatermarks:
         self._found = mark
         self._newest = max(self._newest, mark)
         fields = {"epoch": mark.epoch, "number": mark.counter}
-        common.effect(LogClusterEvent("mark_found", {"node": name, **fields}))
+        common.effect(LogClusterEvent("removal_watermark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
             older = [s for s in segments if s.offer.removal_watermark < mark and not s.offer.fresh]

@@ -17,7 +17,7 @@ class MasterRules:
     quarantine_ms: int = 20_000
     put_wait_max_ms: int = 30_000
     """The longest that a put may wait for space: three default leases."""
-    gather_ms: int = 0
+    inventory_wait_ms: int = 0
     """How long after the master's start misses may wait for nodes to report their objects."""
     node_patience_ms: int = 30_000
     """A living node that for so long has sent no claims, or has not carried out an order to wipe,

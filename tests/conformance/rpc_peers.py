@@ -174,13 +174,17 @@ class Server:
     """A ``RpcServers`` in a thread. Entering starts it; ``restart`` is on the same ports."""
 
     def __init__(
-        self, service: ScriptedService, *, settings: LaneSettings | None = None, spin_us: int = 0
+        self,
+        service: ScriptedService,
+        *,
+        settings: LaneSettings | None = None,
+        busy_poll_us: int = 0,
     ) -> None:
         self.service = service
         self.settings = settings
         self.endpoints: ListenAddresses
         self.carriers: RpcServers
-        self._spin_us = spin_us
+        self._spin_us = busy_poll_us
         self._ports = (0, 0)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop

@@ -393,7 +393,9 @@ def test_a_certificate_that_ends_soon_is_told_before(
         client = cluster.client()
         assert client.exists("k") is False
         assert client.exists("k") is False
-        lines = [each.message for each in caplog.records if "auth_ends_soon" in each.message]
+        lines = [
+            each.message for each in caplog.records if "certificate_expires_soon" in each.message
+        ]
         assert len(lines) == 1
         for server in (cluster.master_server, node):
-            assert "auth_ends_soon" in server.errors
+            assert "certificate_expires_soon" in server.errors

@@ -46,7 +46,7 @@ def test_a_node_whose_beat_dies_ends_and_its_memory_stays(memory: tuple[str, Pat
         port = master.stdout.readline().split()[3].split(":")[1]
         status, errors = run(NODE, name, f"127.0.0.1:{port}")
         assert status == EXIT_BROKEN
-        assert "background_died name=beat" in errors
+        assert "background_task_failed name=beat" in errors
         assert left.exists()
     finally:
         left.unlink(missing_ok=True)

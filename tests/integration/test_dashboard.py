@@ -33,7 +33,7 @@ from tests.support.processes import free_port
 from tests.support.wait import until
 
 VIEWS = ("overview", "nodes", "prefixes", "namespaces", "misses", "events")
-PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")
+PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/cluster-events", "/api/v1/fleet")
 
 PRINTABLE = "".join(map(chr, range(32, 127)))
 HOSTILE = {
@@ -77,7 +77,7 @@ def told(port: int, path: str) -> Any:
 
 
 def events(port: int) -> list[str]:
-    return [event for _, _, event, _ in told(port, "/api/v1/notices")["notices"]]
+    return [event for _, _, event, _ in told(port, "/api/v1/cluster-events")["notices"]]
 
 
 @pytest.fixture

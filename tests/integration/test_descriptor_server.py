@@ -91,7 +91,7 @@ def test_where_a_mapping_needs_all_namespaces_others_are_served_by_tcp(
     assert between.put("b", b"b") is STORED
     assert moved(between) == {"tcp"}
     assert not any(shm_of(narrow)._mappings.values())
-    assert node.errors.count("handover_refused status=NOT_ALL") == 1
+    assert node.errors.count("descriptor_request_refused status=NOT_ALL") == 1
     doctor = _doctor(cluster, identities.engine("narrow", OURS))
     assert "cannot be mapped: this identity may not read all namespaces" in doctor
     assert "its memory can be mapped, to read alone" in _doctor(

@@ -21,9 +21,9 @@ def test_a_removed_entry_is_told_and_costs_speed_alone(tmp_path: Path) -> None:
         assert not cluster.status().nodes[0].shm_entry_missing
         node.entry.unlink()
         until(lambda: cluster.status().nodes[0].shm_entry_missing)
-        assert node.errors.count("entry_gone") == 1
+        assert node.errors.count("shm_entry_missing") == 1
         assert "RemoveIPC" in node.errors
-        assert "node_entry_gone" in cluster.master_server.errors
+        assert "node_shm_entry_missing" in cluster.master_server.errors
         newcomer = cluster.client()
         for each in (client, newcomer):
             assert [each.get(key) for key in KEYS] == [key.encode() for key in KEYS]

@@ -122,7 +122,7 @@ def lead(cluster: Cluster, place: EtcdPlace, prefix: str) -> tuple[Server, str]:
     }
     server = cluster.launch(MASTER, settings)
     port = server.line(r"listening on \S*?:(\d+) \(gRPC\)")[1]
-    until(lambda: "leading epoch=" in server.errors or "standing_by" in server.errors)
+    until(lambda: "leading epoch=" in server.errors or "standby leader=" in server.errors)
     return server, f"127.0.0.1:{port}"
 
 
@@ -152,7 +152,7 @@ def test_a_member_that_hangs_costs_the_leader_nothing(
             member.signal(signal.SIGCONT)
         after = client.status()
     assert (after.epoch, after.leader) == (before.epoch, address)
-    assert dict(after.counters)["leads_lost"] == 0, server.errors
+    assert dict(after.counters)["leadership_lost"] == 0, server.errors
 
 
 # --- doctor ------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class HaCluster(Cluster):
         first = self.add_master()
         until(lambda: self.leader() == first)
         second = self.add_master()
-        until(lambda: "standing_by" in self.masters[second].errors)
+        until(lambda: "standby leader=" in self.masters[second].errors)
         return first, second
 
     def leader(self) -> str:
@@ -152,7 +152,7 @@ class HaCluster(Cluster):
 
         def last_said() -> bool:
             said = self.masters[master].errors
-            return said.rfind("standing_by") > said.rfind("stepped_down") > 0
+            return said.rfind("standby leader=") > said.rfind("stepped_down") > 0
 
         until(last_said)
 
@@ -293,7 +293,7 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
         errors = [decode_error(each[3]) for each in replies]
         assert all(isinstance(error, NotLeaderError) for error in errors), errors
     until(lambda: "stepped_down" in ha.masters[first].errors)
-    until(lambda: f"standing_by leader={second}" in ha.masters[first].errors)
+    until(lambda: f"standby leader={second}" in ha.masters[first].errors)
     ha.check_nothing_is_lost(client)
     assert client.status().leader == second
     # And it can lead again, under a new epoch.
@@ -444,7 +444,7 @@ def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
     first = ha.add_master(cluster="prod")
     until(lambda: ha.leader() == first)
     second = ha.add_master()
-    until(lambda: "standing_by" in ha.masters[second].errors)
+    until(lambda: "standby leader=" in ha.masters[second].errors)
     etcd = f"127.0.0.1:{ha.relays[first].port}"
     refused = ha.launch(MASTER, ha.settings | {"etcd": etcd, "cluster": "test"})
     assert refused.wait() == 1
@@ -471,7 +471,7 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
     status = run_python(*KVSTORE, "status", "--master", second, within_s=30, check=True)
     assert f"leader {first} (found by {second})" in status.stdout
     counters = dict(ha.client().status().counters)
-    assert (counters["elections_won"], counters["leads_lost"]) == (1, 0)
+    assert (counters["elections_won"], counters["leadership_lost"]) == (1, 0)
 
 
 def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer) -> None:
@@ -481,17 +481,17 @@ def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer)
         first = cluster.add_master(http_port=free_port())
         until(lambda: cluster.leader() == first)
         second = cluster.add_master(http_port=free_port())
-        until(lambda: "standing_by" in cluster.masters[second].errors)
+        until(lambda: "standby leader=" in cluster.masters[second].errors)
         leader, standby = (http_port_of(cluster.masters[each]) for each in (first, second))
         assert get(leader, "/readyz") == (200, "leads\n")
         assert get(standby, "/readyz") == (200, f"stands by; {first} leads\n")
-        assert metric(standby, "kvstore_master_leads") == 0
+        assert metric(standby, "kvstore_master_is_leader") == 0
         assert metric(standby, "kvstore_nodes", state="alive") is None
 
         cluster.masters[first].kill()
 
         until(lambda: get(standby, "/readyz") == (200, "leads\n"))
-        assert metric(standby, "kvstore_master_leads") == 1
+        assert metric(standby, "kvstore_master_is_leader") == 1
         etcd.stop()
         until(lambda: get(standby, "/readyz").status == 503)
         assert get(standby, "/healthz").status == 200

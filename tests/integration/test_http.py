@@ -171,7 +171,9 @@ def test_prometheus_scrapes_it(served: tuple[Cluster, int], tmp_path: Path) -> N
 
             def found() -> bool:
                 with contextlib.suppress(OSError):
-                    return '"value"' in get(mine, "/api/v1/query?query=kvstore_master_leads").text
+                    return (
+                        '"value"' in get(mine, "/api/v1/query?query=kvstore_master_is_leader").text
+                    )
                 return False
 
             until(found, within_s=60)

@@ -66,7 +66,7 @@ def test_a_master_whose_output_is_not_read_serves(cluster: Cluster, tmp_path: Pa
         with cluster.client() as client:
             client.put("key", b"value")
             assert client.get("key") == b"value"
-        until(lambda: metric(port, "kvstore_master_log_lines_left_out_total"))
+        until(lambda: metric(port, "kvstore_master_log_lines_suppressed_total"))
         os.kill(child_of(master), signal.SIGKILL)  # said in the log, too
         until(lambda: _answers(port))
 

@@ -55,7 +55,7 @@ def says(server: Server, event: str) -> None:
 def restarted(cluster: Cluster, node: Node, **settings: str) -> Node:
     """The same node, started again, once the master knows all that it holds."""
     again = cluster.node(name=node.name, **settings)
-    says(again, "inventory_told")
+    says(again, "inventory_reported")
     return again
 
 
@@ -72,7 +72,7 @@ def test_a_killed_master_knows_everything_again(cluster: Cluster) -> None:
     kill_master(cluster)
     cluster.master()
     check(cluster)  # at once: what would be a miss waits for the nodes
-    assert counter(cluster, "claimed_objects") == len(KEYS) + len(CHAIN)
+    assert counter(cluster, "recovered_objects") == len(KEYS) + len(CHAIN)
     assert counter(cluster, "refused_claims") == 0
     client = cluster.client()
     assert client.put("new", b"x", wait_ms=SHORT["lease_ms"] + 500) is STORED

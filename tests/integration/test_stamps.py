@@ -38,13 +38,13 @@ def test_a_killed_master_and_a_killed_node_find_everything_again(
     kill_master(cluster)
     cluster.master()
     check(cluster)
-    assert counter(cluster, "claimed_objects") == count
+    assert counter(cluster, "recovered_objects") == count
     node.kill()
     kill_master(cluster)
     cluster.master()
     again = restarted(cluster, node)
     check(cluster)
-    assert "unstamped_headers" not in node.errors + again.errors
+    assert "headers_without_mac" not in node.errors + again.errors
     again.kill()
     restarted(cluster, again)
     check(cluster)

@@ -145,7 +145,7 @@ def test_what_is_described_is_what_is_served(store: Store) -> None:
         ("post", UNDRAIN_PATH): [("", {"node": node}), ("", {"node": "none"})],
         ("get", "/api/v1/status"): [("", None)],
         ("get", "/api/v1/history"): [("", None)],
-        ("get", "/api/v1/notices"): [("", None), ("?after=x", None)],
+        ("get", "/api/v1/cluster-events"): [("", None), ("?after=x", None)],
         ("get", "/api/v1/fleet"): [("", None)],
         ("get", "/api/v1/why"): [("", None), ("?namespace=none", None)],
         ("get", "/api/v1/traffic"): [("", None)],

@@ -171,7 +171,7 @@ def test_rows_without_a_namespace_are_refused() -> None:
     state = MasterState(epoch=EPOCH)
     took(state, 0, 1, RETURNS)
     took(state, 0, 1, node_pb2.NodeMessage(claims=claim).SerializeToString())
-    assert not state.counters["claimed_objects"]
+    assert not state.counters["recovered_objects"]
 
 
 def test_what_comes_back_costs_what_it_holds_not_what_it_could() -> None:
@@ -188,6 +188,6 @@ def test_what_comes_back_costs_what_it_holds_not_what_it_could() -> None:
         taken, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert state.counters["claimed_objects"] == 1
+    assert state.counters["recovered_objects"] == 1
     assert peak < 200_000, taken
     assert state.report.stat_object(0, ASKED).version == Version(EPOCH - 1, 1)

@@ -39,7 +39,7 @@ RULES = MasterRules(
     put_deadline_ms=6_000,
     quarantine_ms=2_000,
     put_wait_max_ms=6_000,
-    gather_ms=600,
+    inventory_wait_ms=600,
     heartbeat_ms=100,
     liveness=LivenessRules(suspect_ms=400, dead_ms=1_200),
     repair=RepairRules(

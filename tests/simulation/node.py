@@ -271,7 +271,7 @@ class Node:
         self._untold = self._unverified = False
         self._oracle.note(f"{self.name} told {len(found)} objects")
 
-    async def _beat(self, link: End, beat_ms: int) -> None:
+    async def _beat(self, link: End, heartbeat_ms: int) -> None:
         number = 0
         while True:
             number += 1
@@ -279,7 +279,7 @@ class Node:
                 link.send(encode_node_message(NodeHeartbeat(number)))
             except BrokenStreamError:
                 return
-            await self.process.sleep(beat_ms * MS)
+            await self.process.sleep(heartbeat_ms * MS)
 
     @staticmethod
     def _decoded(tagged: tuple[str, bytes]) -> MasterMessage:

@@ -288,7 +288,7 @@ class Oracle:
         complete = state_access.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
-        replicas = state.counters["claimed_objects"] + state.counters["repaired_objects"]
+        replicas = state.counters["recovered_objects"] + state.counters["repaired_objects"]
         if replicas != self._claimed:  # further ones may be known
             self._claimed = replicas
             self._places.update(

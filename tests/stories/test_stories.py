@@ -64,7 +64,7 @@ def killed(cluster: Cluster) -> Server:
 def started_again(cluster: Cluster, node: Node) -> Node:
     """On the memory that it left behind, once the master knows what is in it."""
     again = cluster.node(name=node.name)
-    until(lambda: "inventory_told" in again.errors)
+    until(lambda: "inventory_reported" in again.errors)
     return again
 
 

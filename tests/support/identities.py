@@ -21,7 +21,7 @@ ENGINE: Final = CertificateRequest("e", ("engine",), ("llama/*",), ("llama/*",))
 
 
 def authority() -> certificates.SigningAuthority:
-    return certificates.new_authority(NOW)
+    return certificates.new_ca(NOW)
 
 
 def content(

@@ -198,13 +198,13 @@ class ParentMaster:
         of_both = measured["counters"] | {
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
-        refused = measured["shares_refused"]
+        refused = measured["identity_limit_refusals"]
         if self._requests is not None:
             refused = refused | {self._requests.name: self._requests.refusals()}
         files = measured["files_refused"]
         files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
         measured = measured | {
-            "counters": of_both, "shares_refused": refused, "files_refused": files,
+            "counters": of_both, "identity_limit_refusals": refused, "files_refused": files,
         }  # fmt: skip
         return await asyncio.to_thread(
             exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme

@@ -152,7 +152,7 @@ class Dashboard:
 
     @endpoint(
         "GET",
-        "/api/v1/notices",
+        "/api/v1/cluster-events",
         {200: "Those after a number."},
         is_of_all=True,
         has_own_bounds=True,

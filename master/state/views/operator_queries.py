@@ -171,7 +171,7 @@ def _counters(common: StateContext) -> list[calls.Counter]:
         "pinned_objects": pool.pins.objects,
         "pinned_bytes": pool.pins.size,
         "dead_nodes": common.membership.dead_nodes,
-        "left_nodes": common.membership.left_nodes,
+        "departed_nodes": common.membership.departed_nodes,
     }
     return [calls.Counter(name, value) for name, value in counters.items()]
 

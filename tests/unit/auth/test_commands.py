@@ -81,7 +81,7 @@ def there(kv: Shell) -> Shell:
     return kv
 
 
-FOLDER = Path("kvstore-authority")
+FOLDER = Path("kvstore-ca")
 ENGINE = ("--role", "engine", "--namespace", "llama/*")
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_issued(there: Shell, words: list[str], says: str) -> Non
 
 def test_a_broken_authority_is_told(kv: Shell) -> None:
     issue = ("issue", "e", *ENGINE)
-    assert "kvstore-authority/ca.key cannot be read" in kv.refused(*issue)
+    assert "kvstore-ca/ca.key cannot be read" in kv.refused(*issue)
     kv.done("init")
     kv.done("init", "--authority", "other")
     key = FOLDER / "ca.key"
@@ -291,7 +291,7 @@ def test_revoke_adds_the_numbers_of_a_name_or_one_number(there: Shell) -> None:
     for name, folder in (("e", "e1"), ("e", "e2"), ("f", "f1"), ("f", "f2")):
         there.done("issue", name, *ENGINE, "--folder", folder)
     (FOLDER / "revoked").write_text("# by hand\n0a0b")
-    assert "Copy kvstore-authority/revoked to" in there.done("revoke", "e")
+    assert "Copy kvstore-ca/revoked to" in there.done("revoke", "e")
     there.done("revoke", identity_in("f2").number)
     there.done("revoke", "e")
     file = RevocationList(str(FOLDER / "revoked"))

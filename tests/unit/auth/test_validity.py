@@ -87,7 +87,7 @@ def test_a_process_says_it_once_a_day(
     found.warn_if_expiring()
     found.warn_if_expiring()
     [line] = said(caplog)
-    assert line.startswith(f"auth_ends_soon file={found.path} until='20")
+    assert line.startswith(f"certificate_expires_soon file={found.path} until='20")
     assert " days=19: issue another one" in line
     now += DAY_S - 1
     found.warn_if_expiring()
@@ -100,7 +100,7 @@ def test_a_process_says_it_once_a_day(
     now += DAY_S
     found.warn_if_expiring()
     [line] = said(caplog)
-    assert line.startswith("auth_ended ")
+    assert line.startswith("certificate_expired ")
 
     valid(days_ago=0)
     now += DAY_S

@@ -487,6 +487,6 @@ def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
     first = lookups.request("r", hashes(1))
     assert answered(lookups, first) == 0
     assert first.failed
-    assert "lookups_died" in caplog.text
+    assert "lookup_thread_failed" in caplog.text
     assert answered(lookups, lookups.request("s", hashes(1))) == 0
     assert isinstance(lookups.run_on_thread(lambda: 7).exception(LONG_S), ClosedError)

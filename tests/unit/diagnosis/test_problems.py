@@ -79,7 +79,7 @@ LATE = measured(counters={}, late_us=histogram(*[200_000.0] * 10))
 FULL = node(used=(1 << 30) - 5)
 
 CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
-    ("bad", "KvstoreNodeAlone", "No node has joined: nothing can be stored.", store(status())),
+    ("bad", "KvstoreNodeNotJoined", "No node has joined: nothing can be stored.", store(status())),
     ("bad", "KvstoreNodeSuspect", "Node b (10.0.0.8:50003) is suspect: not heard of for 2.3 s",
      store(status(node("b", "suspect")))),
     ("bad", "KvstoreNodeDead", "is dead: its objects are gone.", store(status(node("b", "dead")))),
@@ -109,21 +109,21 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("warning", "KvstoreMemoryPinned",
      "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)",
      store(pinned(710 << 20, 1, 400, 9, 300))),
-    ("warning", "KvstoreMemoryHeld", "quarantine: 512 MiB",
+    ("warning", "KvstoreMemoryNotReusable", "quarantine: 512 MiB",
      store(status(node(quarantined=1 << 29)))),
-    ("warning", "KvstoreMemoryHeld", "awaits its reclaim: 512 MiB",
+    ("warning", "KvstoreMemoryNotReusable", "awaits its reclaim: 512 MiB",
      store(status(node(reclaim=1 << 29)))),
-    ("warning", "KvstoreEvictionsTooYoung", "The pool is full",
+    ("warning", "KvstoreEvictionAgeLow", "The pool is full",
      store(status(FULL), after(now=YOUNG))),
-    ("warning", "KvstoreLoopSlow", "loop is slow", store(status(node()), after(now=LATE))),
-    ("warning", "KvstoreRefusals", "1,020 calls refused: without an identity",
+    ("warning", "KvstoreEventLoopLag", "loop is slow", store(status(node()), after(now=LATE))),
+    ("warning", "KvstoreAuthRejections", "1,020 calls refused: without an identity",
      store(status(node()), after(refused=1020))),
     ("bad", "KvstorePutsRefused", "2 puts found no room in the last 10 min: the master or the "
      "nodes had just started, and did not give out memory yet.",
      store(status(node()), after(refused_restarted=2))),
-    ("warning", "KvstoreRefusals", "1 call refused", of_a_status(status(node(), refused=1))),
+    ("warning", "KvstoreAuthRejections", "1 call refused", of_a_status(status(node(), refused=1))),
     ("bad", "KvstoreNoLeader", "No master leads", standby_problems("")),
-    ("bad", "KvstoreIdentityEnds", "has ended", of_identity(ValidityPeriod(0, 9), 10_000)),
+    ("bad", "KvstoreCertificateExpiring", "has ended", of_identity(ValidityPeriod(0, 9), 10_000)),
     ("warning", "KvstoreHitRatioLow", "dtype: bfloat16 writes, float16 asks",
      of_engines([writes("vllm/a"), asks("vllm/b")], [record("a"), record("b", dtype="float16")])),
 ]  # fmt: skip

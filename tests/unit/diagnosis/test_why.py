@@ -109,7 +109,7 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
     ("nothing", [space(FLEET_NAMESPACE, 3)], {}, "", ""),
     ("nothing", [space("acme/vllm-fleet", 3)], {}, "", ""),
     ("no_node", [asks("n")], {"nodes": 0}, "", "kvstore-node"),
-    ("guesses", [asks(DRAFT)], {}, "0 of 8 asked pages", ""),
+    ("draft_pages", [asks(DRAFT)], {}, "0 of 8 asked pages", ""),
     ("other_engine", [writes("vllm/a"), asks("sglang/b")],
      {"records": [record("a"), record("b", engine="sglang")]}, "different engines", "one kind"),
     ("other_tenant", [writes("acme/vllm/a"), asks("vllm/a")],
@@ -122,7 +122,7 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
     ("only_readers", [asks("vllm/a/g0/draft-0123")], {}, "", ""),
     ("only_writers", [writes("n")], {}, "prefill writes n, and no client asks", "kv_consumer"),
     ("no_traffic", [space("n", 5)], {}, "5 objects in n", ""),
-    ("put_fails", [space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1)], {},
+    ("puts_fail", [space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1)], {},
      "64 keys", "kvstore status"),
     ("other_namespace", [writes("x", who="p"), both("y")], {"elsewhere": {"y": "x"}},
      "asked for in y is stored in x", "give both the same"),
@@ -139,8 +139,10 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
      {"records": [record("a"), record("b", dtype="float16")], "namespace": "vllm/b"}, "", ""),
     ("perhaps_evicted", [both("n", 61, evicted=19, none=4)], {}, "19 evicted, the last 0.0 s ago",
      "PYTHONHASHSEED"),
-    ("gone", [both("n", 0, none=1)], {}, "8 objects put into n, and none is left", "kvstore rm"),
-    ("too_early", [both("n", none=1, misses=[miss(present=True)])], {}, "before they were put", ""),
+    ("removed_or_lost", [both("n", 0, none=1)], {}, "8 objects put into n, and none is left",
+     "kvstore rm"),
+    ("read_before_put", [both("n", none=1, misses=[miss(present=True)])], {},
+     "before they were put", ""),
     ("other_keys", [both("n", none=3)], {}, "the first key of 3 of 3", "PYTHONHASHSEED"),
     ("other_keys", [ALONE], {}, "", "salt and adapter."),
     ("other_keys", [both("n", none=3, misses=[miss(b"m" * 16)])], {},
@@ -169,7 +171,7 @@ def test_a_cause_has_its_code_words_and_advice(
     assert (cause.code, text in cause.text, advice in cause.remedy) == (code, True, True), cause
     assert "{" not in cause.text + cause.remedy
     assert cause.remedy or not cause.is_problem
-    seldom = {"guesses", "no_traffic", "few_hits", "fine"}
+    seldom = {"draft_pages", "no_traffic", "few_hits", "fine"}
     ends_well = code == "prefix_ends" and any(row.found for row in spaces[0].readers)
     assert cause.is_problem == (code not in seldom and not ends_well)
 

@@ -72,7 +72,7 @@ def test_an_epoch_that_is_not_believed_ends_no_term(new_cluster: NewCluster) -> 
     state.work(cluster.now_ms)
 
     assert not outrun_by(state)
-    assert state.counters["claimed_objects"] == 1, "the other one is served"
+    assert state.counters["recovered_objects"] == 1, "the other one is served"
 
 
 def test_a_node_whose_epoch_is_not_believed_joins_without_what_it_has_of_it() -> None:

@@ -185,7 +185,7 @@ def test_nonsense_is_refused_and_counted_and_the_rest_believed(
 
     assert cluster.present("axb") == "ab"
     assert cluster.state.counters["refused_claims"] == 1
-    assert cluster.state.counters["claimed_objects"] == 2
+    assert cluster.state.counters["recovered_objects"] == 2
     assert [at for _, order in cluster.orders for at in order.offsets] == [bad.offset]
 
 
@@ -332,7 +332,9 @@ def test_memory_that_was_believed_too_early_joins_again(new_cluster: NewCluster)
 
     cluster.join("two", again=True, mark=MARK)
     told = {"node": "two", "epoch": MARK.epoch, "number": MARK.counter}
-    assert [each.fields for each in cluster.noted if each.event == "mark_found"] == [told]
+    assert [each.fields for each in cluster.noted if each.event == "removal_watermark_found"] == [
+        told
+    ]
     assert cluster.present("a") == ""
     assert "one" not in cluster.states()
     cluster.join("one", again=True, tells=False, mark=Version(EPOCH, 1))
@@ -381,7 +383,7 @@ def test_nothing_is_removed_before_the_first_node_has_joined(new_cluster: NewClu
 
 
 def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=MasterRules(gather_ms=3_000))
+    cluster = new_cluster(rules=MasterRules(inventory_wait_ms=3_000))
     request = calls.Lookup(NAMESPACE, [Key(b"a")])
     asked = cluster.state.asking.find(cluster.now_ms, request)
     assert isinstance(asked, DeferredReply)
@@ -397,7 +399,7 @@ def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> No
 
 
 def test_a_new_store_does_not_wait(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=MasterRules(gather_ms=3_000), one=8)
+    cluster = new_cluster(rules=MasterRules(inventory_wait_ms=3_000), one=8)
 
     reply = cluster.state.asking.find(cluster.now_ms, calls.Exists(NAMESPACE, [Key(b"a")]))
 

@@ -333,7 +333,7 @@ def test_what_a_node_says_is_taken_in_by_short_steps() -> None:
     ]
     with counted() as steps:
         world.tell("one", *claims)
-    assert world.state.counters["claimed_objects"] == CLAIMS_PER_MESSAGE_MAX
+    assert world.state.counters["recovered_objects"] == CLAIMS_PER_MESSAGE_MAX
     assert max(steps.values()) < LINES_MAX, steps
 
 

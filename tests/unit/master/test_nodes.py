@@ -163,7 +163,7 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
         cluster.say("one", calls.NodeHeartbeat(1, shm_entry_missing=is_gone))
         check_invariants(cluster.state)
 
-    assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
+    assert cluster.notices == ["node_shm_entry_missing", "node_shm_entry_missing"]
 
 
 def test_what_was_moved_is_told_of_each_node(new_cluster: NewCluster) -> None:

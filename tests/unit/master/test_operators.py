@@ -143,5 +143,5 @@ def test_objects_that_a_put_need_not_write_are_counted(new_cluster: NewCluster) 
     cluster.put("ab")
     cluster.start("c")
     cluster.start("abcd")
-    assert cluster.state.counters["found_puts"] == 2
+    assert cluster.state.counters["duplicate_puts"] == 2
     assert cluster.state.counters["overlapping_puts"] == 1

@@ -136,7 +136,10 @@ def test_a_refusal_names_identity_and_limit(port: Port, caplog: pytest.LogCaptur
         port.limiter.acquire(0, "decode-7")
     expected = "port: identity decode-7 has reached its limit: 30 of 60 slots in use, 30 free"
     assert str(caught.value).startswith(expected)
-    assert "share_refused door=port identity=decode-7 held=30 free=30 count=1" in caplog.text
+    assert (
+        "identity_limit_reached endpoint=port identity=decode-7 held=30 free=30 count=1"
+        in caplog.text
+    )
 
 
 def test_of_many_names_the_later_ones_are_counted_as_one(port: Port) -> None:

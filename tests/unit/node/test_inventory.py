@@ -169,7 +169,7 @@ def test_only_what_is_stamped_is_told(
     write(stamped, 4, "b", counter=2)
     with caplog.at_level(logging.WARNING, "kvstore.node"):
         assert told(inventory.build_inventory(stamped)) == "a"
-    assert f"unstamped_headers node={stamped.node} count=1" in caplog.text
+    assert f"headers_without_mac node={stamped.node} count=1" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "kvstore.node"):
         assert told(inventory.build_inventory(stamped)) == "a"

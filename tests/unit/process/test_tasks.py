@@ -31,7 +31,7 @@ def test_the_death_of_a_task_is_logged_and_told(caplog: pytest.LogCaptureFixture
     (error,) = asyncio.run(main())
     assert isinstance(error, BugError)
     (record,) = caplog.records
-    assert record.getMessage() == "background_died name=tick error=BugError('why')"
+    assert record.getMessage() == "background_task_failed name=tick error=BugError('why')"
     assert record.exc_info
 
 
@@ -43,7 +43,7 @@ def test_the_death_of_a_thread_is_logged_and_told(caplog: pytest.LogCaptureFixtu
 
     tasks.start_thread("kvstore-leases", work, died=told.append).join(10)
     assert [type(error) for error in told] == [BugError]
-    assert "background_died name=kvstore-leases" in caplog.text
+    assert "background_task_failed name=kvstore-leases" in caplog.text
     assert "Traceback" in caplog.text
 
 
@@ -61,7 +61,7 @@ def test_threads_and_callbacks_that_were_started_otherwise(
     thread.start()
     thread.join(10)
     assert told == ["other x"]
-    assert "background_died name=other" in caplog.text
+    assert "background_task_failed name=other" in caplog.text
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -19,4 +19,4 @@ def test_the_proxy_ends_with_a_status_of_its_own_when_its_health_checks_die(
     monkeypatch.setattr(HealthChecks, "run", dies)
     monkeypatch.setattr(main, "GRACE_S", 0.0)
     assert main.run(ProxyConfig(port=0)) == EXIT_BROKEN
-    assert "background_died name=health checks error=RuntimeError('a bug')" in caplog.text
+    assert "background_task_failed name=health checks error=RuntimeError('a bug')" in caplog.text

@@ -254,19 +254,19 @@ const WORDS = {
   node_undrained: (f) => `Node ${f.node} gets new objects again`,
   node_unreachable: (f) => `The master cannot connect to node ${f.node}: ${f.reason}`,
   node_reachable: (f) => `The master can connect to node ${f.node} again`,
-  node_entry_gone: (f) => `The entry of node ${f.node} in /dev/shm is gone: new clients use tcp`,
+  node_shm_entry_missing: (f) => `The entry of node ${f.node} in /dev/shm is gone: new clients use tcp`,
   node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
   inventory_done: (f) => `Node ${f.node} has told which objects it holds: ${amount(f.claimed, "object")} it has${f.refused ? `, ${amount(f.refused, "object")} it may not keep` : ""}`,
-  mark_found: (f) => `Node ${f.node} was there when master ${f.epoch} removed objects: memory that was away is emptied`,
+  removal_watermark_found: (f) => `Node ${f.node} was there when master ${f.epoch} removed objects: memory that was away is emptied`,
   puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} did not end before the deadline; the memory is in quarantine`,
   replicas_missing: (f) => `${amount(f.objects, "object")} with fewer replicas than were asked for; ${f.repaired.toLocaleString("en")} copied`,
   tenants_changed: (f) => `The file of tenants has changed: ${amount(f.tenants, "tenant")}, ${bytes(f.guarantee)} guaranteed in all`,
   guarantees_exceed_pool: (f) => `Tenants are guaranteed ${bytes(f.guarantee)}, and the store has ${bytes(f.pool)}`,
-  epoch_not_believed: (f) => `Node ${f.node} knows a later term (${f.epoch}) that is not believed`,
+  epoch_rejected: (f) => `Node ${f.node} knows a later term (${f.epoch}) that is not believed`,
 };
-const BAD_EVENTS = ["node_dead", "node_stream_broken", "node_unreachable", "node_entry_gone", "corrupt_object"];
-const WARNING_EVENTS = ["node_reported", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_not_believed"];
+const BAD_EVENTS = ["node_dead", "node_stream_broken", "node_unreachable", "node_shm_entry_missing", "corrupt_object"];
+const WARNING_EVENTS = ["node_reported", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_rejected"];
 
 const amount = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
 
@@ -355,7 +355,7 @@ const POLLS = [
     showCalls(history.calls);
   } },
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
-    showEvents(await ask(`api/v1/notices?after=${told.last}`));
+    showEvents(await ask(`api/v1/cluster-events?after=${told.last}`));
   } },
   { every: FLEET_MS, wanted: () => ["prefixes", "namespaces", "misses"].includes(view) && status?.leads !== false, run: async () => {
     showFleet((await ask("api/v1/fleet")).models);
