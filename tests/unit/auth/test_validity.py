@@ -71,7 +71,7 @@ def test_the_times_are_those_of_the_certificate(until: datetime, names: int) -> 
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    lines = [each.getMessage() for each in caplog.records if "auth_end" in each.getMessage()]
+    lines = [each.getMessage() for each in caplog.records if "certificate_" in each.getMessage()]
     caplog.clear()
     return lines
 
