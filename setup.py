@@ -31,7 +31,7 @@ MYPY = """
 [mypy]
 ignore_missing_imports = True
 follow_imports = skip
-[mypy-kvstore.calls.*,kvstore.errors,kvstore.histograms,kvstore.packed_keys,kvstore.limits,kvstore.memory.header,kvstore.no_space_messages]
+[mypy-kvstore.calls.*,kvstore.errors,kvstore.runtime.histograms,kvstore.native.packed_keys,kvstore.limits,kvstore.memory.header,kvstore.calls.no_space_messages]
 follow_imports = normal
 [mypy-kvstore.native.*,kvstore.master.state.*]
 follow_imports = normal

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from bench import mooncake
 from bench.tables import DROP_IN, NATIVE_SHM
 from kvstore.bench.kvstore_driver import KVStoreDriver
@@ -47,7 +47,7 @@ class HiCacheDriver(StoreDriver):
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
             self._ours = KVStoreDriver(address, "shm", 1)
             if mode == DROP_IN:
-                kvstore.mooncake_shim.install()
+                kvstore.connectors.mooncake_shim.install()
         self._tokens = memory_bytes // TOKEN_BYTES
         self._pool = _host_pool(2 * self._tokens)
         whole = self._pool.kv_buffer.view(-1).view(torch.uint8).numpy()

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from bench import mooncake
 from kvstore.bench.kvstore_driver import KVStoreDriver
 from kvstore.bench.session import (
@@ -52,7 +52,7 @@ class LMCacheDriver(StoreDriver):
         os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
         if not on_mooncake:
             os.environ["KVSTORE_CLIENT_TRANSPORTS"] = mode
-            kvstore.mooncake_shim.install()
+            kvstore.connectors.mooncake_shim.install()
         self.source, self._target = memory(memory_bytes)
         self._settings = _settings(address)
         # This client knows when the memory of removed objects is free.

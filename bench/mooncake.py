@@ -24,7 +24,7 @@ from kvstore.bench.processes import Children, Program, Servers, connects, free_p
 from kvstore.bench.session import EXIST, GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import Bytes, fill_randomly, memory, require
 from kvstore.errors import NoSpaceError, StartupError
-from kvstore.process import interpreter
+from kvstore.runtime import interpreter
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 DEBIAN = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"

@@ -17,12 +17,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvstore import calls
 from kvstore.client import fork_support
 from kvstore.client.client import Client
-from kvstore.clock import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError
-from kvstore.process.cancellation import CancelToken
-from kvstore.process.tasks import CLOSE_S, Job, ThreadPool
+from kvstore.runtime.cancellation import CancelToken
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tasks import CLOSE_S, Job, ThreadPool
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")

@@ -34,15 +34,15 @@ from kvstore.client.values import (
     import_torch,
     writable,
 )
-from kvstore.clock import uptime
 from kvstore.config import ClientConfig, load, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
 from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, check_namespace
 from kvstore.memory.process_memory import cuda_device_at, memory_at
-from kvstore.network.addresses import join_address, shown_place, split_address
-from kvstore.packed_keys import packed_keys
-from kvstore.process.cancellation import CallCancelledError, CancelToken, current
-from kvstore.process.child_process import start_master
+from kvstore.native.packed_keys import packed_keys
+from kvstore.runtime.addresses import join_address, shown_place, split_address
+from kvstore.runtime.cancellation import CallCancelledError, CancelToken, current
+from kvstore.runtime.child_process import start_master
+from kvstore.runtime.clock import uptime
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.auth.data_port_tls import ClientTls
 from kvstore.client import fork_support
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
@@ -20,12 +19,13 @@ from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import ViewManager
 from kvstore.client.rpc.stub import MasterStub
 from kvstore.client.transport_selector import TransportSelector
-from kvstore.clock import uptime
 from kvstore.config import ClientConfig
-from kvstore.network.host import address_towards, host_id
-from kvstore.process import descriptors
-from kvstore.process.child_process import Child, start_node
-from kvstore.process.tasks import Job, start_from_finalizer, uninterrupted
+from kvstore.runtime import descriptors
+from kvstore.runtime.child_process import Child, start_node
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import address_towards, host_id
+from kvstore.runtime.tasks import Job, start_from_finalizer, uninterrupted
+from kvstore.security.data_port_tls import ClientTls
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -63,7 +63,7 @@ class MasterHTTP(NamedTuple):
     address: str
     """``host:port``; empty: it serves no HTTP."""
     has_events: bool
-    """Whether events are served there (``kvstore.web.events.sse_client``)."""
+    """Whether events are served there (``kvstore.client.sse_client``)."""
 
 
 class ClientStats(NamedTuple):

@@ -9,8 +9,8 @@ from prometheus_client.registry import Collector
 
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.client import Client
-from kvstore.metrics.exposition import Rows, metric
-from kvstore.metrics.families import CLIENT
+from kvstore.http.exposition import Rows, metric
+from kvstore.http.families import CLIENT
 
 
 class ClientMetrics(Collector):

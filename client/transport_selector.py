@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
 from kvstore.client import fork_support
 from kvstore.client.devices import ClientDevices
@@ -26,8 +25,9 @@ from kvstore.errors import (
     without_frames,
 )
 from kvstore.memory.process_memory import address_of
-from kvstore.process.cancellation import CancelToken, current
-from kvstore.process.tasks import CLOSE_S, Job, ThreadPool, join_all, start_thread
+from kvstore.runtime.cancellation import CancelToken, current
+from kvstore.runtime.tasks import CLOSE_S, Job, ThreadPool, join_all, start_thread
+from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport import tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.common import invalid_range, segment_gone

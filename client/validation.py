@@ -20,7 +20,6 @@ import numpy as np
 from kvstore.client.values import Buffer, Payload, Storable, writable
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, InvalidArgumentError
-from kvstore.formatting import key_text
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     MATCH_KEYS_MAX,
@@ -32,6 +31,7 @@ from kvstore.limits import (
 )
 from kvstore.memory.mapping import is_shown
 from kvstore.native import steps
+from kvstore.runtime.formatting import key_text
 
 if TYPE_CHECKING:
     import torch

@@ -51,7 +51,7 @@ def _note_packing() -> None:
     def noted(layer: Any, remove_weight: bool) -> None:
         config = get_current_vllm_config_or_none()
         if config is None or config.kv_transfer_config is not None:
-            from kvstore.connectors.vllm.weights import PACKED, summary
+            from kvstore.connectors.vllm.weights.weight_monitor import PACKED, summary
 
             setattr(layer, PACKED, summary(layer.weight))
         pack(layer, remove_weight)
@@ -83,7 +83,7 @@ def _note_workers() -> None:
 def _note_files(loader: Any) -> None:
     """Lets loaders of this class keep, with the model, the state of each file before they read it:
     at any time later it may be another one."""
-    from kvstore.fingerprint import LOADED, LoadedFiles
+    from kvstore.connectors.common.fingerprint import LOADED, LoadedFiles
 
     begin, choose = loader.get_all_weights, loader._prepare_weights
     if hasattr(begin, "__wrapped__"):

@@ -4,10 +4,9 @@
     python deploy/generate.py --check                # writes nothing, fails if outdated
     python deploy/generate.py --to FOLDER --runbook https://wiki.example/kvstore
 
-The rows of ``kvstore.diagnostics`` and ``deploy/grafana/kvstore.json`` are the sources. By default
-the runbook of an alert is the page that a master serves; ``--runbook`` names another page with the
-same anchors, and then ``--to`` is the folder of the files.
-"""
+The rows of ``kvstore.console.diagnostics`` and ``deploy/grafana/kvstore.json`` are the sources. By
+default the runbook of an alert is the page that a master serves; ``--runbook`` names another page
+with the same anchors, and then ``--to`` is the folder of the files."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from kvstore.diagnostics.rows import RECORDS, ROWS, Row
+from kvstore.console.diagnostics.rows import RECORDS, ROWS, Row
 
 DEPLOY: Final = Path(__file__).resolve().parent
 DASHBOARD: Final = DEPLOY / "grafana/kvstore.json"
@@ -33,7 +32,7 @@ SERVED: Final = (
 or HTTPS as that master serves it."""
 
 HEAD: Final = """\
-# By deploy/generate.py, from kvstore/diagnostics/rows.toml. In prometheus.yml:
+# By deploy/generate.py, from kvstore/console/diagnostics/rows.toml. In prometheus.yml:
 #
 #     rule_files: [alerts.yml]
 #
@@ -42,8 +41,8 @@ HEAD: Final = """\
 """
 
 RULE: Final = """\
-# By deploy/generate.py, from kvstore/diagnostics/rows.toml. For the Prometheus operator; not in
-# kustomization.yaml, because its kind must exist in the cluster. If your Prometheus has a
+# By deploy/generate.py, from kvstore/console/diagnostics/rows.toml. For the Prometheus operator;
+# not in kustomization.yaml, because its kind must exist in the cluster. If your Prometheus has a
 # ruleSelector (kube-prometheus-stack: the label release), add its labels.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule

@@ -131,7 +131,7 @@ PROTOCOL_VERSION = 1
 """The version of the control protocol (gRPC and lane)."""
 
 DATA_PROTOCOL_VERSION = 1
-"""The version of the data protocol (``kvstore.network.tcp_protocol``)."""
+"""The version of the data protocol (``kvstore.runtime.tcp_protocol``)."""
 
 
 def plausible_epoch_max(wall_clock_ms: int) -> int:

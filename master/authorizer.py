@@ -19,11 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from kvstore.auth import permissions
-from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
-from kvstore.auth.holder_ids import holder_by, holder_of
-from kvstore.auth.identity import Identity, identity_of
-from kvstore.auth.revocation_list import RevocationList
 from kvstore.calls import (
     Allocate,
     Clear,
@@ -39,16 +34,21 @@ from kvstore.calls import (
 )
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError, ProtocolError
-from kvstore.formatting import name_text
 from kvstore.limits import REFUSED_HOLDERS_MAX
 from kvstore.master import times
 from kvstore.master.state.grants import PendingGrants
 from kvstore.master.state.traffic import Caller
-from kvstore.network.tcp_protocol import LOWER_HALF
+from kvstore.runtime.formatting import name_text
+from kvstore.runtime.tcp_protocol import LOWER_HALF
+from kvstore.security import permissions
+from kvstore.security.credentials import MASTER_NAME, Credentials, alternative_names
+from kvstore.security.holder_ids import holder_by, holder_of
+from kvstore.security.identity import Identity, identity_of
+from kvstore.security.revocation_list import RevocationList
 from kvstore.wire.columns import unpack_text
 from kvstore.wire.frames import TOKEN_BYTES_MAX
 
-log = logging.getLogger("kvstore.auth")
+log = logging.getLogger("kvstore.security")
 
 WhatT = TypeVar("WhatT")
 

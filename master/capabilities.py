@@ -2,7 +2,7 @@
 stamps: without one, a node with an identity does not find the object again.
 
 A node checks that whoever asks for a range has a capability for its extent
-(``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
+(``kvstore.runtime.tcp_protocol``). The master makes them, for identities that it has authenticated
 (*holders*), and writes the expiry in the clock of the extent's node: a node says in its join and in
 each beat what time it has. What the master knows of that clock is late by the time that the message
 took; so the expiry is early by that much, and ``SLACK_MS`` makes up for it.
@@ -28,13 +28,13 @@ from itertools import chain, repeat
 from typing import Any, Final
 
 from kvstore import calls
-from kvstore.auth.permissions import map_rights
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
-from kvstore.network.descriptor_protocol import map_key
-from kvstore.network.tcp_protocol import Op, holder_key
+from kvstore.runtime.tcp_protocol import Op, holder_key
+from kvstore.security.descriptor_protocol import map_key
+from kvstore.security.permissions import map_rights
 
 SLACK_MS: Final = 1_000
 """How much later than the deadline that the client was told a capability to write ends."""

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, SegmentGoneError
 from kvstore.master.capabilities import MASTER, describe_segment
+from kvstore.runtime.clock import uptime
+from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport.tcp_client import ClientConnection
 
 REACH_S: Final = 2.0

@@ -16,12 +16,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
-from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
-from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
+from kvstore.runtime.histograms import Histogram
+from kvstore.security.identity import Identity
 from kvstore.wire.messages import CALLS, RpcMethod, decode_request
 from kvstore.wire.status import unexpected
 from kvstore.wire.trace_context import AT as TRACE_AT
@@ -214,6 +214,6 @@ def _encoded(call: RpcMethod[Any, Any], reply: Reply) -> bytes:
 
 
 def add_trace(record: logging.LogRecord) -> bool:
-    """A filter for loggers that notes the trace; ``kvstore.process.logs`` ends the line with it."""
+    """A filter for loggers that notes the trace; ``kvstore.runtime.logs`` ends the line with it."""
     record.trace = _TRACE.get()
     return True

@@ -8,9 +8,7 @@ import logging
 import time
 from typing import Final, Protocol
 
-from kvstore.clock import uptime
 from kvstore.errors import ClusterMismatchError, KVStoreError
-from kvstore.etcd.client import Etcd, LeaderEntry
 from kvstore.limits import EPOCH_AHEAD_MAX, plausible_epoch_max
 from kvstore.master import times
 from kvstore.master.role import (
@@ -27,6 +25,8 @@ from kvstore.master.role import (
     WaitUntil,
     WatchLeader,
 )
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.client import Etcd, LeaderEntry
 
 log = logging.getLogger("kvstore.master")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import grpc.aio
 
-from kvstore.auth.holder_ids import holder_of
 from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
@@ -29,14 +28,15 @@ from kvstore.master.authorizer import Authorizer, address_of, caller_of
 from kvstore.master.dispatcher import Dispatcher, logger
 from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.state.traffic import Caller
-from kvstore.network.addresses import join_address
-from kvstore.network.limiter import Limiter, WaitPreemptedError
-from kvstore.port_probe import identify_service
-from kvstore.process.descriptors import sockets
-from kvstore.process.tasks import start_task
+from kvstore.runtime.addresses import join_address
+from kvstore.runtime.descriptors import sockets
+from kvstore.runtime.limiter import Limiter, WaitPreemptedError
+from kvstore.runtime.tasks import start_task
+from kvstore.security.holder_ids import holder_of
 from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
+from kvstore.wire.port_probe import identify_service
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
 
 CALLS_MAX = 4096

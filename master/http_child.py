@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvstore.errors import KVStoreError, StartupError
-from kvstore.process.cancellation import CancelToken
-from kvstore.process.child_process import Child
-from kvstore.process.tasks import start_task
-from kvstore.web.ipc_channel import SERVED, Answers, MasterChannel
+from kvstore.master.ipc_channel import SERVED, Answers, MasterChannel
+from kvstore.runtime.cancellation import CancelToken
+from kvstore.runtime.child_process import Child
+from kvstore.runtime.tasks import start_task
 
 log = logging.getLogger("kvstore.master")
 
@@ -41,7 +41,7 @@ async def supervise_http_child(
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed`` gives the child its events; ``served``: the other fields of
-    ``kvstore.web.master_server.Served`` that it does not find out by itself.
+    ``kvstore.console.master_server.Served`` that it does not find out by itself.
     """
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterChannel()
@@ -120,4 +120,4 @@ async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str
 def _start(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
     flags = [text for name, each in given.items() for text in (f"--{name}", str(each.fileno()))]
     fds = [each.fileno() for each in given.values()]
-    return Child.start("kvstore.web.master_server", *flags, environ=environ, pass_fds=fds)
+    return Child.start("kvstore.console.master_server", *flags, environ=environ, pass_fds=fds)

@@ -30,10 +30,10 @@ from kvstore.master.authorizer import LOCAL, Authorizer, caller_of
 from kvstore.master.dispatcher import Dispatcher, logger
 from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.state.traffic import Caller
-from kvstore.network.limiter import Limiter
-from kvstore.network.listeners import listen
-from kvstore.network.tls_stream import TlsError
-from kvstore.process.tasks import start_task
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.listeners import listen
+from kvstore.runtime.tasks import start_task
+from kvstore.security.tls_stream import TlsError
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME

@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore._version import __version__
-from kvstore.auth.data_port_tls import ClientTls
-from kvstore.clock import uptime
+from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
-from kvstore.etcd.client import Etcd
-from kvstore.histograms import Histogram
+from kvstore.http.access_control import load_security
+from kvstore.http.serving import bind
 from kvstore.limits import plausible_epoch_max
 from kvstore.master import grpc_server, http_child, times
 from kvstore.master.authorizer import Authorizer
@@ -30,6 +29,7 @@ from kvstore.master.cluster_events import ClusterEventLog
 from kvstore.master.connectivity import ConnectivityProbe
 from kvstore.master.dispatcher import add_trace
 from kvstore.master.election import Election
+from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
@@ -39,18 +39,18 @@ from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.master.tenants_file import TenantsFileWatcher
-from kvstore.network.addresses import EtcdPlace, join_address, split_address
-from kvstore.network.host import address_towards, is_loopback, loopback_reason, own_address
-from kvstore.network.listeners import EVERY_INTERFACE, accepts_family, local_connect_address
-from kvstore.process import descriptors, logs, sd_notify, tasks
-from kvstore.process.child_process import NO_PARENT, Child, ParentLink, start_node
-from kvstore.process.malloc_tuning import keep_freed_memory
-from kvstore.process.tasks import EXIT_BROKEN, start_task
-from kvstore.process.watched_files import refused_files, watching
-from kvstore.tenants import TenantMatcher, TenantRule
-from kvstore.web.ipc_channel import Answers, MasterChannel
-from kvstore.web.server.access_control import load_security
-from kvstore.web.server.serving import bind
+from kvstore.runtime import descriptors, logs, sd_notify, tasks
+from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
+from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.client import Etcd
+from kvstore.runtime.histograms import Histogram
+from kvstore.runtime.host import address_towards, is_loopback, loopback_reason, own_address
+from kvstore.runtime.listeners import EVERY_INTERFACE, accepts_family, local_connect_address
+from kvstore.runtime.malloc_tuning import keep_freed_memory
+from kvstore.runtime.tasks import EXIT_BROKEN, start_task
+from kvstore.runtime.watched_files import refused_files, watching
+from kvstore.security.data_port_tls import ClientTls
 
 log = logging.getLogger("kvstore.master")
 
@@ -411,7 +411,7 @@ class _MasterProcess:
         return {"leads": leads, "leader": "" if leads else self._standby.leader}
 
     def measures(self) -> dict[str, object]:
-        """The values that ``kvstore.metrics.exposition`` shows of this process."""
+        """The values that ``kvstore.http.exposition`` shows of this process."""
         carriers, service = self.carriers, self._service
         nothing = Histogram()
         step_us = late_us = age_ms = reuse_ms = nothing

@@ -12,8 +12,8 @@ master win.
 A lease serves one campaign, and each election has its own epoch, higher than any before. A master
 that has lost its lease, or may have, leads again only under a new lease and epoch.
 
-Times are seconds of ``kvstore.clock.uptime``. Every ``next_action`` is followed by the one report
-that its action asks for."""
+Times are seconds of ``kvstore.runtime.clock.uptime``. Every ``next_action`` is followed by the one
+report that its action asks for."""
 
 from __future__ import annotations
 

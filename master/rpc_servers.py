@@ -16,7 +16,7 @@ from kvstore.master.grpc_server import (
     try_bind,
 )
 from kvstore.master.lane_server import LaneServer, LaneSettings
-from kvstore.network.addresses import join_address
+from kvstore.runtime.addresses import join_address
 
 
 class ListenAddresses(NamedTuple):

@@ -25,9 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, Final, NamedTuple
 
 from kvstore import calls
-from kvstore.auth import permissions
-from kvstore.auth.identity import Identity
-from kvstore.clock import uptime
+from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.errors import (
     BatchTooLargeError,
     BusyError,
@@ -37,8 +35,6 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
-from kvstore.formatting import field_text
-from kvstore.histograms import Histogram
 from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.authorizer import Authorizer, token_for
 from kvstore.master.capabilities import CapabilityIssuer
@@ -54,8 +50,12 @@ from kvstore.master.state.effects import (
 )
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.process.tasks import Died, start_task
-from kvstore.tenants import TenantMatcher, TenantRule
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.formatting import field_text
+from kvstore.runtime.histograms import Histogram
+from kvstore.runtime.tasks import Died, start_task
+from kvstore.security import permissions
+from kvstore.security.identity import Identity
 from kvstore.wire.pieces import CUTS
 
 log = logging.getLogger("kvstore.master")

@@ -10,7 +10,7 @@ from random import Random
 from typing import Final
 
 from kvstore.limits import plausible_epoch_max
-from kvstore.token_buckets import TokenBuckets
+from kvstore.runtime.token_buckets import TokenBuckets
 
 EPOCH_STEP_MAX: Final = 1 << 20
 """The next epoch is above the reported one by a random number up to this. Another node may have

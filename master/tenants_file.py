@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.process.watched_files import LOOK_S, WatchedFile
-from kvstore.tenants import TenantMatcher, TenantRule
+from kvstore.runtime.watched_files import LOOK_S, WatchedFile
 
 Apply = Callable[[Sequence[TenantRule], TenantMatcher], None]
 

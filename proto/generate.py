@@ -1,4 +1,5 @@
-"""Generates ``kvstore/v1`` from ``kvstore.calls`` and ``proto/``, and ``kvstore/etcd/rpc_pb2``.
+"""Generates ``kvstore/v1`` from ``kvstore.calls`` and ``proto/``, and
+``kvstore/runtime/etcd/rpc_pb2``.
 
     python proto/generate.py            write the generated files
     python proto/generate.py --check    compare them with what is committed; 1 when they differ
@@ -39,7 +40,7 @@ from kvstore.wire.node_messages import OF_MASTER, OF_NODE
 GENERATOR = "1.73.1"
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "proto"
-PACKAGES = (Path("kvstore/v1"), Path("kvstore/etcd"))
+PACKAGES = (Path("kvstore/v1"), Path("kvstore/runtime/etcd"))
 GENERATED = ("*_pb2.py*", "*.proto")
 
 FILES: Final[dict[str, tuple[ModuleType, ...]]] = {

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
-from kvstore.process import watched_files
+from kvstore.runtime import watched_files
 from tests.support import costs, fake_device, leaks, private_shm
 
 ROOT = Path(__file__).parents[1]

@@ -22,7 +22,7 @@ from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import UnavailableError
 from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.packed_keys import keys_per_request
+from kvstore.native.packed_keys import keys_per_request
 from kvstore.transport.common import RangeCopy, extent_of
 
 

@@ -46,7 +46,7 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.process_memory import address_of
 from kvstore.native.interface import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
-from kvstore.process.cancellation import check_current
+from kvstore.runtime.cancellation import check_current
 from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy, batch_ended
 from kvstore.transport.device import DeviceTransport, DeviceView

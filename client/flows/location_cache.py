@@ -2,9 +2,8 @@
 
 During an object's lease its extents keep their bytes, so the next get of it needs no call to the
 master. The client counts a lease from before its request, on this host's own clock
-(``kvstore.clock``), less a margin. So it never compares two clocks, and never takes a lease for
-longer than it is.
-"""
+(``kvstore.runtime.clock``), less a margin. So it never compares two clocks, and never takes a lease
+for longer than it is."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from typing import NamedTuple
 
 from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, Grants, Placements, SegmentInfo
 from kvstore.client.leases.read_leases import ReadLease
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
+from kvstore.runtime.clock import uptime
 
 AVOID_FIRST_S = 2.0
 """How long a node that did not answer is avoided: longer than the time-out by which that shows. It

@@ -48,9 +48,9 @@ from kvstore.client.values import (
 )
 from kvstore.device.memory import memory_of
 from kvstore.errors import BufferMismatchError, KVStoreError
-from kvstore.formatting import key_text
 from kvstore.limits import Key, Namespace
 from kvstore.native.interface import STALE
+from kvstore.runtime.formatting import key_text
 
 if TYPE_CHECKING:
     import torch

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.calls import CAPABILITY_BYTES, SegmentInfo
-from kvstore.clock import uptime
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
-from kvstore.network.tcp_protocol import Extent
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Extent
 from kvstore.transport.common import extent_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Set as AbstractSet
 from itertools import count
 from typing import Final
 
-from kvstore.clock import uptime
 from kvstore.limits import RELEASED_MAX, Key, Namespace
+from kvstore.runtime.clock import uptime
 
 AGAIN_S: Final = 1.0
 """How soon an object must be read again to be leased by time: at least this, twice this at most."""

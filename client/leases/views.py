@@ -34,9 +34,9 @@ from kvstore.client.leases.lease_table import (
     found_at,
 )
 from kvstore.client.leases.read_leases import ReadLeases
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
-from kvstore.process.tasks import CLOSE_S, join_all, start_thread
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 
 log = logging.getLogger("kvstore.client")
 

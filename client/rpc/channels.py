@@ -20,12 +20,12 @@ from typing import Final
 
 import grpc
 
-from kvstore.auth.credentials import Credentials, open_channel
 from kvstore.client.rpc.retries import ConnectionBrokenError
-from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.network.resolver import NameResolutionError, grpc_target
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.resolver import NameResolutionError, grpc_target
+from kvstore.security.credentials import Credentials, open_channel
 
 IDLE_S: Final = 25.0
 """The connection is closed within two times that: before a master, which waits for 60 s within 10 %

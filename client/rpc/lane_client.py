@@ -10,21 +10,21 @@ import ssl
 import struct
 import time
 
-from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.calls import JoinReply
 from kvstore.client.rpc.retries import (
     ConnectionBrokenError,
     LaneUnreachableError,
     TokenRefusedError,
 )
-from kvstore.clock import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.native import pure_python, steps
 from kvstore.native.interface import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
-from kvstore.network import resolver
-from kvstore.network.addresses import join_address
-from kvstore.network.tls_stream import TlsError
+from kvstore.runtime import resolver
+from kvstore.runtime.addresses import join_address
+from kvstore.runtime.clock import uptime
+from kvstore.security.credentials import MASTER_NAME, Credentials
+from kvstore.security.tls_stream import TlsError
 from kvstore.wire.busy_poll_gauge import BusyPollGauge
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.status import decode_error

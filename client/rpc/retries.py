@@ -32,7 +32,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from kvstore.network.addresses import (
+from kvstore.runtime.addresses import (
     ETCD_SCHEME,
     EtcdPlace,
     join_address,
@@ -40,8 +40,8 @@ from kvstore.network.addresses import (
     shown_place,
     split_address,
 )
-from kvstore.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch, unreachable_advice
 from kvstore.wire.messages import JOIN_METADATA, RpcMethod
+from kvstore.wire.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch, unreachable_advice
 from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason
 
 LANE_RETRY_S: Final = 30.0
@@ -148,7 +148,7 @@ class SendOnGrpc(NamedTuple):
 
 class ProbePort(NamedTuple):
     """Find out which program listens at ``address``. Answer: what
-    ``kvstore.port_probe.what_answers`` returns."""
+    ``kvstore.wire.port_probe.what_answers`` returns."""
 
     address: str
     timeout_s: float

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 
-from kvstore.auth.credentials import Credentials
 from kvstore.calls import Join, JoinReply, Reply, Request
 from kvstore.client import fork_support
 from kvstore.client.rpc.channels import ChannelPool
@@ -38,17 +37,18 @@ from kvstore.client.rpc.retries import (
     failover_error,
     grpc_failure,
 )
-from kvstore.clock import uptime
 from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
-from kvstore.etcd.leader_lookup import find_leader
 from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
-from kvstore.network.addresses import split_address
-from kvstore.port_probe import GRPC, TLS, identify_service
-from kvstore.process.cancellation import CancelToken, current
-from kvstore.process.tasks import uninterrupted
+from kvstore.runtime.addresses import split_address
+from kvstore.runtime.cancellation import CancelToken, current
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.leader_lookup import find_leader
+from kvstore.runtime.tasks import uninterrupted
+from kvstore.security.credentials import Credentials
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.pieces import CUTS, Cut
+from kvstore.wire.port_probe import GRPC, TLS, identify_service
 from kvstore.wire.status import decode_error, detail_of
 from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
 from kvstore.wire.trace_context import trace_of, with_trace
@@ -112,7 +112,7 @@ class MasterStub:
         """
         Args:
             address: ``host:port`` of the master, or of several, separated by commas.
-            host: ``kvstore.network.host.host_id()``.
+            host: ``kvstore.runtime.host.host_id()``.
             name: of the caller, for the master's log.
             cluster: name of the cluster to join; empty: any.
             auth: the file that proves our identity; empty: no authentication.

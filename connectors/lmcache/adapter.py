@@ -27,8 +27,8 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
-from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.guarded_client import (
+from kvstore.connectors.common import mooncake_config
+from kvstore.connectors.common.guarded_client import (
     GuardedCall,
     GuardedClient,
     client_of_an_engine,

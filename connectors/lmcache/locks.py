@@ -13,9 +13,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.connectors.engine.guarded_client import GuardedCall, GuardedClient
+from kvstore.connectors.common.guarded_client import GuardedCall, GuardedClient
 from kvstore.errors import KVStoreError
-from kvstore.process.tasks import CLOSE_S, join_all, start_thread
+from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 
 RENEW_S: Final = 3.0
 """Leases are renewed at least this often; the default lease (``--lease-ms``) is 10 s."""

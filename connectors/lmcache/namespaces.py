@@ -13,13 +13,13 @@ import threading
 from collections.abc import Mapping
 from typing import Final
 
+from kvstore.calls.fleet_records import FleetRecord
 from kvstore.client.client import Client
-from kvstore.connectors.engine.fleet import FleetAnnouncer
+from kvstore.connectors.common.fingerprint import config_of, fingerprint, weights_of
+from kvstore.connectors.common.fleet import FleetAnnouncer
 from kvstore.connectors.lmcache.conversions import Layout
-from kvstore.fingerprint import config_of, fingerprint, weights_of
-from kvstore.fleet_records import FleetRecord
 from kvstore.limits import of_tenant
-from kvstore.process.tasks import start_thread
+from kvstore.runtime.tasks import start_thread
 
 ENGINE: Final = "lmcache"
 
@@ -112,7 +112,7 @@ class ChunkNamespaces:
 
     def _meaning(self, model: str) -> Mapping[str, str]:
         """Which weights the model has. Its files are read once for all of its layouts, and files of
-        one model at a time (``kvstore.weight_digests`` says how long that takes).
+        one model at a time (``kvstore.connectors.common.weight_digests`` says how long that takes).
 
         Raises:
             OSError, ValueError: the files cannot be read.

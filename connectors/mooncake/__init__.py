@@ -7,7 +7,7 @@
 * ``sessions.py``: objects that are put part by part
 * ``names.py``: Mooncake's return codes, enumerations and small classes
 
-``kvstore.mooncake_shim`` makes ``import mooncake.store`` find this package.
+``kvstore.connectors.mooncake_shim`` makes ``import mooncake.store`` find this package.
 """
 
 from kvstore.connectors.mooncake.mooncake_types import (

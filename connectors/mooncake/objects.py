@@ -13,13 +13,13 @@ import numpy as np
 from kvstore.calls import Placements, PutOutcome
 from kvstore.client.client import Client
 from kvstore.client.values import Payload, Storable
-from kvstore.connectors.engine.guarded_client import GuardedClient, slices
+from kvstore.connectors.common.guarded_client import GuardedClient, slices
 from kvstore.connectors.mooncake.mooncake_types import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
 from kvstore.limits import KEY_BYTES_MAX, REPLICAS_MAX
 from kvstore.native import steps
 
-log = logging.getLogger("kvstore.mooncake_shim")
+log = logging.getLogger("kvstore.mooncake")
 
 _OUTCOMES: Final = {
     PutOutcome.STORED: Code.OK,

@@ -23,8 +23,8 @@ from kvstore.client.dtypes import is_plain
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
-from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.guarded_client import DEADLINE_MS, GuardedClient, client_of_an_engine
+from kvstore.connectors.common import mooncake_config
+from kvstore.connectors.common.guarded_client import DEADLINE_MS, GuardedClient, client_of_an_engine
 from kvstore.connectors.mooncake.mooncake_types import (
     BufferDescriptor,
     BufferHandle,

@@ -36,15 +36,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
+from kvstore.calls.fleet_records import FleetRecord
 from kvstore.config import ClientConfig
-from kvstore.connectors.engine import mooncake_config
-from kvstore.connectors.engine.fleet import FleetAnnouncer
-from kvstore.connectors.engine.guarded_client import GuardedCall, GuardedClient, client_of_an_engine
+from kvstore.connectors.common import mooncake_config
+from kvstore.connectors.common.fingerprint import fingerprint
+from kvstore.connectors.common.fleet import FleetAnnouncer
+from kvstore.connectors.common.guarded_client import GuardedCall, GuardedClient, client_of_an_engine
 from kvstore.connectors.sglang import fingerprint as sglang_fingerprint
 from kvstore.connectors.sglang.pools import Buffers, PoolPages, bytes_of
 from kvstore.errors import ConfigError, KVStoreError, UsageError
-from kvstore.fingerprint import fingerprint
-from kvstore.fleet_records import FleetRecord
 from kvstore.limits import of_tenant
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """Registers the pool of the full attention. The first rank announces the engine.
 
         SGLang's start waits until the files of the weights are hashed: 2.3 s for 16 GB in the page
-        cache, 0.2 ms if this host remembers them (``kvstore.weight_digests``).
+        cache, 0.2 ms if this host remembers them (``kvstore.connectors.common.weight_digests``).
 
         Raises:
             ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``;

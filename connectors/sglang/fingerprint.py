@@ -17,8 +17,8 @@ import sglang
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from kvstore.connectors.common.fingerprint import config_of, unidentified, weights_of
 from kvstore.connectors.sglang.pools import PoolPages
-from kvstore.fingerprint import config_of, unidentified, weights_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -109,8 +109,8 @@ def describe(
     zero_copy: bool,
 ) -> dict[str, Any]:
     """Everything on which the bytes of pages depend, except the rank, as JSON values. Reads the
-    files of weights whole, at 7 GB/s from the page cache (``kvstore.weight_digests``), unless this
-    host remembers them.
+    files of weights whole, at 7 GB/s from the page cache
+    (``kvstore.connectors.common.weight_digests``), unless this host remembers them.
 
     Args:
         pages: the pages of the pool of the full attention, which every engine has.

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from kvstore.client.client import Client
+from kvstore.connectors.common.fingerprint import digest
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.fingerprint import digest
 
 Buffers = list[list[memoryview]]
 """The buffers of each page, in the host pool or in copies."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.config import DEFAULT_PORT, ConnectorConfig, load
-from kvstore.connectors.engine import mooncake_config
+from kvstore.connectors.common import mooncake_config
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")

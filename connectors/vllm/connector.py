@@ -19,12 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
 from kvstore.client.client import Client
-from kvstore.connectors.vllm.block_hashes import BlockHashes, block_hashes
+from kvstore.connectors.vllm.call_stack import is_part_of_several
 from kvstore.connectors.vllm.config import read_config
-from kvstore.connectors.vllm.engine_core import is_part_of_several
-from kvstore.connectors.vllm.fingerprint import speculation
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import specs_of, split_of, wanted_layout
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
     TransferCommands,
@@ -33,11 +30,23 @@ from kvstore.connectors.vllm.messages import (
     WorkerIdentity,
 )
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.scheduler import SchedulerSide
-from kvstore.connectors.vllm.scheduler_logic import SchedulerLogic
-from kvstore.connectors.vllm.weights import LoraAdapters, WeightMonitor, draft_layers, identify
-from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
-from kvstore.connectors.vllm.worker_parts import WorkerParts
+from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, block_hashes
+from kvstore.connectors.vllm.scheduler.scheduler_logic import SchedulerLogic
+from kvstore.connectors.vllm.scheduler.scheduler_side import SchedulerSide
+from kvstore.connectors.vllm.weights.fingerprint import speculation
+from kvstore.connectors.vllm.weights.weight_monitor import (
+    LoraAdapters,
+    WeightMonitor,
+    draft_layers,
+    identify,
+)
+from kvstore.connectors.vllm.worker.layout import specs_of, split_of, wanted_layout
+from kvstore.connectors.vllm.worker.worker_parts import WorkerParts
+from kvstore.connectors.vllm.worker.worker_side import (
+    TRANSFER_TIMEOUT_MS,
+    WorkerSide,
+    client_config,
+)
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:

@@ -126,7 +126,7 @@ class WorkerIdentity:
     prefix_caching: bool = True
     """Whether vLLM had prefix caching on when it created the layers."""
     host: str = ""
-    """The host on which the worker runs (``kvstore.network.host``), for the tier."""
+    """The host on which the worker runs (``kvstore.runtime.host``), for the tier."""
     error: str = ""
     """Why the worker could not be identified."""
     draft: DraftIdentity | None = None

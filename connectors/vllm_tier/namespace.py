@@ -13,15 +13,17 @@ from typing import Any, Final
 import vllm
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvstore.calls.fleet_records import FleetRecord
 from kvstore.client.client import Client
-from kvstore.connectors.vllm import fingerprint, fingerprint_tracker
-from kvstore.connectors.vllm.engine_core import EngineCoreAccess, callers
+from kvstore.connectors.common.fingerprint import digest
+from kvstore.connectors.vllm.call_stack import callers
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.weights import WeightMonitor, identify
-from kvstore.fingerprint import digest
-from kvstore.fleet_records import FleetRecord
+from kvstore.connectors.vllm.scheduler import fingerprint_tracker
+from kvstore.connectors.vllm.scheduler.engine_core import EngineCoreAccess
+from kvstore.connectors.vllm.weights import fingerprint
+from kvstore.connectors.vllm.weights.weight_monitor import WeightMonitor, identify
 from kvstore.limits import of_tenant
-from kvstore.network.host import host_id
+from kvstore.runtime.host import host_id
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -37,7 +37,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvstore.calls import PutOutcome
-from kvstore.connectors.engine.guarded_client import GuardedClient, client_of_an_engine
+from kvstore.connectors.common.guarded_client import GuardedClient, client_of_an_engine
 from kvstore.connectors.vllm_media import are_names_marked, is_shared
 from kvstore.connectors.vllm_tier.chunk_order import ChunkRun, runs_of
 from kvstore.connectors.vllm_tier.namespace import TierNamespace

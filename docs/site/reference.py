@@ -37,8 +37,8 @@ from kvstore.config import (
     ProxyConfig,
     settings,
 )
-from kvstore.diagnostics.rows import ROWS
-from kvstore.metrics import families
+from kvstore.console.diagnostics.rows import ROWS
+from kvstore.http import families
 
 DOCS: Final = Path(__file__).resolve().parents[1]
 TABLE: Final = re.compile(

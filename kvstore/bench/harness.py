@@ -22,7 +22,7 @@ from kvstore.bench.processes import Children
 from kvstore.bench.rows import ComparisonCase, Table, memory_needed
 from kvstore.bench.session import GET_VIEW, PUT_FULL
 from kvstore.bench.timing import Spread, percentile
-from kvstore.process import interpreter
+from kvstore.runtime import interpreter
 
 FOUND_MIN: Final = 0.001
 """Ratios count no smaller part that was found."""

@@ -28,7 +28,7 @@ from typing import NamedTuple, Self, TypeVar
 import click
 
 from kvstore.errors import KVStoreError
-from kvstore.process import interpreter
+from kvstore.runtime import interpreter
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 20.0

@@ -103,7 +103,7 @@ class JoinReply(NamedTuple):
     has_events: bool = False
     """Whether events are served there."""
     identity: str = ""
-    """Who the client is to the master (``kvstore.auth.identity``); empty: no authentication."""
+    """Who the client is to the master (``kvstore.security.identity``); empty: no authentication."""
 
 
 class MatchPrefix(NamedTuple):

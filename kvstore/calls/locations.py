@@ -60,7 +60,7 @@ class MapRight(enum.IntFlag):
 
 class DescriptorHandle(NamedTuple):
     """How a client of the node's host gets a descriptor of the segment's memory
-    (``kvstore.network.descriptor_protocol``)."""
+    (``kvstore.security.descriptor_protocol``)."""
 
     socket: ShmName
     """Entry in ``/dev/shm``: a Unix socket of the node."""
@@ -76,7 +76,7 @@ class SegmentInfo(NamedTuple):
     segment_id: int
     node: str
     host: str
-    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.network.host``."""
+    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.runtime.host``."""
     size: int
     uuid: bytes
     """16 bytes, new at each creation; also written in the superblock."""
@@ -131,7 +131,7 @@ class Placements(NamedTuple):
 
 CAPABILITY_BYTES = 32
 """Expiry, order and MAC of one capability, which a client shows to the extent's node as it got them
-(``kvstore.network.tcp_protocol``)."""
+(``kvstore.runtime.tcp_protocol``)."""
 
 STAMP_BYTES = 16
 """A MAC behind a header, which a client writes there as it got it (``kvstore.memory.header``)."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.field_constraints import IntRange, NamespaceOrEmpty, Numbers, RowCount
-from kvstore.formatting import key_text
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
+from kvstore.runtime.formatting import key_text
 
 
 class Traffic(NamedTuple):

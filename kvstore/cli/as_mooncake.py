@@ -17,8 +17,8 @@ import click
 from kvstore.cli import master
 from kvstore.cli.options import CONTEXT, command, debug_option, run
 from kvstore.config import MasterConfig, settings
+from kvstore.connectors.mooncake_shim import path, python_path
 from kvstore.errors import UsageError
-from kvstore.mooncake_shim import path, python_path
 
 EXAMPLE = """\b
 Examples:

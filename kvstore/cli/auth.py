@@ -12,13 +12,13 @@ from typing import Final
 
 import click
 
-from kvstore.auth.identity import ALL, ROLES
 from kvstore.cli.json_output import print_json
 from kvstore.cli.options import EXIT_FAILED, EXIT_NOT_FOUND, Group, debug_option, json_option
 from kvstore.errors import UsageError
-from kvstore.formatting import sanitize
-from kvstore.process import memory_protection
-from kvstore.process.watched_files import write_file
+from kvstore.runtime import memory_protection
+from kvstore.runtime.formatting import sanitize
+from kvstore.runtime.watched_files import write_file
+from kvstore.security.identity import ALL, ROLES
 
 HERE: Final = "kvstore-ca"
 
@@ -69,7 +69,7 @@ Who can read this folder can make every identity: keep it off the hosts of the c
 @authority_option
 @debug_option
 def init(folder: Path) -> None:
-    from kvstore.auth.ca import create
+    from kvstore.security.ca import create
 
     until = create(folder, _now()).certificate.not_valid_after_utc
     option = "" if folder == Path(HERE) else f" --authority {shlex.quote(str(folder))}"
@@ -121,8 +121,8 @@ def issue(
     writes: tuple[str, ...], nodes: tuple[str, ...], hosts: tuple[str, ...], days: int,
     into: Path | None, force: bool, folder: Path,
 ) -> None:  # fmt: skip
-    from kvstore.auth import ca
-    from kvstore.auth.certificates import CertificateRequest
+    from kvstore.security import ca
+    from kvstore.security.certificates import CertificateRequest
 
     own = Path(ca.file_name(name) + ".auth")
     files = [into / each for each in ("tls.key", "tls.crt", "ca.crt")] if into else [own]
@@ -158,7 +158,7 @@ Exit codes: 0 the file can be used, 1 something is wrong with it, 2 it is no suc
 @json_option
 @debug_option
 def show(file: str, as_json: bool | None) -> int:
-    from kvstore.auth.certificates import inspect
+    from kvstore.security.certificates import inspect
 
     found = inspect(file)
     if as_json:
@@ -188,7 +188,7 @@ Exit codes: 0 done, or revoked before; 3 nothing of this name or number was issu
 @authority_option
 @debug_option
 def revoke(which: str, folder: Path) -> int:
-    from kvstore.auth import ca
+    from kvstore.security import ca
 
     found = ca.revoke(folder, which, _now())
     if not found:

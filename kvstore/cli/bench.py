@@ -20,8 +20,8 @@ from kvstore.cli.options import (
 )
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError, StartupError
-from kvstore.formatting import size_text
-from kvstore.network.addresses import shown_place
+from kvstore.runtime.addresses import shown_place
+from kvstore.runtime.formatting import size_text
 
 if TYPE_CHECKING:
     from kvstore.bench.rows import ComparisonCase

@@ -17,7 +17,7 @@ from kvstore.cli.options import (
     json_option,
 )
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.formatting import size_text
+from kvstore.runtime.formatting import size_text
 
 if TYPE_CHECKING:
     from kvstore.memory.shm_entries import LeftoverSegment

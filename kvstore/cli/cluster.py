@@ -14,9 +14,9 @@ from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import EXIT_FAILED, command, debug_option, json_option
 from kvstore.cli.progress import progress
-from kvstore.formatting import size_text
 from kvstore.limits import PROTOCOL_VERSION
-from kvstore.network.addresses import shown_place
+from kvstore.runtime.addresses import shown_place
+from kvstore.runtime.formatting import size_text
 
 
 @command(
@@ -60,7 +60,7 @@ def status(invocation: Invocation, counters: bool) -> None:
 def drain(
     invocation: Invocation, node: str, undo: bool, evict: bool, discard: bool, wait_s: float
 ) -> int:
-    from kvstore.drain import check_room, drain_node
+    from kvstore.client.drain import check_room, drain_node
 
     with invocation.client() as client:
         if undo:
@@ -112,7 +112,9 @@ def version(as_json: bool | None) -> None:
         "protocol": PROTOCOL_VERSION,
         "python": platform.python_version(),
     }
-    from kvstore.diagnostics.software import installation  # not above: it reads package metadata
+    from kvstore.console.diagnostics.software import (
+        installation,  # not above: it reads package metadata
+    )
 
     notices = [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
     if as_json:
@@ -125,7 +127,9 @@ def version(as_json: bool | None) -> None:
 
 
 def status_json(found: ClusterStatus) -> dict[str, Any]:
-    from kvstore.diagnostics.problems import of_a_status  # not above: a TAB imports this module
+    from kvstore.console.diagnostics.problems import (
+        of_a_status,  # not above: a TAB imports this module
+    )
 
     problems = plain(of_a_status(found))
     return {**plain(found), "counters": dict(found.counters), "problems": problems}

@@ -14,7 +14,7 @@ from kvstore.cli.json_output import print_json
 from kvstore.cli.options import EXIT_FAILED, command, config_options, debug_option, json_option
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
-from kvstore.diagnostics.findings import Check, Finding, of_row, ok, run_all
+from kvstore.console.diagnostics.findings import Check, Finding, of_row, ok, run_all
 
 EXAMPLE = """\b
 Examples:
@@ -88,12 +88,12 @@ def _of_settings(config_path: str | None) -> list[Finding]:
 
 
 def _check(place: str, *arguments: object) -> Check:
-    """A check by a function of ``kvstore.diagnostics``, imported only when the check runs, so that
-    a package that cannot be imported is a finding as well."""
+    """A check by a function of ``kvstore.console.diagnostics``, imported only when the check runs,
+    so that a package that cannot be imported is a finding as well."""
 
     def check() -> Iterable[Finding]:
         module, name = place.split(".")
-        function = getattr(import_module(f"kvstore.diagnostics.{module}"), name)
+        function = getattr(import_module(f"kvstore.console.diagnostics.{module}"), name)
         found: Iterable[Finding] = function(*arguments)
         return found
 

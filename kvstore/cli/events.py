@@ -14,11 +14,11 @@ from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command
 from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
 from kvstore.errors import KVStoreError
-from kvstore.formatting import key_text, name_text, size_text
-from kvstore.network.addresses import join_address
+from kvstore.runtime.addresses import join_address
+from kvstore.runtime.formatting import key_text, name_text, size_text
 
 if TYPE_CHECKING:
-    from kvstore.web.events.sse_client import StreamEvent
+    from kvstore.client.sse_client import StreamEvent
 
 PAUSE_S = 1.0
 
@@ -60,7 +60,7 @@ def events(
     snapshot: bool,
     since: str,
 ) -> None:
-    from kvstore.web.events.sse_client import follow  # not above: a TAB imports this module
+    from kvstore.client.sse_client import follow  # not above: a TAB imports this module
 
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""

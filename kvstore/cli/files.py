@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import UnsupportedValueError
-from kvstore.process.watched_files import write_file
+from kvstore.runtime.watched_files import write_file
 
 
 def read_file(name: str) -> bytes:

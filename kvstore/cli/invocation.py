@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.cli.options import config_options, debug_option, json_option
 from kvstore.config import ClientConfig, load, settings
 from kvstore.limits import Namespace
-from kvstore.process import memory_protection
+from kvstore.runtime import memory_protection
 
 if TYPE_CHECKING:
     from kvstore import Client

@@ -7,7 +7,7 @@ from typing import NoReturn
 from kvstore.cli.options import run
 from kvstore.cli.servers import serves
 from kvstore.config import MasterConfig
-from kvstore.process.child_process import ParentLink
+from kvstore.runtime.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:

@@ -9,7 +9,7 @@ import click
 from kvstore.cli.options import run
 from kvstore.cli.servers import serves
 from kvstore.config import NodeConfig
-from kvstore.process.child_process import ParentLink
+from kvstore.runtime.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:
@@ -29,8 +29,8 @@ Examples:
 )
 def command(config: NodeConfig, parent: ParentLink, *, keep_orphaned: bool) -> int:
     # After the settings: a typo is reported at once.
+    from kvstore.client.repair import Repairer
     from kvstore.node.main import run as serve
-    from kvstore.repair import Repairer
 
     return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer)
 

@@ -17,8 +17,8 @@ from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import EXIT_NOT_FOUND, command, confirm, print_json_error
 from kvstore.cli.progress import progress
 from kvstore.errors import CorruptObjectError
-from kvstore.formatting import duration_text, key_from_text, key_text, name_text, size_text
 from kvstore.limits import BATCH_KEYS_MAX, Key
+from kvstore.runtime.formatting import duration_text, key_from_text, key_text, name_text, size_text
 
 LIST_ROWS_MAX = 1_000
 """Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""

@@ -21,7 +21,7 @@ import click
 from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
-from kvstore.process import descriptors
+from kvstore.runtime import descriptors
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

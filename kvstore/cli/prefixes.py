@@ -11,8 +11,8 @@ from kvstore.calls import Branch
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import command
-from kvstore.formatting import duration_text, key_text, name_text, size_text
 from kvstore.limits import CHAINS_MAX
+from kvstore.runtime.formatting import duration_text, key_text, name_text, size_text
 
 LEVELS_MAX = 20
 """Deeper branches are not indented further."""

@@ -11,8 +11,8 @@ from kvstore.cli.options import Command, run
 from kvstore.cli.servers import serves
 from kvstore.config import ProxyConfig
 from kvstore.errors import StartupError
-from kvstore.process import memory_protection
-from kvstore.process.child_process import ParentLink
+from kvstore.runtime import memory_protection
+from kvstore.runtime.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:

@@ -12,11 +12,11 @@ import click
 from kvstore.cli.options import SOURCES, command, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import SharedMemoryTooSmallError
-from kvstore.formatting import size_text
 from kvstore.memory import cgroup
-from kvstore.network.addresses import join_address
-from kvstore.network.listeners import listen
-from kvstore.process import logs
+from kvstore.runtime import logs
+from kvstore.runtime.addresses import join_address
+from kvstore.runtime.formatting import size_text
+from kvstore.runtime.listeners import listen
 
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 
@@ -77,10 +77,10 @@ def quickstart(config_path: str | None, **flags: object) -> int:
 
     from kvstore.master.main import EphemeralStore
     from kvstore.master.main import run as serve
-    from kvstore.network.host import (
+    from kvstore.runtime.host import (
         own_address,  # these after the settings: a typo is reported at once
     )
-    from kvstore.network.listeners import EVERY_INTERFACE
+    from kvstore.runtime.listeners import EVERY_INTERFACE
 
     host = own_address() if config.host in EVERY_INTERFACE else config.host
 
@@ -99,8 +99,8 @@ def spare_memory() -> int:
     Raises:
         SharedMemoryTooSmallError: the host can spare less than ``MEMORY_MIN``.
     """
-    from kvstore.diagnostics.host import memory_available
-    from kvstore.memory.shm_entries import SHM_DIRECTORY  # imports numpy
+    from kvstore.console.diagnostics.host import memory_available
+    from kvstore.runtime.host import SHM_DIRECTORY
 
     room = os.statvfs(SHM_DIRECTORY)
     shared = room.f_bavail * room.f_frsize if room.f_blocks else None

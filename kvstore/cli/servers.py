@@ -17,8 +17,8 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import MasterConfig, NodeConfig, ProxyConfig, load
-from kvstore.process import logs, memory_protection
-from kvstore.process.child_process import ParentLink
+from kvstore.runtime import logs, memory_protection
+from kvstore.runtime.child_process import ParentLink
 
 Settings = MasterConfig | NodeConfig | ProxyConfig
 Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
@@ -28,7 +28,7 @@ def serves(
     kind: Kind, examples: str, text: str, *, cls: type[Command] = Command
 ) -> Callable[[Callable[..., int]], click.Command]:
     """Makes a function a server's command, whose help is ``text``. The function is given the
-    settings, the link to a parent (``kvstore.process.child_process`` starts servers as children),
+    settings, the link to a parent (``kvstore.runtime.child_process`` starts servers as children),
     and what options of its own say."""
 
     def wrap(serve: Callable[..., int]) -> click.Command:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
-from kvstore.formatting import duration_text, name_text, size_text
+from kvstore.runtime.formatting import duration_text, name_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,9 @@ def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
 
 
 def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
-    from kvstore.diagnostics.problems import of_a_status  # not above: a TAB imports this module
+    from kvstore.console.diagnostics.problems import (
+        of_a_status,  # not above: a TAB imports this module
+    )
 
     size, used = found.size, found.used
     objects = sum(namespace.objects for namespace in found.namespaces)

@@ -22,8 +22,8 @@ from kvstore.cli.tables import (
     table_of,
 )
 from kvstore.errors import KVStoreError
-from kvstore.formatting import size_text
-from kvstore.network.addresses import shown_place
+from kvstore.runtime.addresses import shown_place
+from kvstore.runtime.formatting import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -1,8 +1,7 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
-The command prints what ``kvstore.diagnostics`` finds. Names and keys come from strangers, so all
-of them are made safe (``sanitize``) before they reach the terminal.
-"""
+The command prints what ``kvstore.console.diagnostics`` finds. Names and keys come from strangers,
+so all of them are made safe (``sanitize``) before they reach the terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from kvstore.calls import ClientTraffic
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
 from kvstore.cli.options import EXIT_FAILED, EXIT_NOT_FOUND, command
-from kvstore.diagnostics.evidence import Explanation, Report, explain, report_of
-from kvstore.diagnostics.why import Cause, counted
-from kvstore.formatting import duration_text, sanitize, size_text
-from kvstore.network.addresses import shown_place
+from kvstore.console.diagnostics.evidence import Explanation, Report, explain, report_of
+from kvstore.console.diagnostics.why import Cause, counted
+from kvstore.runtime.addresses import shown_place
+from kvstore.runtime.formatting import duration_text, sanitize, size_text
 
 EXAMPLE = """\b
 Examples:

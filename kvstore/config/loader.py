@@ -26,7 +26,7 @@ from kvstore.config.clients import ClientConfig, ConnectorConfig, ProxyConfig
 from kvstore.config.servers import MasterConfig, NodeConfig
 from kvstore.config.setting_types import InvalidSettingError, check_token
 from kvstore.errors import ConfigError
-from kvstore.process.watched_files import read_file
+from kvstore.runtime.watched_files import read_file
 
 log = logging.getLogger("kvstore.config")
 

@@ -47,7 +47,7 @@ from kvstore.config.setting_types import (
     check_encryption,
     check_engine,
 )
-from kvstore.network.addresses import EtcdPlace, parse_etcd
+from kvstore.runtime.addresses import EtcdPlace, parse_etcd
 
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import check_namespace, check_tenant
-from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
+from kvstore.runtime.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
 """A master's port, the same as Mooncake's: the firewalls of its users already let it through."""

@@ -15,12 +15,12 @@ import tomllib
 
 from pydantic import Field, field_validator
 
-from kvstore.auth.identity import PATTERNS_MAX, check_pattern
+from kvstore.calls.tenants import UNBOUNDED, TenantMatcher, TenantRule
 from kvstore.config.base import Config
 from kvstore.config.setting_types import Limit
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.process.watched_files import read_file
-from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
+from kvstore.runtime.watched_files import read_file
+from kvstore.security.identity import PATTERNS_MAX, check_pattern
 
 
 class _Tenant(Config):

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.clock import uptime
 from kvstore.device.copies import CopyList, split_at_windows
 from kvstore.device.driver import DeviceDriver, Direction, Event
 from kvstore.device.page_locks import WINDOW_BYTES, LockedSegment, PageLocks
 from kvstore.device.staging_ring import StagingRing
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.process.cancellation import current
+from kvstore.runtime.cancellation import current
+from kvstore.runtime.clock import uptime
 
 log = logging.getLogger("kvstore.device")
 

@@ -6,9 +6,9 @@ import threading
 import time
 from typing import Final
 
-from kvstore.clock import uptime
 from kvstore.device.driver import DeviceDriver
 from kvstore.errors import ClosedError, DeadlineExceededError
+from kvstore.runtime.clock import uptime
 
 SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is

@@ -15,7 +15,8 @@ from typing import Final, Literal
 from kvstore.errors import MemoryLimitError, SharedMemoryTooSmallError, StartupError
 from kvstore.memory import cgroup, pages
 from kvstore.memory.pages import POPULATE_WRITE, populate
-from kvstore.memory.shm_entries import SHM_DIRECTORY, directories
+from kvstore.memory.shm_entries import directories
+from kvstore.runtime.host import SHM_DIRECTORY
 
 SIZE_STEP: Final = 1 << 20
 """Sizes are rounded down to multiples of this: the requested size is a limit, and whole MiB are

@@ -329,7 +329,7 @@ class SegmentOwner(NamedTuple):
     cluster: str = ""
     """The cluster's name; empty: none, or not known yet."""
     locations: tuple[str, ...] = ()
-    """Addresses of its masters, from the node's settings (``kvstore.network.host.places_of``)."""
+    """Addresses of its masters, from the node's settings (``kvstore.runtime.host.places_of``)."""
     volatile: bool = False
     """Memory of a node that a client started: it is not kept for later."""
     on_device: bool = False

@@ -22,14 +22,9 @@ from kvstore.memory import header as layout
 from kvstore.memory.allocation import RESERVE_BYTES, mmap_error_text
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.process_memory import address_of
-from kvstore.memory.shm_entries import (
-    SHM_DIRECTORY,
-    SHM_PREFIX,
-    directories,
-    is_of_a_node,
-    open_shared,
-)
-from kvstore.process.tasks import join_all, start_thread, uninterrupted
+from kvstore.memory.shm_entries import SHM_PREFIX, directories, is_of_a_node, open_shared
+from kvstore.runtime.host import SHM_DIRECTORY
+from kvstore.runtime.tasks import join_all, start_thread, uninterrupted
 
 _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The read-only mappings of this process, as arrays of ctypes, by address."""

@@ -32,7 +32,6 @@ from kvstore.memory.allocation import (
 from kvstore.memory.private_file import PrivateFile, has_private
 from kvstore.memory.shared_descriptors import SharedDescriptors, lend
 from kvstore.memory.shm_entries import (
-    SHM_DIRECTORY,
     SHM_PREFIX,
     check_name,
     directories,
@@ -49,6 +48,7 @@ from kvstore.memory.shm_entries import (
     unlink_entry,
     unlink_own,
 )
+from kvstore.runtime.host import SHM_DIRECTORY
 
 log = logging.getLogger("kvstore.node")
 

@@ -35,14 +35,13 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.memory import header as layout
-
-SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is for
+from kvstore.runtime.host import SHM_DIRECTORY
 
 SHM_PREFIX: Final = "kvstore."
 
 SOCKET_PREFIX: Final = "kvstore-socket."
 """What the names of nodes' sockets begin with: a node cannot have clients talk to another program's
-(``kvstore.node.descriptor_server``)."""
+(``kvstore.security.descriptor_server``)."""
 
 KEY_PREFIX: Final = "kvstore-key."
 """What the names of private files of segments begin with (``kvstore.memory.private_file``)."""

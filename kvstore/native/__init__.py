@@ -19,7 +19,7 @@ from kvstore.native.interface import CLOCK
 def _load() -> ModuleType:
     with contextlib.suppress(ImportError):
         found = importlib.import_module("kvstore.native._native")
-        # An older build compares deadlines with another clock than ``kvstore.clock``.
+        # An older build compares deadlines with another clock than ``kvstore.runtime.clock``.
         if getattr(found, "CLOCK", None) == CLOCK:
             return found
     return importlib.import_module("kvstore.native.pure_python")

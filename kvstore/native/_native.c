@@ -1,5 +1,5 @@
 /* The steps of the hot path that Python is too slow for. slow.py says what each does, and does the same
- * where this module was not built; tests/unit/test_native.py tests both.
+ * where this module was not built; tests/unit/native/test_native.py tests both.
  *
  * A step returns what happened, and does not try again: its caller decides what comes of it. */
 #define PY_SSIZE_T_CLEAN

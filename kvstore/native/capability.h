@@ -1,4 +1,4 @@
-/* Capabilities and stamps, which the master makes and a node checks: kvstore.network.tcp_protocol and
+/* Capabilities and stamps, which the master makes and a node checks: kvstore.runtime.tcp_protocol and
  * kvstore.memory.header say what they are. */
 #ifndef KVSTORE_CAPABILITY_H
 #define KVSTORE_CAPABILITY_H

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 AnyRecord = TypeVar("AnyRecord")
 
 CLOCK: Final = 7
-"""Linux's number of the clock that ``kvstore.clock.uptime`` reads."""
+"""Linux's number of the clock that ``kvstore.runtime.clock.uptime`` reads."""
 
 BatchEnd = int
 """Why a batch was not carried out as a whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
@@ -37,7 +37,7 @@ REFUSED: Final = 8
 """The other end refused, with a ``Status``; -1: it speaks another protocol."""
 
 CAPABILITY_BYTES: Final = 32
-"""Expiry, order and MAC of a capability (``kvstore.network.tcp_protocol``)."""
+"""Expiry, order and MAC of a capability (``kvstore.runtime.tcp_protocol``)."""
 
 STAMP_BYTES: Final = 16
 """A MAC behind a header (``kvstore.memory.header``)."""

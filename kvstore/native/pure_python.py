@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvstore.clock import uptime, uptime_ms
 from kvstore.errors import DeadlineExceededError
 from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key
 from kvstore.memory.header import (
@@ -35,16 +34,17 @@ from kvstore.native import interface
 from kvstore.native.interface import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
 from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # it is a step
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.stream import ConnectionEndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime import tcp_protocol as protocol
+from kvstore.runtime.clock import uptime, uptime_ms
+from kvstore.runtime.stream import ConnectionEndedError, StalledError, Stream
+from kvstore.runtime.tcp_protocol import (
     NO_EXTENT,
     Extent,
     Op,
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_stream import NO_TLS, NeedsTlsError
+from kvstore.security.tls_stream import NO_TLS, NeedsTlsError
 
 PIECE_BYTES: Final = 64 << 10
 """Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash

@@ -26,14 +26,14 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
 enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
 
-/* As kvstore.clock.uptime, in nanoseconds. */
+/* As kvstore.runtime.clock.uptime, in nanoseconds. */
 static int64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_BOOTTIME, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* A time of kvstore.clock.uptime, or a duration, in nanoseconds; it may be infinite. */
+/* A time of kvstore.runtime.clock.uptime, or a duration, in nanoseconds; it may be infinite. */
 static int64_t as_ns(double seconds) {
     return seconds > 9e9 ? INT64_MAX : (int64_t)(seconds * 1e9);
 }

@@ -1,5 +1,5 @@
 /* SipHash-2-4 with 128 bits of output, as its authors publish it: https://www.aumasson.jp/siphash/siphash.pdf,
- * and https://github.com/veorq/SipHash for the longer output. tests/unit/test_capabilities.py compares it
+ * and https://github.com/veorq/SipHash for the longer output. tests/unit/native/test_capabilities.py compares it
  * with their test vectors.
  *
  * Why this one: it is a keyed MAC for short messages. The MAC of a capability takes some 40 ns; HMAC-SHA256

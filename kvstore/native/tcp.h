@@ -1,4 +1,4 @@
-/* Both ends of kvstore.network.tcp_protocol, from the first byte of a request to the last of its
+/* Both ends of kvstore.runtime.tcp_protocol, from the first byte of a request to the last of its
  * answer. */
 #ifndef KVSTORE_TCP_H
 #define KVSTORE_TCP_H

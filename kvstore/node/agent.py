@@ -24,7 +24,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from kvstore._version import __version__
-from kvstore.auth.credentials import Credentials
 from kvstore.calls import (
     MasterAccepted,
     MasterClaimsAck,
@@ -38,7 +37,6 @@ from kvstore.calls import (
     NodeWipeDone,
     SegmentOffer,
 )
-from kvstore.clock import uptime_ms
 from kvstore.errors import (
     DrainedError,
     KVStoreError,
@@ -55,10 +53,12 @@ from kvstore.memory.header import SegmentOwner
 from kvstore.memory.segment import OwnedSegment, is_plausible_epoch
 from kvstore.memory.shm_entries import ENTRY_GONE
 from kvstore.node import inventory
-from kvstore.node.descriptor_server import DescriptorServer
 from kvstore.node.master_discovery import MasterDiscovery
 from kvstore.node.session import NodeStream
-from kvstore.process.tasks import start_task
+from kvstore.runtime.clock import uptime_ms
+from kvstore.runtime.tasks import start_task
+from kvstore.security.credentials import Credentials
+from kvstore.security.descriptor_server import DescriptorServer
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 
@@ -108,7 +108,7 @@ class NodeAgent:
         """
         Args:
             name: unique among the master's nodes.
-            host: ``kvstore.network.host.host_id()``.
+            host: ``kvstore.runtime.host.host_id()``.
             master: ``host:port``; or several addresses, separated by commas, which are tried in
                 turn; or ``etcd://...``, which names the leader.
             segment, server, engine, handover: the caller's, who closes them after ``run``.

@@ -19,7 +19,6 @@ from typing import Final
 from xxhash import xxh3_64
 
 from kvstore.calls import DeviceLocation
-from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
 from kvstore.device.staging_ring import RING_BYTES
@@ -29,7 +28,6 @@ from kvstore.memory import owner_futex
 from kvstore.memory.allocation import SIZE_STEP
 from kvstore.memory.segment import ZERO_STEP, OwnedSegment, write_superblock
 from kvstore.memory.shm_entries import (
-    SHM_DIRECTORY,
     SHM_PREFIX,
     check_name,
     group_id,
@@ -41,6 +39,8 @@ from kvstore.memory.shm_entries import (
     unlink_entry,
     unlink_own,
 )
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.device import LOCK
 from kvstore.transport.device_ranges import DeviceRanges

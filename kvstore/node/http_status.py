@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 
 from kvstore._version import __version__
-from kvstore.auth.credentials import Credentials
+from kvstore.http import exposition
+from kvstore.http.exposition import Rows
+from kvstore.http.families import NODE
+from kvstore.http.serving import ProcessStatus, Readiness
 from kvstore.memory.segment import OwnedSegment
-from kvstore.metrics import exposition
-from kvstore.metrics.exposition import Rows
-from kvstore.metrics.families import NODE
-from kvstore.network.limiter import Limiter
 from kvstore.node.agent import NodeAgent
-from kvstore.node.descriptor_server import DescriptorServer
-from kvstore.process.watched_files import refused_files
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.watched_files import refused_files
+from kvstore.security.credentials import Credentials
+from kvstore.security.descriptor_server import DescriptorServer
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.serving import ProcessStatus, Readiness
 
 
 def answers_of(

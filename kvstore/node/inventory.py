@@ -27,12 +27,12 @@ import secrets
 from collections.abc import Callable, Collection, Iterator
 
 from kvstore.calls import NodeClaims
-from kvstore.formatting import field_text
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
+from kvstore.runtime.formatting import field_text
 
 log = logging.getLogger("kvstore.node")
 

@@ -13,11 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
-from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import NodeTls
-from kvstore.auth.revocation_list import RevocationList
 from kvstore.calls import MasterAccepted
-from kvstore.clock import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
 from kvstore.errors import (
     AddressInUseError,
@@ -27,47 +23,51 @@ from kvstore.errors import (
     NodeNameTakenError,
     StartupError,
 )
-from kvstore.etcd.leader_lookup import find_leader
-from kvstore.formatting import size_text
+from kvstore.http.access_control import AccessControl, HttpSecurity, load_security
+from kvstore.http.serving import bind, request_limiter, serving
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.header import SUPERBLOCK_BYTES, SegmentOwner
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import (
-    SHM_DIRECTORY,
-    free_node_name,
-    group_id,
-    key_path,
-    socket_name,
-    unlink_own,
-)
-from kvstore.network.addresses import (
-    ETCD_SCHEME,
-    join_address,
-    parse_etcd,
-    shown_place,
-    split_address,
-)
-from kvstore.network.host import address_towards, host_id, is_loopback, loopback_reason, places_of
-from kvstore.network.listeners import EVERY_INTERFACE, accepts_family
+from kvstore.memory.shm_entries import free_node_name, group_id, key_path, socket_name, unlink_own
 from kvstore.node.agent import NodeAgent
-from kvstore.node.descriptor_server import DescriptorServer
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.http_status import answers_of
 from kvstore.node.inventory import enable_header_macs
 from kvstore.node.master_discovery import LOCATE_S
 from kvstore.node.startup_progress import StartupProgress
 from kvstore.node.startup_progress import serve_startup_health as starting_served
-from kvstore.process import descriptors, sd_notify, tasks
-from kvstore.process.child_process import NO_PARENT, ParentLink
-from kvstore.process.tasks import EXIT_BROKEN, start_task
-from kvstore.process.watched_files import watching
+from kvstore.runtime import descriptors, sd_notify, tasks
+from kvstore.runtime.addresses import (
+    ETCD_SCHEME,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.runtime.child_process import NO_PARENT, ParentLink
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.leader_lookup import find_leader
+from kvstore.runtime.formatting import size_text
+from kvstore.runtime.host import (
+    SHM_DIRECTORY,
+    address_towards,
+    host_id,
+    is_loopback,
+    loopback_reason,
+    places_of,
+)
+from kvstore.runtime.listeners import EVERY_INTERFACE, accepts_family
+from kvstore.runtime.tasks import EXIT_BROKEN, start_task
+from kvstore.runtime.watched_files import watching
+from kvstore.security.credentials import Credentials
+from kvstore.security.data_port_tls import NodeTls
+from kvstore.security.descriptor_server import DescriptorServer
+from kvstore.security.revocation_list import RevocationList
 from kvstore.transport import tcp_server
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.access_control import AccessControl, HttpSecurity, load_security
-from kvstore.web.server.serving import bind, request_limiter, serving
 
 log = logging.getLogger("kvstore.node")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, NotLeaderError
-from kvstore.etcd.leader_lookup import find_leader
-from kvstore.network.addresses import ETCD_SCHEME, parse_etcd
+from kvstore.runtime.addresses import ETCD_SCHEME, parse_etcd
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.leader_lookup import find_leader
 
 LOCATE_S: Final = 2.0
 """How long etcd may take to name the leader."""

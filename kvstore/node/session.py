@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 
-from kvstore.auth.credentials import Credentials, channel_options
 from kvstore.calls import MasterMessage, NodeMessage
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.network.resolver import RESOLVE_S, NameResolutionError, grpc_target
-from kvstore.port_probe import (
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.resolver import RESOLVE_S, NameResolutionError, grpc_target
+from kvstore.runtime.tasks import start_task
+from kvstore.security.credentials import Credentials, channel_options
+from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
+from kvstore.wire.port_probe import (
     GRPC,
     NO_MASTER,
     identify_service,
     is_protocol_mismatch,
     unreachable_advice,
 )
-from kvstore.process.tasks import start_task
-from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason, unexpected
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.formatting import duration_text, size_text
-from kvstore.metrics import exposition
-from kvstore.metrics.families import NODE
-from kvstore.process import sd_notify
-from kvstore.process.tasks import start_thread
-from kvstore.web.server.access_control import AccessControl, HttpSecurity
-from kvstore.web.server.serving import ProcessStatus, Readiness, serving
+from kvstore.http import exposition
+from kvstore.http.access_control import AccessControl, HttpSecurity
+from kvstore.http.families import NODE
+from kvstore.http.serving import ProcessStatus, Readiness, serving
+from kvstore.runtime import sd_notify
+from kvstore.runtime.formatting import duration_text, size_text
+from kvstore.runtime.tasks import start_thread
 
 log = logging.getLogger("kvstore.node")
 

@@ -1,6 +1,6 @@
 """The admin API ``/admin/instances``: adds, drains and removes instances while the proxy runs.
 
-The rules of all kvstore's HTTP ports for changes hold (``kvstore.web.server.access_control``): a
+The rules of all kvstore's HTTP ports for changes hold (``kvstore.http.access_control``): a
 request needs ``--admin-token`` or, if none is set, a connection from this host."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Final
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.formatting import field_text
-from kvstore.network.addresses import join_address, split_address
+from kvstore.http.access_control import AccessControl, AccessHints, AllowedHosts
 from kvstore.proxy import bodies
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.request_context import REQUEST_ID, error_response, request_id_of
-from kvstore.web.server.access_control import AccessControl, AccessHints, AllowedHosts
+from kvstore.runtime.addresses import join_address, split_address
+from kvstore.runtime.formatting import field_text
 
 log = logging.getLogger("kvstore.proxy")
 

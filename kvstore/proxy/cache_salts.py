@@ -18,9 +18,9 @@ from typing import Final
 
 from multidict import CIMultiDictProxy
 
-from kvstore.auth.credentials import check_mode_of
 from kvstore.config import ProxyConfig, read_token
 from kvstore.proxy.bodies import SALT, Body
+from kvstore.security.credentials import check_mode_of
 
 SECRET_FILE: Final = "cache_salt_secret_file"  # noqa: S105 - the name of a setting
 

@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 from aiohttp import ClientResponse, web
 from multidict import CIMultiDict
 
+from kvstore.http.connection_limiter import RETRY_AFTER_S
 from kvstore.proxy import bodies, engine
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import InFlightRequest
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.request_context import REQUEST_ID, ProxyContext, RequestContext, error_response
-from kvstore.web.server.connection_limiter import RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

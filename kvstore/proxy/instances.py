@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
-from kvstore.breaker import Breaker, BreakerState
 from kvstore.proxy.affinity import PrefixAffinity, Prints
+from kvstore.runtime.breaker import Breaker, BreakerState
 
 log = logging.getLogger("kvstore.proxy")
 

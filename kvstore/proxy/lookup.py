@@ -13,17 +13,17 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.breaker import Breaker
+from kvstore.calls.fleet_records import RECORDS_MAX, FleetRecord
 from kvstore.client.async_client import AsyncClient
 from kvstore.config import ClientConfig
-from kvstore.diagnostics.evidence import read_records
+from kvstore.console.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet_records import RECORDS_MAX, FleetRecord
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
-from kvstore.process.tasks import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import StoredPrefix
+from kvstore.runtime.breaker import Breaker
+from kvstore.runtime.tasks import start_task
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -14,11 +14,13 @@ from aiohttp import web
 
 from kvstore._version import __version__
 from kvstore.config import ProxyConfig
-from kvstore.network.addresses import join_address, shown_place
-from kvstore.network.limiter import Limiter
-from kvstore.process import tasks
-from kvstore.process.tasks import EXIT_BROKEN, start_task
-from kvstore.process.watched_files import watching
+from kvstore.http.connection_limiter import (
+    RETRY_AFTER_S,
+    ConnectionLimiter,
+    connections_max,
+    serving_connections,
+)
+from kvstore.http.serving import bind
 from kvstore.proxy import bodies, metrics, serving
 from kvstore.proxy.admin import AdminHandlers, rows
 from kvstore.proxy.cache_salts import salts_by
@@ -35,13 +37,11 @@ from kvstore.proxy.request_context import (
     request_id_of,
 )
 from kvstore.proxy.serving import serve
-from kvstore.web.server.connection_limiter import (
-    RETRY_AFTER_S,
-    ConnectionLimiter,
-    connections_max,
-    serving_connections,
-)
-from kvstore.web.server.serving import bind
+from kvstore.runtime import tasks
+from kvstore.runtime.addresses import join_address, shown_place
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.tasks import EXIT_BROKEN, start_task
+from kvstore.runtime.watched_files import watching
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -18,8 +18,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.process import logs
 from kvstore.proxy.instances import Instances, InstanceView
+from kvstore.runtime import logs
 
 # Buckets from a short prompt on an idle engine to a long prompt behind a queue.
 SECONDS: Final = (

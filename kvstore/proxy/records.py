@@ -1,7 +1,8 @@
 """Computes a prompt's keys from the fleet records that connectors put into the store.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
-``vllm-fleet``, or its tenant's: JSON of at most ``kvstore.fleet_records.RECORD_BYTES_MAX`` bytes.
+``vllm-fleet``, or its tenant's: JSON of at most ``kvstore.calls.fleet_records.RECORD_BYTES_MAX``
+bytes.
 
 The keys are vLLM's hashes of full blocks. Each covers the hash of the block before it, its own
 token ids and, as a third part, the request's salt in the first block. The third part also covers
@@ -22,8 +23,8 @@ from typing import Final, NamedTuple
 
 import cbor2
 
+from kvstore.calls.fleet_records import FORMAT, FleetRecord
 from kvstore.errors import KVStoreError
-from kvstore.fleet_records import FORMAT, FleetRecord
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 
 Part = tuple[bytes, tuple[int, ...], tuple[tuple[str, str]] | None]

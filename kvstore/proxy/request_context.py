@@ -14,7 +14,6 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvstore.config import ProxyConfig
-from kvstore.network.limiter import Limiter
 from kvstore.proxy.affinity import Prints
 from kvstore.proxy.bodies import Body, EngineRoute
 from kvstore.proxy.cache_salts import CacheSalts
@@ -22,6 +21,7 @@ from kvstore.proxy.engine import EngineClient
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.runtime.limiter import Limiter
 
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -10,8 +10,7 @@ import logging
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.network.limiter import WaitPreemptedError
-from kvstore.process.logs import EACH
+from kvstore.http.connection_limiter import CLIENT_LEFT, RETRY_AFTER_S
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.bodies import EngineRoute
@@ -27,7 +26,8 @@ from kvstore.proxy.request_context import (
     headers_for_engines,
     request_id_of,
 )
-from kvstore.web.server.connection_limiter import CLIENT_LEFT, RETRY_AFTER_S
+from kvstore.runtime.limiter import WaitPreemptedError
+from kvstore.runtime.logs import EACH
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -16,7 +16,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native.interface import GONE, OUTSIDE, BatchEnd
-from kvstore.network.tcp_protocol import Extent
+from kvstore.runtime.tcp_protocol import Extent
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64

@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.calls import DeviceLocation, SegmentInfo
-from kvstore.clock import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
@@ -41,10 +40,11 @@ from kvstore.memory.header import (
     unpack_owner,
     unpack_superblock,
 )
-from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node, open_shared
-from kvstore.network.host import host_id
-from kvstore.process.cancellation import check_current
-from kvstore.process.tasks import uninterrupted
+from kvstore.memory.shm_entries import SHM_PREFIX, is_of_a_node, open_shared
+from kvstore.runtime.cancellation import check_current
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import SHM_DIRECTORY, host_id
+from kvstore.runtime.tasks import uninterrupted
 from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy, deadline_exceeded, invalid_range, segment_gone
 from kvstore.transport.device_ranges import DeviceRanges

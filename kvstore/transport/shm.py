@@ -18,14 +18,15 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.memory.mapping import Mapping
 from kvstore.native import steps
 from kvstore.native.interface import ReadRow, WriteRow
-from kvstore.network.host import host_id
-from kvstore.process.cancellation import current
-from kvstore.process.tasks import uninterrupted
+from kvstore.runtime.cancellation import current
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import host_id
+from kvstore.runtime.tasks import uninterrupted
+from kvstore.security.descriptor_client import NoDescriptorError, request_descriptor
 from kvstore.transport.base import PIECE_BYTES, Transport
 from kvstore.transport.common import (
     RangeCopy,
@@ -35,7 +36,6 @@ from kvstore.transport.common import (
     feed,
     segment_gone,
 )
-from kvstore.transport.descriptor_client import NoDescriptorError, request_descriptor
 
 log = logging.getLogger("kvstore.transport")
 

@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.interface import ReadRow, WriteRow
-from kvstore.network.tcp_protocol import RANGES_MAX
-from kvstore.process.cancellation import CancelToken, current
+from kvstore.runtime.cancellation import CancelToken, current
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import RANGES_MAX
+from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection

@@ -12,9 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import ClientTls
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     CapabilityRefusedError,
@@ -35,18 +33,20 @@ from kvstore.native.interface import (
     ReadRow,
     WriteRow,
 )
-from kvstore.network import resolver
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.addresses import split_address
-from kvstore.network.stream import ConnectionEndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime import resolver
+from kvstore.runtime import tcp_protocol as protocol
+from kvstore.runtime.addresses import split_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.stream import ConnectionEndedError, StalledError, Stream
+from kvstore.runtime.tcp_protocol import (
     NO_EXTENT,
     Hello,
     Op,
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_stream import NeedsTlsError, TlsError
+from kvstore.security.data_port_tls import ClientTls
+from kvstore.security.tls_stream import NeedsTlsError, TlsError
 from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import (
     RangeCopy,

@@ -17,19 +17,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvstore.auth.data_port_tls import NodeTls
-from kvstore.auth.holder_ids import shown
-from kvstore.clock import uptime
 from kvstore.errors import BusyError
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
 from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.pure_python import CapabilityVerifier, serve_ranges
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.limiter import Limiter
-from kvstore.network.stream import StalledError, Stream
-from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
-from kvstore.network.tls_stream import TlsError
+from kvstore.runtime import tcp_protocol as protocol
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.stream import StalledError, Stream
+from kvstore.runtime.tcp_protocol import Hello, RefusedTransferError, TransferStatus
+from kvstore.security.data_port_tls import NodeTls
+from kvstore.security.holder_ids import shown
+from kvstore.security.tls_stream import TlsError
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20

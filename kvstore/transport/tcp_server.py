@@ -14,17 +14,17 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.auth.data_port_tls import NodeTls
-from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import steps
-from kvstore.network.addresses import join_address
-from kvstore.network.limiter import Limiter
-from kvstore.network.listeners import listen
-from kvstore.network.stream import Stream
-from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
-from kvstore.network.tls_stream import BUSY
+from kvstore.runtime.addresses import join_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.listeners import listen
+from kvstore.runtime.stream import Stream
+from kvstore.runtime.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
+from kvstore.security.data_port_tls import NodeTls
+from kvstore.security.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
     DataServerCounters,
     ServerConnection,

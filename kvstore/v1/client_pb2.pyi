@@ -195,7 +195,7 @@ Global___DeviceLocation: _TypeAlias = DeviceLocation  # noqa: Y015
 @_typing.final
 class DescriptorHandle(_message.Message):
     """How a client of the node's host gets a descriptor of the segment's memory
-    (`kvstore.network.descriptor_protocol`).
+    (`kvstore.security.descriptor_protocol`).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -251,7 +251,7 @@ class SegmentInfo(_message.Message):
     segment_id: _builtins.int
     node: _builtins.str
     host: _builtins.str
-    """Equal on both ends when they may see the same `/dev/shm`; see `kvstore.network.host`."""
+    """Equal on both ends when they may see the same `/dev/shm`; see `kvstore.runtime.host`."""
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes, new at each creation; also written in the superblock."""
@@ -397,7 +397,7 @@ class JoinReply(_message.Message):
     has_events: _builtins.bool
     """Whether events are served there."""
     identity: _builtins.str
-    """Who the client is to the master (`kvstore.auth.identity`); empty: no authentication."""
+    """Who the client is to the master (`kvstore.security.identity`); empty: no authentication."""
     def __init__(
         self,
         *,

@@ -24,7 +24,7 @@ from kvstore.limits import (
     check_count,
     check_keys,
 )
-from kvstore.packed_keys import PackedKeys
+from kvstore.native.packed_keys import PackedKeys
 from kvstore.v1 import common_pb2
 
 COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX

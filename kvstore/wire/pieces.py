@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from kvstore import calls
 from kvstore.calls import Reply, Request
 from kvstore.limits import BATCH_KEYS_MAX, PUT_KEYS_MAX
-from kvstore.packed_keys import keys_per_request
+from kvstore.native.packed_keys import keys_per_request
 
 KEYS_PER_PIECE: Final = 256
 """Removing so many keys takes 2 ms."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvstore import calls
+from kvstore.calls.tenants import tenant_text
 from kvstore.errors import BusyError
 from kvstore.master.state import liveness
 from kvstore.master.state.background_sweep import BackgroundSweeper
@@ -26,7 +27,6 @@ from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUT_SHARE, Tenant
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
-from kvstore.tenants import tenant_text
 
 PUTS_PER_TICK = 512
 """Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""

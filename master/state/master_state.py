@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore import calls
+from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.master.state import background_jobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.effects import Effect, LogClusterEvent
@@ -58,7 +59,6 @@ from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.views.chains import ChainQueries
 from kvstore.master.state.views.operator_queries import OperatorQueries
-from kvstore.tenants import TenantMatcher, TenantRule
 
 
 class MasterState:

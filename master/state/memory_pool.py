@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvstore.calls import Version
-from kvstore.histograms import Histogram
+from kvstore.calls.tenants import TenantRule
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repair_queue
 from kvstore.master.state.background_jobs import SETTLE, SWEEP, BackgroundJobs
@@ -34,7 +34,7 @@ from kvstore.master.state.tenant_lru import PerTenantLru
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.master.state.traffic import TrafficRecorder
 from kvstore.memory.header import extent_bytes
-from kvstore.tenants import TenantRule
+from kvstore.runtime.histograms import Histogram
 
 EVICTIONS_PER_STEP = 128
 """Objects that an allocation evicts in one step of the loop (1 to 2 ms). If it must evict more, it

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore import no_space_messages
-from kvstore.calls import Allocate, PutStart
+from kvstore.calls import Allocate, PutStart, no_space_messages
 from kvstore.errors import NoSpaceError
 from kvstore.master.state import liveness
 from kvstore.master.state.membership import Membership

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore import calls
+from kvstore.calls.tenants import tenant_text
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.master.state import no_space_report
 from kvstore.master.state.background_jobs import SERVE
@@ -17,7 +18,6 @@ from kvstore.master.state.grants import WaitingPut
 from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, AllocationFailure
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUT_SHARE, Tenant
-from kvstore.tenants import tenant_text
 
 SERVED_PER_STEP = 512
 """Keys of waiting puts that one step serves, at least one put; see ``PUT_COUNTS_FOR``."""

@@ -11,7 +11,6 @@ from typing import Final
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
-from kvstore.histograms import Histogram
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.background_jobs import ANSWER
 from kvstore.master.state.effects import DeferredReply, SendReply
@@ -21,6 +20,7 @@ from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.traffic import Caller
+from kvstore.runtime.histograms import Histogram
 
 ANSWERED_PER_STEP = 16_384
 """Keys of waiting questions that one step answers; at least one question."""

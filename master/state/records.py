@@ -19,7 +19,7 @@ from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
-from kvstore.packed_keys import PackedKeys
+from kvstore.native.packed_keys import PackedKeys
 
 if TYPE_CHECKING:
     from kvstore.master.state.liveness import JoinedNode

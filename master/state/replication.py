@@ -1,6 +1,6 @@
 """Copies from node to node: of objects on a draining node, and of objects that lack replicas.
 
-A client (``kvstore.drain``, or ``kvstore.repair`` in a node) asks what to copy
+A client (``kvstore.client.drain``, or ``kvstore.client.repair`` in a node) asks what to copy
 (``start_moves``), copies it, and ends the put. A moved object gets a new version at its new place;
 a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose the
 objects.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import calls
+from kvstore.calls.no_space_messages import format_size_short
+from kvstore.calls.tenants import tenant_text
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.background_jobs import EXPIRE
@@ -19,8 +21,6 @@ from kvstore.master.state.records import NamespaceTable, ObjectRecord, StaleExte
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PIN_LIMIT, Tenant
 from kvstore.memory.header import extent_bytes
-from kvstore.no_space_messages import format_size_short
-from kvstore.tenants import tenant_text
 
 PIN_STEPS = 8_192
 """Objects that one call may add to the pinned ones: the named objects and their ancestors."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, Version
+from kvstore.calls.tenants import TenantRule
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.background_jobs import SERVE, BackgroundJobs
@@ -24,7 +25,6 @@ from kvstore.master.state.reclaim import SpaceReclaimer, WipeRequest
 from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, StaleExtents
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.tenant_lru import PerTenantLru
-from kvstore.tenants import TenantRule
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.tenants import TenantRule
+from kvstore.calls.tenants import TenantRule
 
 LIMIT = "limit"
 GUARANTEE = "guarantee"

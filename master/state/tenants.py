@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
+from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
 from kvstore.master.state.eviction import ORDERS_MAX, queue_number_of
@@ -28,7 +29,6 @@ from kvstore.master.state.records import (
     ObjectRecord,
 )
 from kvstore.master.state.tenant import Tenant
-from kvstore.tenants import TenantMatcher, TenantRule
 
 SHORT_MS = 30_000
 """For how long the pool must be smaller than the guarantees before the log says so: nodes that are

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from kvstore.auth.identity import Identity
 from kvstore.limits import Key, Namespace
+from kvstore.security.identity import Identity
 
 SPACES_MAX = 512
 """Namespaces that are remembered at least; twice as many at most."""

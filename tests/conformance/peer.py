@@ -15,14 +15,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import NodeTls
-from kvstore.auth.revocation_list import RevocationList
 from kvstore.calls import DeviceLocation, EngineAddress, SegmentInfo
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import SHM_DIRECTORY
-from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
+from kvstore.runtime.host import SHM_DIRECTORY, host_id
+from kvstore.security.credentials import Credentials
+from kvstore.security.data_port_tls import NodeTls
+from kvstore.security.revocation_list import RevocationList
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from tests.support import fake_device

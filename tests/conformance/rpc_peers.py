@@ -18,10 +18,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore import calls
-from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.client.rpc.stub import MasterStub
-from kvstore.clock import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import FRAME_BYTES_MAX, Key, Namespace
 from kvstore.master.authorizer import token_for
@@ -29,7 +27,9 @@ from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.state import traffic
-from kvstore.process.cancellation import CancelToken
+from kvstore.runtime.cancellation import CancelToken
+from kvstore.runtime.clock import uptime
+from kvstore.security.identity import Identity
 from kvstore.wire.frames import Frame, FrameReader, hello
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
@@ -22,6 +21,7 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.memory.process_memory import address_of
+from kvstore.runtime.clock import uptime
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
@@ -76,7 +76,7 @@ def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path)
 
 
 MEET = """
-from kvstore.clock import uptime
+from kvstore.runtime.clock import uptime
 from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.transport.common import Move
 from kvstore.transport.mooncake.engine import EngineSettings

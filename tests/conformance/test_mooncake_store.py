@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from bench import mooncake
 from kvstore.bench.processes import Children
 from kvstore.connectors.mooncake import (
@@ -39,7 +39,7 @@ from kvstore.errors import (
     PutRefusedError,
     UnavailableError,
 )
-from kvstore.process.child_process import start_master
+from kvstore.runtime.child_process import start_master
 from tests.support import leaks
 from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
@@ -923,7 +923,7 @@ def test_a_command_finds_this_store() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_only_store_is_replaced() -> None:
-    path = kvstore.mooncake_shim.python_path({})
+    path = kvstore.connectors.mooncake_shim.python_path({})
     code = "import mooncake.engine as e, mooncake.store; print(e.__file__)"
     done = python(code, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
@@ -936,11 +936,11 @@ def test_env_prints_what_a_shell_evaluates() -> None:
     done = subprocess.run(command, env=rest, capture_output=True, text=True, check=True, timeout=60)
     script = f'{done.stdout}\nprintf %s "$PYTHONPATH"'
     shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert shell.stdout == f"{kvstore.mooncake_shim.DIRECTORY}:/with a space"
+    assert shell.stdout == f"{kvstore.connectors.mooncake_shim.DIRECTORY}:/with a space"
 
 
 def test_install_in_a_program() -> None:
-    again = f"import kvstore.mooncake_shim as m; m.install(); m.install(); {WHOSE}"
+    again = f"import kvstore.connectors.mooncake_shim as m; m.install(); m.install(); {WHOSE}"
     done = python(again)
     assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
     children = "import os; assert os.environ['PYTHONPATH'].count('as_mooncake') == 1"
@@ -950,7 +950,8 @@ def test_install_in_a_program() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_install_comes_first() -> None:
-    late = "import mooncake.store, kvstore.mooncake_shim; kvstore.mooncake_shim.install()"
+    shim = "from kvstore.connectors import mooncake_shim; mooncake_shim.install()"
+    late = f"import mooncake.store; {shim}"
     done = python(late)
     assert "UsageError" in done.stderr
     assert "before anything imports" in done.stderr

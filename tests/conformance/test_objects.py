@@ -24,7 +24,6 @@ from kvstore.client.flows.location_cache import LeasedLocation
 from kvstore.client.flows.object_transfers import ObjectReads, ObjectWrites
 from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.flows.steps import Transfer
-from kvstore.clock import uptime
 from kvstore.device import drivers
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
@@ -41,7 +40,8 @@ from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.process_memory import address_of
 from kvstore.native import pure_python
 from kvstore.native.interface import CAPABILITY_BYTES, CORRUPT, STALE
-from kvstore.network.tcp_protocol import Op
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Op
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport

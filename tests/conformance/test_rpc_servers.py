@@ -18,7 +18,6 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
-from kvstore.clock import uptime
 from kvstore.errors import (
     BatchTooLargeError,
     BusyError,
@@ -33,7 +32,8 @@ from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, REQUEST_BYTES_MAX, K
 from kvstore.master import grpc_server
 from kvstore.master import lane_server as lane_server_module
 from kvstore.master.lane_server import LaneSettings
-from kvstore.process.cancellation import CancelToken
+from kvstore.runtime.cancellation import CancelToken
+from kvstore.runtime.clock import uptime
 from kvstore.wire.frames import CALL, ERROR, REPLY, TOKEN_BYTES_MAX, frame
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import SESSION_PATH

@@ -19,7 +19,6 @@ import pytest
 import xxhash
 
 from kvstore import native
-from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
@@ -33,7 +32,8 @@ from kvstore.errors import (
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native import pure_python
 from kvstore.native.interface import STALE, ReadRow
-from kvstore.network.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from kvstore.transport import tcp_client
 from kvstore.transport.base import PIECE_BYTES, Transport
 from kvstore.transport.common import RangeCopy

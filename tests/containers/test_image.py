@@ -116,7 +116,8 @@ def test_a_store_of_one_container_is_healthy_compiled_and_stops_cleanly(docker: 
     assert get(store, "127.0.0.1:50001", "key") == ["shm"]
     assert store.run("id", "-u", user="10001").stdout == "10001\n"
     parts = (
-        "from kvstore.diagnostics.software import installation as i; print(f'\"{i()[-1].state}\"')"
+        "from kvstore.console.diagnostics.software import installation as i; "
+        "print(f'\"{i()[-1].state}\"')"
     )
     assert python(store, parts) == "ok"
     assert "pip" not in store.run("ls", "/opt/kvstore/bin").stdout

@@ -85,7 +85,7 @@ path.write_text("\\n".join(lines) + "\\n")
 """
 
 _IS_COMPILED = """
-from kvstore.diagnostics.software import installation
+from kvstore.console.diagnostics.software import installation
 bad = [row for row in installation() if row.state != "ok"]
 print(*(bad or ["steps in C and the master's state are compiled"]), sep="\\n")
 raise SystemExit(bool(bad))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.web.api.lookups import EXISTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.console.api.lookups import EXISTS_PATH, MATCH_PATH, STAT_PATH
 from tests.support.cluster import Cluster, Node
 from tests.support.http import get
 from tests.support.processes import free_port

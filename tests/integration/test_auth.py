@@ -21,13 +21,13 @@ import grpc
 import pytest
 
 from kvstore import Client, calls
-from kvstore.auth.certificates import CertificateRequest
-from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.calls import Clear, Join
 from kvstore.client.rpc import lane_client
+from kvstore.client.sse_client import follow
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import Key, Namespace
-from kvstore.web.events.sse_client import follow
+from kvstore.security.certificates import CertificateRequest
+from kvstore.security.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.wire.messages import CALLS, encode_request
 from tests.support.certificates import Identities, utc_now
 from tests.support.cluster import Cluster

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from kvstore.auth.certificates import inspect
-from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
 from kvstore.errors import PermissionDeniedError
+from kvstore.security.certificates import inspect
+from kvstore.security.credentials import MASTER_NAME, NODE_NAME, Credentials
 from tests.support.cluster import Cluster
 from tests.support.processes import free_port
 

@@ -10,8 +10,8 @@ from typing import Final
 
 import pytest
 
-from kvstore.auth.certificates import inspect
 from kvstore.errors import PermissionDeniedError
+from kvstore.security.certificates import inspect
 from tests.support.cluster import Cluster
 from tests.support.programs import need_program
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.process.tasks import EXIT_BROKEN
+from kvstore.runtime.tasks import EXIT_BROKEN
 from tests.support.cluster import entry, unique_name
 from tests.support.processes import ROOT, run_python
 
@@ -18,7 +18,7 @@ from kvstore.node import agent, main
 async def beat(self, link, accepted):
     raise MemoryError("no more")
 agent.NodeAgent._beat = beat
-from kvstore.process import logs
+from kvstore.runtime import logs
 logs.configure("info")
 sys.exit(main.run(main.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))
 """

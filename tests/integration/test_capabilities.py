@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.auth.certificates import CertificateRequest, inspect
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import (
     CapabilityRefusedError,
     KVStoreError,
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.network.tcp_protocol import Extent
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Extent
+from kvstore.security.certificates import CertificateRequest, inspect
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain

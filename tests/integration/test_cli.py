@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvstore.process.child_process import start_master
+from kvstore.runtime.child_process import start_master
 
 GIB = 1 << 30
 MEMORY = 64 << 20

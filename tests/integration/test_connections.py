@@ -79,7 +79,7 @@ def test_connections_that_say_nothing_are_bounded_logged_and_cut(tmp_path: Path)
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:
     program = (
-        "import resource, sys; from kvstore.process import descriptors; "
+        "import resource, sys; from kvstore.runtime import descriptors; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1]))); "
         "print(descriptors.allow(int(sys.argv[2])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

@@ -23,7 +23,7 @@ WITHOUT_TRACING = ["setpriv", "--bounding-set", "-sys_ptrace"] if os.geteuid() =
 
 DIES = """
 import os, resource, sys
-from kvstore.process import memory_protection
+from kvstore.runtime import memory_protection
 os.chdir(sys.argv[2])
 child = os.fork()
 if not child:

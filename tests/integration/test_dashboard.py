@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore._version import __version__
-from kvstore.auth.credentials import Credentials
-from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet_records import FleetRecord
+from kvstore.calls.fleet_records import FleetRecord
+from kvstore.connectors.common.fleet import FleetRecords
+from kvstore.console.dashboard.routes import FILES, NAMESPACES_SHOWN
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.dashboard.routes import FILES, NAMESPACES_SHOWN
+from kvstore.security.credentials import Credentials
 from tests.integration.test_high_availability import HaCluster
 from tests.support.accessibility import barriers
 from tests.support.browser import DESK, PHONE, TABLET, Browser, browsing

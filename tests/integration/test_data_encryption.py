@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.auth.credentials import NODE_NAME, Credentials
 from kvstore.errors import PutRefusedError
-from kvstore.network.addresses import split_address
+from kvstore.runtime.addresses import split_address
+from kvstore.security.credentials import NODE_NAME, Credentials
 from tests.integration.test_drain import drain
 from tests.integration.test_repair_queue import nodes_of
 from tests.support.certificates import Identities

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvstore.clock import uptime
 from kvstore.errors import (
     EtcdUnreachableError,
     NotLeaderError,
     PermissionDeniedError,
     StartupError,
 )
-from kvstore.etcd.client import Etcd
-from kvstore.etcd.leader_lookup import find_leader
-from kvstore.network.addresses import EtcdPlace
+from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.client import Etcd
+from kvstore.runtime.etcd.leader_lookup import find_leader
 from tests.support.etcd import EtcdServer, running
 from tests.support.processes import free_port
 

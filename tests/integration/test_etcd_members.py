@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
-from kvstore.etcd.leader_lookup import MemberStatus, find_leader, look_at
 from kvstore.master import times
-from kvstore.network.addresses import EtcdPlace
+from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.leader_lookup import MemberStatus, find_leader, look_at
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import START_S, EtcdServer
 from tests.support.processes import KVSTORE, Server, children_of, free_port, run_python

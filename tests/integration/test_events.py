@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, KVStoreError
-from kvstore.web.events.sse_client import follow
+from kvstore.client.sse_client import follow
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster

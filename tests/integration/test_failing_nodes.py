@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.client.flows.location_cache import AVOID_FIRST_S
-from kvstore.clock import uptime
+from kvstore.runtime.clock import uptime
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
 from tests.support.network_namespaces import IsolatedNetwork

@@ -13,13 +13,13 @@ from urllib.parse import urlencode
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.auth.credentials import Credentials
-from kvstore.clock import uptime
 from kvstore.errors import (
     KVStoreError,
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
+from kvstore.runtime.clock import uptime
+from kvstore.security.credentials import Credentials
 from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
 from tests.support.http import request

@@ -17,7 +17,7 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.client.flows.read_objects import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.process.logs import BURST
+from kvstore.runtime.logs import BURST
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster, Node
 from tests.support.workload import content

@@ -10,11 +10,11 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.network.tcp_protocol import Extent
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Extent
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_capabilities import asked_of

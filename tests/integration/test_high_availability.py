@@ -17,13 +17,13 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.clock import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
-from kvstore.etcd.leader_lookup import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
 from kvstore.master.rpc_servers import ListenAddresses
-from kvstore.network.addresses import EtcdPlace
+from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd.leader_lookup import find_leader
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of

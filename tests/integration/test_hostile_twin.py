@@ -20,11 +20,11 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.rpc.lane_client import LaneConnection, connect
-from kvstore.clock import uptime
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import PROTOCOL_VERSION
-from kvstore.network.addresses import split_address
-from kvstore.network.host import host_id
+from kvstore.runtime.addresses import split_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import host_id
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, JOIN_METADATA, decode_reply, encode_request
 from kvstore.wire.node_messages import SESSION_PATH, encode_node_message

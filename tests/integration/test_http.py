@@ -25,7 +25,7 @@ def child_of(server: Server) -> int:
     def found() -> int:
         for pid in children_of(server.pid):
             with contextlib.suppress(OSError):
-                if b"kvstore.web.master_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"kvstore.console.master_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         return 0
 

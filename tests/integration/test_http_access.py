@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.client.sse_client import follow
+from kvstore.console.api.lookups import PIN_PATH, REMOVE_PATH, UNPIN_PATH
 from kvstore.errors import PermissionDeniedError
-from kvstore.web.api.lookups import PIN_PATH, REMOVE_PATH, UNPIN_PATH
-from kvstore.web.events.sse_client import follow
 from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
 from tests.support.browser import browsing

@@ -129,7 +129,7 @@ def hurried(store: Cluster, circumstance: str, environment: str) -> dict[str, Re
     late = [f"kvstore.cli.{name.replace('-', '_')}" for name in LATE]
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.hurried", circumstance, "kvstore.cli.main",
-         "kvstore.cli.tables", "kvstore.drain", *late],
+         "kvstore.cli.tables", "kvstore.client.drain", *late],
         input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
         env={
             **{name: value for name, value in os.environ.items() if name != "COLUMNS"},

@@ -121,7 +121,7 @@ ROWS: dict[str, Row | str] = {
     "move_page": Row("evict_up_to", node="nobody", cursor=0, repair=False),
     "stats": Row(),
     "close": "takes no argument, and ends the client",
-    "embedded": "starts processes; its arguments are settings, which unit/test_config.py checks",
+    "embedded": "starts processes; its arguments are settings, checked in unit/config",
     "config": "no call",
 }
 """Every public name of the clients. A new one fails the test until it has its row."""

@@ -14,7 +14,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import ClusterMismatchError
-from kvstore.memory.shm_entries import SHM_DIRECTORY, left_overs
+from kvstore.memory.shm_entries import left_overs
+from kvstore.runtime.host import SHM_DIRECTORY
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
 from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
 from tests.support.wait import until

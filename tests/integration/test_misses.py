@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.auth.credentials import Credentials
-from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fleet_records import FleetRecord
+from kvstore.calls.fleet_records import FleetRecord
+from kvstore.connectors.common.fleet import FleetRecords
+from kvstore.console.api.diagnostics import TRAFFIC_PATH, WHY_PATH
+from kvstore.http.operations import PATH as OPENAPI_PATH
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.api.diagnostics import TRAFFIC_PATH, WHY_PATH
-from kvstore.web.server.operations import PATH as OPENAPI_PATH
+from kvstore.security.credentials import Credentials
 from tests.integration.test_dashboard import asked, told
 from tests.support.browser import Browser
 from tests.support.certificates import Identities

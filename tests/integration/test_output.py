@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore.process.logs import BURST
+from kvstore.runtime.logs import BURST
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get, http_port_of, metric

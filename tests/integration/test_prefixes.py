@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.client import Client
-from kvstore.formatting import key_text
-from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
+from kvstore.console.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
+from kvstore.runtime.formatting import key_text
 from tests.integration.test_api import post
 from tests.integration.test_dashboard import told
 from tests.support.browser import Browser

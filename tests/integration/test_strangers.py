@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore import PutOutcome
-from kvstore.network.addresses import split_address
+from kvstore.runtime.addresses import split_address
 from tests.support.cluster import Cluster
 from tests.support.workload import at_work, content, getter, putter
 

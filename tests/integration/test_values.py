@@ -15,7 +15,7 @@ from kvstore.errors import (
     InvalidArgumentError,
     UnsupportedValueError,
 )
-from kvstore.formatting import key_text
+from kvstore.runtime.formatting import key_text
 
 torch = pytest.importorskip("torch")
 

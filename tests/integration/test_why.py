@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.connectors.engine.fleet import FleetRecords
-from kvstore.fingerprint import fingerprint
-from kvstore.fleet_records import FleetRecord
+from kvstore.calls.fleet_records import FleetRecord
+from kvstore.connectors.common.fingerprint import fingerprint
+from kvstore.connectors.common.fleet import FleetRecords
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import KVSTORE, run_python
 from tests.support.wait import until

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 
-from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
-from kvstore.web.api.lookups import (
+from kvstore.console.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
+from kvstore.console.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
+from kvstore.console.api.lookups import (
     EXISTS_PATH,
     MATCH_PATH,
     PIN_PATH,
@@ -19,7 +19,7 @@ from kvstore.web.api.lookups import (
     STAT_PATH,
     UNPIN_PATH,
 )
-from kvstore.web.server.operations import PATH as OPENAPI_PATH
+from kvstore.http.operations import PATH as OPENAPI_PATH
 from tests.support.cluster import Cluster, Node
 from tests.support.http import Reply, request
 from tests.support.processes import free_port

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore import Client, port_probe
+from kvstore import Client
 from kvstore.errors import MasterUnreachableError
+from kvstore.wire import port_probe
 from tests.support.cluster import Cluster
 from tests.support.http import http_port_of
 

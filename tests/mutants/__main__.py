@@ -41,7 +41,7 @@ TESTS: Final = {
     "connectors/sglang": "tests/engines/sglang",
     "connectors/vllm_tier": "tests/e2e/engines/test_tier.py",
     "kvstore/memory": "tests/unit/memory tests/model/test_allocator.py tests/unit/node",
-    "kvstore/native": "tests/unit/test_native.py",
+    "kvstore/native": "tests/unit/native/test_native.py",
     "kvstore/transport": "tests/unit/transport tests/conformance/test_transports.py",
     "master": "tests/unit/master",
     "master/state/allocator.py": "tests/model/test_allocator.py tests/unit/master",

@@ -21,7 +21,7 @@ class Fault(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str = "tests/unit/test_native.py tests/conformance/test_transports.py"
+    tests: str = "tests/unit/native/test_native.py tests/conformance/test_transports.py"
 
 
 FAULTS: Final = (
@@ -45,7 +45,7 @@ FAULTS: Final = (
           "(state->streams ? from : to) - XXH_STRIPE_LEN", "(state->streams ? from : to)"),
     Fault("a-capability-covers-the-header-alone", "capability.h",
           ".length = HEADER_BYTES + size,", ".length = HEADER_BYTES,",
-          "tests/unit/test_capabilities.py"),
+          "tests/unit/native/test_capabilities.py"),
 )  # fmt: skip
 
 

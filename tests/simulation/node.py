@@ -197,7 +197,7 @@ class Node:
                     task.cancel()
 
     async def _copy(self) -> None:
-        """As ``kvstore.repair``."""
+        """As ``kvstore.client.repair``."""
         copier = self.copier
         assert copier is not None
         while True:

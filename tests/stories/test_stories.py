@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
+from kvstore.client.sse_client import follow
+from kvstore.console.api.lookups import REMOVE_PATH
 from kvstore.errors import KVStoreError, NoSpaceError
-from kvstore.web.api.lookups import REMOVE_PATH
-from kvstore.web.events.sse_client import follow
 from tests.integration.test_network import Net, far, near, net
 from tests.support.cluster import SHORT, Cluster, Node
 from tests.support.engines import World, play, stored

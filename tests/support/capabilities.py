@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import pure_python
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.tcp_protocol import Extent, Op
+from kvstore.runtime import tcp_protocol as protocol
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Extent, Op
 
 HOLDER = 0x1234_5678_9ABC_DEF0
 

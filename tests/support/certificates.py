@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvstore.auth import ca
-from kvstore.auth.certificates import CertificateRequest
-from kvstore.auth.identity import ALL
-from kvstore.process.watched_files import write_file
+from kvstore.runtime.watched_files import write_file
+from kvstore.security import ca
+from kvstore.security.certificates import CertificateRequest
+from kvstore.security.identity import ALL
 
 
 def utc_now() -> datetime:

@@ -19,7 +19,8 @@ from typing import Any, Final, Self
 from kvstore import Client
 from kvstore.calls import ClusterStatus
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
-from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX, key_path, socket_name
+from kvstore.memory.shm_entries import SHM_PREFIX, key_path, socket_name
+from kvstore.runtime.host import SHM_DIRECTORY
 from tests.support.certificates import Identities
 from tests.support.processes import Server, flags_of, let_others_leave
 

@@ -7,11 +7,11 @@ import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvstore.auth import certificates
-from kvstore.auth.certificates import CertificateRequest
-from kvstore.auth.credentials import Credentials
-from kvstore.auth.data_port_tls import ClientTls, NodeTls
-from kvstore.auth.revocation_list import RevocationList
+from kvstore.security import certificates
+from kvstore.security.certificates import CertificateRequest
+from kvstore.security.credentials import Credentials
+from kvstore.security.data_port_tls import ClientTls, NodeTls
+from kvstore.security.revocation_list import RevocationList
 from tests.support.identities import ENGINE, NODE, authority, content, credentials, write
 
 

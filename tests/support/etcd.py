@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.etcd.leader_lookup import find_leader
-from kvstore.network.addresses import EtcdPlace
+from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.etcd.leader_lookup import find_leader
 from tests.support.processes import free_port
 from tests.support.programs import need_program
 from tests.support.wait import until

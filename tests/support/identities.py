@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from kvstore.auth import certificates
-from kvstore.auth.ca import content_of
-from kvstore.auth.certificates import CertificateRequest
-from kvstore.auth.credentials import MASTER_NAME, Credentials, PemBundle, alternative_names
+from kvstore.security import certificates
+from kvstore.security.ca import content_of
+from kvstore.security.certificates import CertificateRequest
+from kvstore.security.credentials import MASTER_NAME, Credentials, PemBundle, alternative_names
 
 NOW: Final = datetime.now(UTC)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.network.limiter import NAMED_MAX, Limiter
+from kvstore.runtime.limiter import NAMED_MAX, Limiter
 
 
 def check_limiter(limiter: Limiter[Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore import repair
 from kvstore.cli import node
+from kvstore.client import repair
 from kvstore.config import ClientConfig
 from tests.support import fake_device
 

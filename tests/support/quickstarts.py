@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.shm_entries import SHM_PREFIX
+from kvstore.runtime.host import SHM_DIRECTORY
 from tests.support.processes import ROOT
 from tests.support.wait import until
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import ClosedError
-from kvstore.process.tasks import Job, ThreadPool, uninterrupted
+from kvstore.runtime.tasks import Job, ThreadPool, uninterrupted
 from tests.support.leaks import leaked, snapshot
 from tests.support.signal_injection import cut
 

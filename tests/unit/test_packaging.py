@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvstore
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from kvstore._version import __version__
 from kvstore.cli.as_mooncake import COMMANDS
 from kvstore.cli.main import LATE, cli
@@ -68,8 +68,8 @@ def test_the_links_for_tools_that_read_the_source_in_place(name: str) -> None:
 
 
 def test_the_files_of_the_dashboard_are_shipped() -> None:
-    dashboard = ROOT / "kvstore/web/dashboard"
-    globs = SETUPTOOLS["package-data"]["kvstore.web.dashboard"]
+    dashboard = ROOT / "kvstore/console/dashboard"
+    globs = SETUPTOOLS["package-data"]["kvstore.console.dashboard"]
     listed = {path for glob in globs for path in dashboard.glob(glob)}
     there = {path for path in (dashboard / "page").rglob("*") if path.is_file()}
     assert there
@@ -126,10 +126,10 @@ def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
 
 
 def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None:
-    programs = sorted(Path(kvstore.mooncake_shim.PROGRAMS).iterdir())
+    programs = sorted(Path(kvstore.connectors.mooncake_shim.PROGRAMS).iterdir())
     assert [each.name for each in programs] == sorted(COMMANDS)
     assert all(os.access(each, os.X_OK) for each in programs)
-    assert SETUPTOOLS["package-data"]["kvstore.as_mooncake"] == ["bin/*"]
+    assert SETUPTOOLS["package-data"]["kvstore.connectors.as_mooncake"] == ["bin/*"]
 
 
 def test_a_package_index_shows_no_link_that_leads_nowhere() -> None:

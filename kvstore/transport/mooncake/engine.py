@@ -38,15 +38,15 @@ from time import sleep
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import EngineAddress
-from kvstore.clock import uptime
 from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
-from kvstore.network import resolver
-from kvstore.network.addresses import split_address
-from kvstore.process.descriptors import sockets
+from kvstore.runtime import resolver
+from kvstore.runtime.addresses import split_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.descriptors import sockets
 from kvstore.wire.busy_poll_gauge import HIT, BusyPollGauge, polling_outcome
 
-log = logging.getLogger("kvstore.mooncake_shim")
+log = logging.getLogger("kvstore.mooncake")
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 """Or ``mooncake-transfer-engine``, which needs CUDA's libraries."""

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.process_memory import address_of
+from kvstore.runtime.clock import uptime
 from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import RangeCopy, deadline_exceeded, feed
 from kvstore.transport.mooncake.engine_session import EngineSession

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.clock import uptime
 from kvstore.memory.regions import Region
+from kvstore.runtime.clock import uptime
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20

@@ -29,7 +29,7 @@ from kvstore.calls import EngineAddress
 from kvstore.errors import InternalError
 from kvstore.memory.pages import POPULATE_READ, map_at, populate
 from kvstore.memory.segment import OwnedSegment
-from kvstore.process.descriptors import sockets
+from kvstore.runtime.descriptors import sockets
 from kvstore.transport.mooncake.engine import (
     EngineSettings,
     TransferEngine,
@@ -45,7 +45,7 @@ SWEEP_S: Final = 0.5
 _TCP_INFO: Final = struct.Struct("@44xI4xI")  # tcpi_last_data_sent and tcpi_last_data_recv
 _PROT_NONE, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0, 2, 0x10, 0x20, 0x4000
 
-log = logging.getLogger("kvstore.mooncake_shim")
+log = logging.getLogger("kvstore.mooncake")
 
 
 class EngineServer:

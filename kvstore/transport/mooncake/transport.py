@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     ClosedError,
@@ -34,7 +33,8 @@ from kvstore.errors import (
 )
 from kvstore.memory.process_memory import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.process.cancellation import current
+from kvstore.runtime.cancellation import current
+from kvstore.runtime.clock import uptime
 from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -66,7 +66,7 @@ SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
 again; a batch that failed has returned, and only calls of other threads are waited for."""
 
-log = logging.getLogger("kvstore.mooncake_shim")
+log = logging.getLogger("kvstore.mooncake")
 
 
 class MooncakeTransport(Transport):

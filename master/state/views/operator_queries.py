@@ -6,13 +6,13 @@ from itertools import islice
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
+from kvstore.calls.tenants import UNBOUNDED
 from kvstore.master.state import liveness
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.traffic import ClientRow, NamespaceTrafficRecord
-from kvstore.tenants import UNBOUNDED
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.connectors.engine.guarded_client import BYTES_PER_MS, DEADLINE_MS
-from kvstore.connectors.vllm import weights as live
+from kvstore.connectors.common.guarded_client import BYTES_PER_MS, DEADLINE_MS
+from kvstore.connectors.vllm.weights import weight_monitor as live
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, namespace
 from kvstore.connectors.vllm_tier.namespace import ENGINE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from lmcache.v1.memory_management import MemoryObj
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from tests.engines.lmcache.inside import TOKENS, Inside
 from tests.support.cluster import Cluster
 
@@ -27,9 +27,9 @@ def same(one: MemoryObj, other: MemoryObj | None) -> bool:
 def in_mooncakes_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {name for name in sys.modules if name.partition(".")[0] == "mooncake"}
     assert "mooncake.store" not in before
-    monkeypatch.setenv("PYTHONPATH", kvstore.mooncake_shim.python_path({}))
+    monkeypatch.setenv("PYTHONPATH", kvstore.connectors.mooncake_shim.python_path({}))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    kvstore.mooncake_shim.install()
+    kvstore.connectors.mooncake_shim.install()
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         if name not in before:
@@ -50,7 +50,7 @@ def test_chunks_come_back_byte_for_byte(store: Cluster, save_chunk_meta: bool) -
     }
     engine = Inside(extra)
     try:
-        assert kvstore.mooncake_shim.is_ours(sys.modules["mooncake.store"].__file__)
+        assert kvstore.connectors.mooncake_shim.is_ours(sys.modules["mooncake.store"].__file__)
         lengths = [TOKENS, TOKENS, TOKENS, 17]
         keys = [engine.key(number) for number in range(4)]
         chunks = [engine.chunk(number, tokens) for number, tokens in enumerate(lengths)]

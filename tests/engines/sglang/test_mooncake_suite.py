@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from tests.support.cluster import Cluster
 from tests.support.processes import ROOT
 
@@ -21,7 +21,9 @@ LIMIT_S = 150
 def test_the_tests_that_sglang_ships(store: Cluster) -> None:
     environ = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([kvstore.mooncake_shim.python_path(os.environ), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join(
+            [kvstore.connectors.mooncake_shim.python_path(os.environ), str(ROOT)]
+        ),
         "MOONCAKE_MASTER": store.address,
         "MOONCAKE_PROTOCOL": "tcp",
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import kvstore.mooncake_shim
+import kvstore.connectors.mooncake_shim
 from kvstore.cli import as_mooncake
 from kvstore.cli.as_mooncake import MEANT, translate_arguments
 from kvstore.cli.master import command
@@ -97,12 +97,12 @@ def test_a_script_finds_the_commands(tmp_path: Path) -> None:
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
     stand_in.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.defpath}"}
-    assert kvstore.mooncake_shim.path({**environ, "PATH": kvstore.mooncake_shim.path(environ)}) == (
-        kvstore.mooncake_shim.path(environ)
-    )
+    assert kvstore.connectors.mooncake_shim.path(
+        {**environ, "PATH": kvstore.connectors.mooncake_shim.path(environ)}
+    ) == (kvstore.connectors.mooncake_shim.path(environ))
     script = "mooncake_master --port 1; mooncake_http_metadata_server"
     done = subprocess.run(
-        ["/bin/sh", "-c", script], env={"PATH": kvstore.mooncake_shim.path(environ)},
+        ["/bin/sh", "-c", script], env={"PATH": kvstore.connectors.mooncake_shim.path(environ)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [

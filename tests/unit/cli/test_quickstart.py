@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.cli import quickstart
-from kvstore.diagnostics import host
+from kvstore.console.diagnostics import host
 from kvstore.errors import SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 

@@ -15,7 +15,7 @@ from kvstore.cli import master, node
 from kvstore.cli.options import run
 from kvstore.config import Config, MasterConfig, NodeConfig, settings
 from kvstore.errors import AddressInUseError
-from kvstore.process.child_process import ParentLink
+from kvstore.runtime.child_process import ParentLink
 
 
 class Served:

@@ -15,9 +15,9 @@ from kvstore.client.flows.write_objects import PutOptions
 from kvstore.client.leases.lease_table import RedundantAllocation
 from kvstore.client.leases.views import ViewManager
 from kvstore.client.values import Bytes1D, described_as
-from kvstore.clock import uptime
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError
 from kvstore.limits import DEFAULT_NAMESPACE, check_key
+from kvstore.runtime.clock import uptime
 from tests.unit.client.world import EPOCH, World, grants
 
 WRITE, STORED, FOUND = PutOutcome.WRITE, PutOutcome.STORED, PutOutcome.FOUND

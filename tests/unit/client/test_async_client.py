@@ -13,7 +13,7 @@ import pytest
 from kvstore import AsyncClient, Client
 from kvstore.client import async_client
 from kvstore.errors import DeadlineExceededError
-from kvstore.process.cancellation import CallCancelledError, current
+from kvstore.runtime.cancellation import CallCancelledError, current
 
 
 @asynccontextmanager

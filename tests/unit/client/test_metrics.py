@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore.client.client import Client
 from kvstore.client.metrics import ClientMetrics
-from kvstore.metrics.families import CLIENT
+from kvstore.http.families import CLIENT
 
 
 def test_the_numbers_are_those_of_stats_at_the_scrape() -> None:

@@ -12,8 +12,8 @@ from kvstore.client.flows.get import lookup
 from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import ViewManager
-from kvstore.clock import uptime
 from kvstore.limits import Key
+from kvstore.runtime.clock import uptime
 from tests.unit.client.world import EPOCH, A, B, N, World, found
 
 AT, AT_B = 4096, 8192

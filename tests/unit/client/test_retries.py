@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import calls, port_probe
+from kvstore import calls
 from kvstore.calls import JoinReply
 from kvstore.client.rpc.retries import (
     BACKOFF_FIRST_S,
@@ -48,6 +48,7 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
+from kvstore.wire import port_probe
 from kvstore.wire.messages import CALLS
 
 EXISTS = CALLS[calls.Exists]

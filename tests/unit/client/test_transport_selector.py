@@ -11,14 +11,14 @@ import pytest
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.transport_selector import TransportSelector
-from kvstore.clock import uptime
 from kvstore.errors import (
     ClosedError,
     InvalidRangeError,
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.process.cancellation import CancelToken, current
+from kvstore.runtime.cancellation import CancelToken, current
+from kvstore.runtime.clock import uptime
 from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy
 from tests.unit.client.world import segment

@@ -26,9 +26,9 @@ from kvstore.client.leases.lease_table import (
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import ViewManager
 from kvstore.client.values import Bytes1D
-from kvstore.clock import uptime
 from kvstore.errors import MasterUnreachableError
 from kvstore.limits import Key
+from kvstore.runtime.clock import uptime
 from tests.unit.client.world import N, segment
 
 GRANTED = AllocationLease(7, 9, segment(1), 4096, 64)

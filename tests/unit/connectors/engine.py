@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.events import BlockEvents
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import (
     SaveCommand,
@@ -21,7 +20,8 @@ from kvstore.connectors.vllm.messages import (
     TransferReport,
 )
 from kvstore.connectors.vllm.metrics import COUNTERS
-from kvstore.connectors.vllm.scheduler_logic import SchedulerLogic
+from kvstore.connectors.vllm.scheduler.events import BlockEvents
+from kvstore.connectors.vllm.scheduler.scheduler_logic import SchedulerLogic
 
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})

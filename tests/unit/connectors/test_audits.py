@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from vllm.distributed.kv_events import BlockRemoved
 
-from kvstore.connectors.vllm import events as events_module
-from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, BlockEvents, audit
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
+from kvstore.connectors.vllm.scheduler import events as events_module
+from kvstore.connectors.vllm.scheduler.events import AUDIT_EVERY_S, AUDIT_SOON_S, BlockEvents, audit
 
 GROUPS = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 

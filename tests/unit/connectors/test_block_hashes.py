@@ -14,7 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvstore.connectors.vllm.block_hashes import BlockHashes, HashCache, block_hashes
+from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, HashCache, block_hashes
 
 ALGORITHM = "sha256_cbor"
 SMALL, LARGE = 4, 12

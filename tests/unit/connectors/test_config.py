@@ -12,7 +12,7 @@ import pytest
 import vllm
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.engine.mooncake_config import MEANT
+from kvstore.connectors.common.mooncake_config import MEANT
 from kvstore.connectors.vllm.config import (
     ABORT_VARIABLE,
     MOONCAKE_VARIABLE,

@@ -15,7 +15,7 @@ from kvstore.connectors.vllm.connector import (
     _check_executor,
     _check_name,
 )
-from kvstore.connectors.vllm.engine_core import EngineCoreAccess, before_reset
+from kvstore.connectors.vllm.scheduler.engine_core import EngineCoreAccess, before_reset
 from kvstore.connectors.vllm_plugin import register
 from kvstore.errors import ConfigError
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.connectors.vllm import event_listener
-from kvstore.connectors.vllm.event_listener import EventListener, ReceivedEvents
+from kvstore.client import sse_client
+from kvstore.connectors.vllm.scheduler import event_listener
+from kvstore.connectors.vllm.scheduler.event_listener import EventListener, ReceivedEvents
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.web.events import sse_client
 from tests.support.wait import until
 
 GROUPS = {"vllm/f/g0/p0t0": 0, "vllm/f/g1/p0t0": 1}

@@ -7,8 +7,8 @@ import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvstore.web.events.zmq_publisher import CLEARED, described
-from kvstore.web.ipc_channel import GONE_SIZE
+from kvstore.console.events.zmq_publisher import CLEARED, described
+from kvstore.master.ipc_channel import GONE_SIZE
 
 
 def test_vllm_decodes_our_events() -> None:

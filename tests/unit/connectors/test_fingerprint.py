@@ -14,7 +14,9 @@ from torch import nn
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from kvstore.connectors.vllm.fingerprint import (
+from kvstore.connectors.common.fingerprint import LOADED, LoadedFiles
+from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
+from kvstore.connectors.vllm.weights.fingerprint import (
     describe,
     draft_of,
     fingerprint,
@@ -24,11 +26,9 @@ from kvstore.connectors.vllm.fingerprint import (
     weights_id,
     without_draft,
 )
-from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit
-from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
+from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit
 from kvstore.connectors.vllm_plugin import _note_files
 from kvstore.errors import ConfigError
-from kvstore.fingerprint import LOADED, LoadedFiles
 
 HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.calls.fleet_records import FleetRecord
 from kvstore.config import ClientConfig
-from kvstore.connectors.vllm.fingerprint_tracker import FingerprintTracker
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.fleet_records import FleetRecord
+from kvstore.connectors.vllm.scheduler.fingerprint_tracker import FingerprintTracker
 
 
 class Workers:

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 from kvstore.cli import as_mooncake, proxy_flags
 from kvstore.config import ProxyConfig
-from kvstore.connectors.engine import mooncake_config
+from kvstore.connectors.common import mooncake_config
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
 from tests.support.processes import ROOT
 

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit, split_of, stored_order
-from kvstore.connectors.vllm.pages import survey
+from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, split_of, stored_order
+from kvstore.connectors.vllm.worker.pages import survey
 from kvstore.errors import ConfigError
 from tests.unit.connectors.vllm_caches import FULL, LATENT, WINDOW, Model
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvstore.client.flows.control_calls import EngineMatchResult, PrefixMatchResult
 from kvstore.client.leases.read_leases import ReadLease
-from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.lookups import (
+from kvstore.connectors.vllm.scheduler import lookups as module
+from kvstore.connectors.vllm.scheduler.lookups import (
     BUSY_PATIENCE_S,
     FRESH_S,
     PENDING_MAX,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.connectors.vllm.fingerprint import draft_of
+from kvstore.calls.fleet_records import is_draft_namespace
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
     SaveResult,
@@ -12,7 +12,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
     namespace_prefix,
 )
-from kvstore.fleet_records import is_draft_namespace
+from kvstore.connectors.vllm.weights.fingerprint import draft_of
 from kvstore.limits import NAMESPACE_BYTES_MAX, TENANT_BYTES_MAX, check_namespace
 
 

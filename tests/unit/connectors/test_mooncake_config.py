@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvstore.config import ClientConfig, ConnectorConfig
-from kvstore.connectors.engine.mooncake_config import IGNORED, MEANT, translate_config
+from kvstore.connectors.common.mooncake_config import IGNORED, MEANT, translate_config
 
 log = logging.getLogger("kvstore.test")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
-from kvstore.connectors.vllm.page_splitting import PageSplitter, SplitPages
-from kvstore.connectors.vllm.pages import CPUPages, survey
+from kvstore.connectors.vllm.worker.page_splitting import PageSplitter, SplitPages
+from kvstore.connectors.vllm.worker.pages import CPUPages, survey
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import config, stored
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm.pages import CacheGeometry, CPUPages, Page, pages_of, survey
+from kvstore.connectors.vllm.worker.pages import CacheGeometry, CPUPages, Page, pages_of, survey
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError

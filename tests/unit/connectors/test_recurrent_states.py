@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvstore.connectors.vllm.pages import CPUPages, survey
-from kvstore.connectors.vllm.recurrent_states import check_split, shard_runs, shard_shapes
+from kvstore.connectors.vllm.worker.pages import CPUPages, survey
+from kvstore.connectors.vllm.worker.recurrent_states import check_split, shard_runs, shard_shapes
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import Config, Group
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm import scheduler_logic
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import (
     LoadCommand,
@@ -22,6 +21,7 @@ from kvstore.connectors.vllm.messages import (
     TransferCommands,
     TransferReport,
 )
+from kvstore.connectors.vllm.scheduler import scheduler_logic
 from kvstore.limits import TTL_MS_MAX
 from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from kvstore.connectors.vllm import weights
-from kvstore.connectors.vllm.weights import (
+from kvstore.connectors.vllm.weights import weight_monitor as weights
+from kvstore.connectors.vllm.weights.weight_monitor import (
     LoraAdapters,
     WeightMonitor,
     WorkerWeights,

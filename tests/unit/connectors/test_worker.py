@@ -13,7 +13,6 @@ import torch
 import kvstore
 from kvstore.calls import PutOutcome
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     LoadCommand,
@@ -25,8 +24,13 @@ from kvstore.connectors.vllm.messages import (
     UnfinishedTransfers,
     namespace,
 )
-from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
-from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
+from kvstore.connectors.vllm.worker import worker_side as module
+from kvstore.connectors.vllm.worker.pages import CPUPages, Mark, Pages, survey
+from kvstore.connectors.vllm.worker.worker_side import (
+    TRANSFER_TIMEOUT_MS,
+    WorkerSide,
+    client_config,
+)
 from kvstore.errors import DeadlineExceededError, NoSpaceError
 from tests.support.wait import until
 from tests.unit.connectors.test_pages import Config, Group

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     LoadCommand,
@@ -26,8 +25,13 @@ from kvstore.connectors.vllm.messages import (
     TransferReport,
     namespace,
 )
-from kvstore.connectors.vllm.pages import CUDAPages, survey
-from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
+from kvstore.connectors.vllm.worker import worker_side as module
+from kvstore.connectors.vllm.worker.pages import CUDAPages, survey
+from kvstore.connectors.vllm.worker.worker_side import (
+    TRANSFER_TIMEOUT_MS,
+    WorkerSide,
+    client_config,
+)
 from kvstore.device import device as device_module
 from kvstore.device.driver import Direction
 from kvstore.device.drivers import use

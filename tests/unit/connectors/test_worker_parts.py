@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm import worker_parts as module
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import NOT_SPLIT, PageSplit
-from kvstore.connectors.vllm.pages import survey
-from kvstore.connectors.vllm.worker_parts import Caches, WorkerParts
+from kvstore.connectors.vllm.worker import worker_parts as module
+from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit
+from kvstore.connectors.vllm.worker.pages import survey
+from kvstore.connectors.vllm.worker.worker_parts import Caches, WorkerParts
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import BLOCKS, PAGE, Config, Group, config, layer_by_layer
 

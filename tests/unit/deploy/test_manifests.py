@@ -21,12 +21,12 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from kvstore.auth.ca import REVOKED_NAME
-from kvstore.auth.certificates import inspect
-from kvstore.auth.credentials import Credentials
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.setting_types import parse_size
+from kvstore.security.ca import REVOKED_NAME
+from kvstore.security.certificates import inspect
+from kvstore.security.credentials import Credentials
 from tests.support.certificates import Identities
 from tests.support.programs import need_program
 

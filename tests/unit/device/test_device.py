@@ -9,14 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.clock import uptime
 from kvstore.device import device as module
 from kvstore.device.copies import CopyList
 from kvstore.device.device import Device
 from kvstore.device.driver import Direction
 from kvstore.device.drivers import driver_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.process.cancellation import CancelToken
+from kvstore.runtime.cancellation import CancelToken
+from kvstore.runtime.clock import uptime
 from tests.support.fake_device import FakeDriver
 
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from kvstore.clock import uptime
 from kvstore.device.staging_ring import SLOTS, StagingRing
 from kvstore.errors import ClosedError, DeadlineExceededError
+from kvstore.runtime.clock import uptime
 from tests.support.fake_device import FakeDriver
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
+from kvstore.calls.tenants import TenantRule
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import (
@@ -25,7 +26,6 @@ from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.tenants import TenantRule
 
 EPOCH = 5
 BEFORE = Version(EPOCH - 1, 1)

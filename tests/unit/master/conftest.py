@@ -7,8 +7,8 @@ from typing import Protocol
 
 import pytest
 
+from kvstore.calls.tenants import TenantRule
 from kvstore.master.state.rules import MasterRules
-from kvstore.tenants import TenantRule
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import Cluster
 

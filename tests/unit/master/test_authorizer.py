@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvstore import calls
-from kvstore.auth.holder_ids import holder_of
-from kvstore.auth.identity import Identity, validated_identity
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
@@ -22,7 +20,9 @@ from kvstore.master.service import MasterService
 from kvstore.master.state.grants import PendingGrants
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.process.logs import BURST, RateLimit
+from kvstore.runtime.logs import BURST, RateLimit
+from kvstore.security.holder_ids import holder_of
+from kvstore.security.identity import Identity, validated_identity
 from tests.support.certificates import Identities
 from tests.unit.wire.test_request_chunking import service_with
 
@@ -131,7 +131,7 @@ def test_who_was_revoked_lately_is_told_to_nodes(
         )
     )  # fmt: skip
     now = 100.0
-    monkeypatch.setattr("kvstore.auth.revocation_list.uptime", lambda: now)
+    monkeypatch.setattr("kvstore.security.revocation_list.uptime", lambda: now)
     assert gate.rejected_holders() == [], "who was revoked before has nothing of this master"
     identities.revoked_file.write_text("1\n0x0A\n")
     now += 1
@@ -179,7 +179,7 @@ def test_no_identity_hides_what_another_removes_or_is_refused(
     gate: Authorizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Five lines of all together were written in a second."""
-    caplog.set_level(logging.INFO, "kvstore.auth")
+    caplog.set_level(logging.INFO, "kvstore.security")
     limit = RateLimit(lambda: 1.0)
     caplog.handler.addFilter(limit)
     try:

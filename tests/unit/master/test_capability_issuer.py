@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import validated_identity
 from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
 from kvstore.limits import Key, Namespace
 from kvstore.master.capabilities import SLACK_MS, STAT_MS, CapabilityIssuer
@@ -21,8 +20,9 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import pure_python
-from kvstore.network.descriptor_protocol import map_key
-from kvstore.network.tcp_protocol import Op, holder_key, sealed
+from kvstore.runtime.tcp_protocol import Op, holder_key, sealed
+from kvstore.security.descriptor_protocol import map_key
+from kvstore.security.identity import validated_identity
 from kvstore.wire.messages import CALLS
 from tests.unit.master.test_term import JOIN
 

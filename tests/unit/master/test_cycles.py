@@ -12,12 +12,12 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.config import MasterConfig
 from kvstore.master.authorizer import Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.dispatcher import Dispatcher
 from kvstore.master.lane_server import LaneServer, _LaneProtocol
+from kvstore.security.credentials import MASTER_NAME, Credentials
 from tests.support.certificates import Identities
 
 ResultT = TypeVar("ResultT")

@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import ENGINE, Identity
 from kvstore.config import MasterConfig
 from kvstore.limits import Key, Namespace
 from kvstore.master.authorizer import Authorizer
@@ -22,6 +21,7 @@ from kvstore.master.fair_scheduler import SLICE_S, FairScheduler
 from kvstore.master.grpc_server import GrpcServer
 from kvstore.master.lane_server import FRAMES_PER_TURN, LaneServer, LaneSettings
 from kvstore.master.state.traffic import Caller
+from kvstore.security.identity import ENGINE, Identity
 from kvstore.wire.frames import CALL, REPLY, frame, hello
 from kvstore.wire.messages import CALLS, encode_request
 from tests.support.certificates import Identities

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.auth.identity import validated_identity
 from kvstore.errors import (
     InvalidArgumentError,
     NodeNameTakenError,
@@ -21,6 +20,7 @@ from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, Live
 from kvstore.master.state.object_events import GONE_SIZE
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
+from kvstore.security.identity import validated_identity
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster

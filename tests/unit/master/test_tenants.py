@@ -6,13 +6,13 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, Version
+from kvstore.calls.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_overlap
 from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_overlap
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster

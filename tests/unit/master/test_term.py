@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
-from kvstore.clock import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
+from kvstore.runtime.clock import uptime
 
 EXISTS = calls.Exists(Namespace("n"), [Key(b"k")])
 PUT = calls.PutStart(

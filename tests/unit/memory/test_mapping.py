@@ -14,7 +14,8 @@ import pytest
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping, is_shown
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.shm_entries import SHM_PREFIX
+from kvstore.runtime.host import SHM_DIRECTORY
 from tests.support.processes import run_python
 
 MIB = 1 << 20

@@ -17,13 +17,8 @@ from kvstore.calls import NO_VERSION, Version
 from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, epoch_checksum
 from kvstore.memory.private_file import PrivateFile, PrivateState
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import (
-    SHM_DIRECTORY,
-    SHM_PREFIX,
-    key_path,
-    left_overs,
-    remove_left,
-)
+from kvstore.memory.shm_entries import SHM_PREFIX, key_path, left_overs, remove_left
+from kvstore.runtime.host import SHM_DIRECTORY
 
 NAME = f"stamp-key-{os.getpid()}"
 SHM_NAME = SHM_PREFIX + NAME

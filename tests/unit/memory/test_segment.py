@@ -32,7 +32,8 @@ from kvstore.memory.header import (
 )
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import SHM_DIRECTORY, free_node_name
+from kvstore.memory.shm_entries import free_node_name
+from kvstore.runtime.host import SHM_DIRECTORY
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.config import NodeConfig
 from kvstore.errors import StartupError
-from kvstore.network.host import places_of
 from kvstore.node import main
+from kvstore.runtime.host import places_of
 
 OURS = "10.0.0.8"
 REMOTE = "10.0.0.7:50001"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.device import drivers
 from kvstore.errors import (
     ConfigError,
@@ -20,10 +19,10 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, SegmentOwner, pack_into
-from kvstore.memory.shm_entries import SHM_DIRECTORY
-from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import SHM_DIRECTORY, host_id
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.device import LOCK, DeviceTransport
 from tests.support.fake_device import FakeDriver

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from kvstore.http.access_control import NOT_SECURED, AccessControl
 from kvstore.node import startup_progress as module
 from kvstore.node.startup_progress import StartupProgress, serve_startup_health
-from kvstore.web.server.access_control import NOT_SECURED, AccessControl
 from tests.support.http import get, metric
 
 GIB = 1 << 30

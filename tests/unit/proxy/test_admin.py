@@ -1,4 +1,4 @@
-"""Who may change the instances: the guard of our ports (``tests/unit/web/test_access_control.py``)
+"""Who may change the instances: the guard of our ports (``tests/unit/http/test_access_control.py``)
 is that of the proxy, too."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.fleet_records import FleetRecord, parse
+from kvstore.calls.fleet_records import FleetRecord, parse
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.proxy.records import ALGORITHMS, StoredPrefix, block_hashes, is_usable, keys, serving
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore.config import ProxyConfig
-from kvstore.process.tasks import EXIT_BROKEN
 from kvstore.proxy import main
 from kvstore.proxy.health import HealthChecks
+from kvstore.runtime.tasks import EXIT_BROKEN
 
 
 def test_the_proxy_ends_with_a_status_of_its_own_when_its_health_checks_die(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.memory.segment import OwnedSegment
-from kvstore.network.host import host_id
-from kvstore.network.stream import Stream
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import host_id
+from kvstore.runtime.stream import Stream
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from kvstore.clock import uptime
 from kvstore.device.device import Device
+from kvstore.runtime.clock import uptime
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.device_ranges import DeviceRanges
 from tests.support.fake_device import FakeDriver

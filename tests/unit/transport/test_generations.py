@@ -11,12 +11,12 @@ import pytest
 
 from kvstore import native
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import SegmentGoneError
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
-from kvstore.network.host import host_id
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import host_id
+from kvstore.runtime.tcp_protocol import (
     STATUS_BYTES,
     Hello,
     Op,

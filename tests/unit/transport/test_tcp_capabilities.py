@@ -13,12 +13,12 @@ from typing import cast
 import pytest
 
 from kvstore import native
-from kvstore.clock import uptime
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime import tcp_protocol as protocol
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
     RANGES_MAX,

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore import native
-from kvstore.clock import uptime
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import (
     RANGES_MAX,
     STATUS_BYTES,
     Hello,

@@ -13,12 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.auth.certificates import CertificateRequest
-from kvstore.auth.credentials import NODE_NAME
-from kvstore.auth.data_port_tls import ClientTls
-from kvstore.auth.identity import identity_of
 from kvstore.calls import SegmentInfo
-from kvstore.clock import uptime
 from kvstore.errors import (
     BusyError,
     ConfigError,
@@ -29,13 +24,18 @@ from kvstore.errors import (
 )
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native.interface import ReadRow, WriteRow
-from kvstore.network.tcp_protocol import (
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import (
     STATUS_BYTES,
     Hello,
     TransferStatus,
     pack_hello,
 )
-from kvstore.network.tls_stream import NO_TLS, TlsStream
+from kvstore.security.certificates import CertificateRequest
+from kvstore.security.credentials import NODE_NAME
+from kvstore.security.data_port_tls import ClientTls
+from kvstore.security.identity import identity_of
+from kvstore.security.tls_stream import NO_TLS, TlsStream
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore import calls
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
-from kvstore.packed_keys import PackedKeys
+from kvstore.native.packed_keys import PackedKeys
 from kvstore.v1 import client_pb2, common_pb2
 from kvstore.wire.columns import (
     encode_with_keys,

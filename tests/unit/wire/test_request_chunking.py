@@ -23,7 +23,7 @@ from kvstore.limits import (
 from kvstore.master.service import MasterService
 from kvstore.master.state.effects import SendToNode
 from kvstore.master.state.master_state import MasterState
-from kvstore.packed_keys import PackedKeys, keys_per_request
+from kvstore.native.packed_keys import PackedKeys, keys_per_request
 from kvstore.wire.messages import encode_request
 from kvstore.wire.pieces import CUTS, KEYS_PER_PIECE, PROBES_PER_PIECE
 from tests.unit.master.test_term import JOIN

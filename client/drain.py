@@ -1,0 +1,136 @@
+"""Moves all objects off a node, then lets the node leave, for ``kvstore drain`` and for HTTP.
+
+The process that drains copies the objects: it reads from the node and writes to other nodes as any
+client does. A drain may be stopped and started again at any time; the node gets no new objects
+until it leaves, or until the draining is undone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstore.calls import NO_VERSION, ClusterStatus, NodeStatus, Version
+from kvstore.errors import NoSpaceError, UnavailableError
+from kvstore.runtime.formatting import size_text
+
+if TYPE_CHECKING:
+    from kvstore import Client
+
+PAUSE_S: Final = 0.2
+"""Pause before the next pass, when a pass could not move all objects."""
+
+
+@dataclass(slots=True)
+class DrainOutcome:
+    node: str
+    moved: int = 0
+    """Objects."""
+    moved_bytes: int = 0
+    corrupt: int = 0
+    """Objects of the last pass whose bytes do not match their checksum."""
+    remaining: int = 0
+    """Objects for which other nodes have no space."""
+    remaining_bytes: int = 0
+    evicted: int = 0
+    """Less recently used objects on other nodes that were evicted to make room."""
+    unfinished: int = 0
+    """Puts and allocations under way, and objects that could not be moved, at the end."""
+    has_departed: bool = False
+
+
+def check_room(found: ClusterStatus, node: str) -> None:
+    """Checks that the other nodes have enough free memory for what the node holds, before a drain
+    that must lose nothing moves anything. Raises nothing for an unknown node.
+
+    Raises:
+        NoSpaceError: the other nodes have less.
+    """
+    holds = sum(_used_bytes(each) for each in found.nodes if each.name == node)
+    others = [each for each in found.nodes if each.name != node and each.state == "alive"]
+    free = sum(each.size - each.used for each in others)
+    if holds <= free:
+        return
+    raise NoSpaceError(
+        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free: "
+        f"nothing was moved, and {node} goes on as before",
+        advice="Start another node. Or say which objects to lose: with --evict those on other "
+        "nodes that were used longer ago, with --discard those that find no space.",
+        node=node,
+        missing_bytes=holds - free,
+    )
+
+
+def _used_bytes(node: NodeStatus) -> int:
+    """Bytes of the node's objects, and of puts under way on it."""
+    return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
+
+
+def drain_node(
+    client: Client,
+    node: str,
+    *,
+    evict: bool,
+    discard: bool,
+    wait_s: float,
+    told: Callable[[int, int], None],
+) -> DrainOutcome:
+    """Moves all objects that can be moved; then lets the node leave, if no object would be lost.
+
+    Args:
+        evict: objects on other nodes that were used longer ago make room, except those that this
+            drain has moved.
+        discard: let the node leave even if objects have no space elsewhere or could not be moved.
+        wait_s: how long to keep trying when nothing moves: for puts under way on the node, or
+            while the master or a node is unreachable.
+        told: called with the bytes moved so far, and the bytes to move.
+    """
+    outcome = DrainOutcome(node)
+    begun = client.drain(node)
+    used = begun.used
+    evict_up_to = begun.began if evict else NO_VERSION
+    give_up = time.monotonic() + wait_s
+    while True:
+        moved = outcome.moved
+        try:
+            pending = client.drain(node).pending  # again each time: the leader may have changed
+            failed = _pass(client, outcome, evict_up_to, lambda: told(outcome.moved_bytes, used))
+        except UnavailableError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(PAUSE_S)
+            continue
+        outcome.unfinished = pending + failed
+        if outcome.moved > moved:
+            give_up = time.monotonic() + wait_s
+        elif not outcome.unfinished or time.monotonic() >= give_up:
+            break
+        else:
+            time.sleep(PAUSE_S)
+    if discard or not (outcome.remaining or outcome.unfinished):
+        client.drain(node, leave=True)
+        outcome.has_departed = True
+    return outcome
+
+
+def _pass(
+    client: Client, outcome: DrainOutcome, evict_up_to: Version, told: Callable[[], None]
+) -> int:
+    """Tries all objects once; returns how many could not be moved now."""
+    failed = cursor = 0
+    outcome.remaining = outcome.remaining_bytes = outcome.corrupt = 0
+    while True:
+        step = client.move_page(outcome.node, cursor, evict_up_to=evict_up_to)
+        outcome.moved += step.objects
+        outcome.moved_bytes += step.size
+        outcome.remaining += step.remaining
+        outcome.remaining_bytes += step.remaining_size
+        outcome.evicted += step.evicted
+        outcome.corrupt += step.corrupt
+        failed += step.failed
+        told()
+        cursor = step.next_cursor
+        if not cursor:
+            return failed

@@ -1,0 +1,218 @@
+"""Follows the events of a store over HTTP: the client of ``GET /api/v1/events``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import itertools
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+from kvstore.config import HTTP_TOKEN_VARIABLE
+from kvstore.errors import InvalidArgumentError, PermissionDeniedError, UnavailableError
+from kvstore.runtime.addresses import join_address, split_address
+from kvstore.runtime.cancellation import current
+from kvstore.security.credentials import MASTER_NAME, Credentials
+
+CONNECT_S: Final = 2.0
+"""How long a connection may take: a firewall that drops packets never answers."""
+
+SILENT_S: Final = 7.0
+"""A stream that is silent for so long is dead: heartbeats come every 2 s."""
+
+PAUSE_S: Final = 0.5
+"""Pause between two attempts to connect."""
+
+BLOCK_BYTES_MAX: Final = 1 << 20
+"""Bytes of one event; a stream with a longer one is no stream of events."""
+
+_UNAVAILABLE: Final = 503
+_MISDIRECTED: Final = 421
+
+
+class StreamEvent(NamedTuple):
+    """One event of the stream."""
+
+    name: str
+    """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
+    data: dict[str, Any]
+    """``stored`` has ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``
+    and ``depth``; ``removed`` has ``namespace`` and ``key``."""
+    position: str
+    """``EPOCH-NUMBER``, to resume after; empty: none yet."""
+
+
+def follow(
+    addresses: Iterable[str],
+    *,
+    namespace: str = "",
+    under: str = "",
+    whole: bool = True,
+    since: str = "",
+    patience_s: float | None = None,
+    token: str = "",
+    cacert: str = "",
+    auth: str = "",
+    heard: Callable[[], None] = lambda: None,
+    failed: Callable[[str], None] = lambda _: None,
+) -> Iterator[StreamEvent]:
+    """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
+    under a ``kvstore.runtime.cancellation.CancelToken``, setting the ``CancelToken`` ends the
+    present connection.
+
+    Args:
+        addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
+            leads is found. Or an iterator that says where to connect next; when it ends, so does
+            ``follow``.
+        namespace: only objects of this namespace; empty: of all.
+        under: only objects of namespaces whose names begin so.
+        whole: begin with all that is visible, and again whenever events were missed (``cleared``,
+            ``stored`` ..., ``whole``); applied in order, the events give the exact set.
+        since: resume after this place.
+        patience_s: how long no master may answer; None: for ever.
+        token: the token of these ports, if they want one.
+        cacert: file with the certificates (PEM) that the masters' certificates are checked against;
+            empty: those of the system.
+        auth: the file that proves our identity to masters with authentication, whose addresses are
+            ``https`` then; their certificates must be of its authority. Empty: none.
+        heard: called when a connection shows that it lives: every 2 s, or more often.
+        failed: called with the reason when a connection fails or ends, before the next attempt.
+
+    Raises:
+        UnavailableError: ``patience_s`` is over, or a master has no events;
+        PermissionDeniedError: the token is missing or wrong;
+        InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
+        ConfigError: ``auth`` cannot be used;
+        ClosedError: the thread's ``CancelToken`` is set.
+    """
+    tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
+    name = MASTER_NAME if auth else ""
+    query = {"snapshot": int(whole), "namespace": namespace, "under": under}
+    path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    place = since
+    last = time.monotonic()
+    why = "no master answers"
+    for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
+        try:
+            for told, after in _read(address, path, place, headers, tls, name):
+                place = after
+                heard()
+                if told is not None:
+                    yield told
+                last = time.monotonic()
+            why = f"{address} has ended its stream"
+        except (OSError, http.client.HTTPException) as error:
+            why = f"{address}: {error}"
+        failed(why)
+        if patience_s is not None and time.monotonic() - last > patience_s:
+            raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
+        time.sleep(PAUSE_S)
+
+
+def _tls(cacert: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=cacert or None)
+    except OSError as error:
+        raise InvalidArgumentError(f"cacert {cacert} is of no use: {error}") from None
+
+
+def _read(
+    address: str,
+    path: str,
+    since: str,
+    headers: dict[str, str],
+    tls: Callable[[], ssl.SSLContext],
+    name: str,
+) -> Iterator[tuple[StreamEvent | None, str]]:
+    """Reads one connection. Yields each event (None: a heartbeat), and the place after it.
+    ``name``: the name in the master's certificate; empty: that in ``address``."""
+    connection = _connect(address, tls, name)
+    with contextlib.closing(connection), _cut_by_stop(connection.sock):
+        host, port = connection.sock.getpeername()[:2]
+        headers = headers | ({"Last-Event-ID": since} if since else {})
+        answer = _ask(connection, path, headers)
+        if answer.status == _MISDIRECTED:
+            # The master does not know the name in the ``Host`` header. An address always passes.
+            answer.read()
+            answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
+        if answer.status != http.client.OK:
+            said = answer.read(1_000).decode(errors="replace").strip()
+            if answer.status == _UNAVAILABLE:
+                raise OSError(said)
+            if answer.status == http.client.FORBIDDEN:
+                raise PermissionDeniedError(f"{address}: {said}")
+            if answer.status == http.client.UNAUTHORIZED:
+                raise PermissionDeniedError(
+                    f"{address}: the token is missing or wrong",
+                    advice=f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
+                )
+            if answer.status == http.client.BAD_REQUEST:
+                raise InvalidArgumentError(f"{address}: {said}")
+            raise UnavailableError(
+                f"{address}: {said}", advice="Start the master with --events on."
+            )
+        buffer = b""
+        while data := answer.read1(1 << 16):
+            *blocks, buffer = (buffer + data).split(b"\n\n")
+            if len(buffer) > BLOCK_BYTES_MAX:
+                raise OSError("what it sends is no stream of events")
+            for block in blocks:
+                try:
+                    told, since = _parsed(block.decode(), since)
+                except ValueError as error:
+                    raise OSError(f"what it sends is no stream of events: {error}") from None
+                yield told, since
+
+
+def _connect(
+    address: str, tls: Callable[[], ssl.SSLContext], name: str
+) -> http.client.HTTPConnection:
+    scheme, _, place = address.rpartition("://")
+    host, port = split_address(place.rstrip("/"))
+    if scheme not in ("", "http", "https"):
+        raise InvalidArgumentError(f"{address} is no address of HTTP")
+    made = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+    made.connect()
+    if scheme == "https" or (name and not scheme):
+        made.sock = tls().wrap_socket(made.sock, server_hostname=name or host)
+    made.sock.settimeout(SILENT_S)
+    return made
+
+
+def _ask(
+    connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
+) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+@contextlib.contextmanager
+def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    stop = current()
+    with stop.on_cancel(cut) if stop is not None else contextlib.nullcontext():
+        yield
+
+
+def _parsed(block: str, place: str) -> tuple[StreamEvent | None, str]:
+    name, data = "", ""
+    for line in block.split("\n"):
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "id":
+            place = value
+        elif field == "event":
+            name = value
+        elif field == "data":
+            data = value
+    return (StreamEvent(name, json.loads(data), place) if data else None), place

@@ -1,0 +1,242 @@
+"""Digests of whole files of weights, which a host computes once.
+
+A digest is XXH3-128 of every byte of a file: any change changes it, but it does not withstand a
+forger. That of a file of safetensors is the sum of its tensors' digests (name, dtype, shape, bytes)
+modulo 2^128, so that sums of files tell which tensors these have together, however they are split.
+It is computed at 7 GB/s from the page cache, by one thread: a second one gained 5 % where
+this was measured. 16 GB take some 2.3 s, and longer if a disk or a network must be read.
+
+A digest is remembered by the file's *state*: device, inode, size, time of modification and time of
+change, which the kernel sets at each write and no program can set back. So the next start, and
+other engines on the host, read no byte again. Processes that start together share the work: each
+one looks before each file whether another process has hashed it, and takes files in random order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from xxhash import xxh3_128
+
+from kvstore.memory.shm_entries import open_entry
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.watched_files import write_file
+
+log = logging.getLogger("kvstore.weights")
+
+PIECE_BYTES: Final = 1 << 20
+"""Bytes per read. The buffer stays in the processor's cache: 16 MiB are a fifth slower."""
+
+TOLD_EVERY_S: Final = 5.0
+
+SETTLED_NS: Final = 3_000_000_000
+"""A younger file may change once more without a change of its times, which some file systems count
+in units of two seconds."""
+
+FILES_MAX: Final = 1024
+"""Files that are remembered; the oldest entries are dropped."""
+
+FILE_BYTES_MAX: Final = 1 << 20
+"""Several times what ``FILES_MAX`` entries need."""
+
+HEADER_BYTES_MAX: Final = 100_000_000
+"""Of a file of safetensors, as its library has it."""
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
+
+
+class FileDigest(NamedTuple):
+    size: int
+    digest: str
+    """32 hexadecimal digits."""
+    tensors: tuple[str, ...] = ()
+    """Their names; empty: the file is not one of safetensors, and its digest that of its bytes."""
+
+
+class DigestCache:
+    """The file in which this user's processes remember digests, for any number of processes.
+
+    It is not used if it, or its folder, belongs to another user or can be written by one. Without
+    it, or if it is damaged, files are read again. Threads: any.
+    """
+
+    def __init__(self, folder: Path | None, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+        """
+        Args:
+            folder: of the file, made when it is needed; None: nothing is remembered.
+            now_ns: nanoseconds since 1970.
+        """
+        self._file = None if folder is None else folder / "weights-by-tensor.json"
+        self._now_ns = now_ns
+
+    def get(self, state: str) -> str | None:
+        return self._read().get(state)
+
+    def add(self, state: str, digest: str) -> None:
+        """Replaces the file as a whole. Does nothing if it cannot be written. If two processes add
+        at the same moment, one of the two digests may be lost."""
+        entries = {**self._read(), state: digest}
+        try:
+            self._write(dict(list(entries.items())[-FILES_MAX:]))
+        except OSError as error:
+            log.debug("digest_not_remembered reason=%s", error)
+
+    def is_change_detectable(self, file: os.stat_result) -> bool:
+        """Whether a change of this file from now on changes its state."""
+        return self._now_ns() - max(file.st_mtime_ns, file.st_ctime_ns) > SETTLED_NS
+
+    def _read(self) -> dict[str, str]:
+        if self._file is None:
+            return {}
+        try:
+            if not _is_owned_by_user(self._file.parent.stat()):
+                return {}
+            with open(open_entry(self._file, os.O_RDONLY, _is_owned_by_user), "rb") as file:
+                # What is cut here is not JSON any more.
+                entries = json.loads(file.read(FILE_BYTES_MAX))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(entries, dict):
+            return {}
+        return {
+            state: digest
+            for state, digest in entries.items()
+            if isinstance(digest, str) and _DIGEST.fullmatch(digest)
+        }
+
+    def _write(self, entries: Mapping[str, str]) -> None:
+        """Raises OSError."""
+        if self._file is None:
+            return
+        folder = self._file.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_owned_by_user(folder.stat()):
+            return
+        write_file(self._file, json.dumps(entries).encode())
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """The folder of this user's cache that belongs to kvstore; None: the environment names none."""
+    home = environ.get("HOME", "")
+    for base in (environ.get("XDG_CACHE_HOME", ""), home and f"{home}/.cache"):
+        if os.path.isabs(base):
+            return Path(base, "kvstore")
+    return None
+
+
+def digest_files(
+    files: Sequence[Path], remembered: DigestCache, *, now_s: Callable[[], float] = uptime
+) -> list[FileDigest]:
+    """Size and digest of each file. Logs how far it is every ``TOLD_EVERY_S``.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found: dict[int, FileDigest] = {}
+    told = _Progress(sum(file.stat().st_size for file in files), now_s)
+    order = list(range(len(files)))
+    random.shuffle(order)
+    for at in order:
+        found[at] = _content(files[at], remembered, told)
+    return [found[at] for at in range(len(files))]
+
+
+def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest:
+    with path.open("rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        tensors = _tensors(file, before.st_size)
+        names = tuple(description[0] for description, _ in tensors)
+        digest = remembered.get(_state(before))
+        if digest is not None:
+            told.advance(before.st_size)
+            return FileDigest(before.st_size, digest, names)
+        can_tell = remembered.is_change_detectable(before) and not _is_image(file.fileno(), before)
+        total, buffer = 0, memoryview(bytearray(PIECE_BYTES))
+        for description, left in tensors or [((), sys.maxsize)]:
+            hasher = xxh3_128(json.dumps(description).encode() if description else b"")
+            while count := file.readinto(buffer[:left]):
+                hasher.update(buffer[:count])
+                told.advance(count)
+                left -= count
+            total += hasher.intdigest()
+        digest = f"{total % (1 << 128):032x}"
+        if can_tell and _state(os.fstat(file.fileno())) == _state(before):
+            remembered.add(_state(before), digest)
+    return FileDigest(before.st_size, digest, names)
+
+
+def _tensors(file: FileIO, size: int) -> list[tuple[tuple[Any, ...], int]]:
+    """The name, dtype and shape of each tensor of a file of safetensors, in the order of their
+    bytes, and how many these are. Metadata count as tensors without bytes: some loaders read them.
+    Leaves the file where the bytes begin; of another file the result is empty, and it is at 0."""
+    length = int.from_bytes(file.read(8), "little")
+    parts: list[tuple[tuple[Any, ...], int]] = []
+    at = 8 + length
+    if at <= min(size, HEADER_BYTES_MAX):
+        try:
+            header = json.loads(file.read(length))
+            more = header.pop("__metadata__", {})
+            parts = [((f"metadata {name}", more[name]), 0) for name in more.keys() - {"format"}]
+            for name, tensor in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+                start, end = tensor["data_offsets"]
+                at = at + len(range(start, end)) if start == at - 8 - length else size + 1
+                parts.append(((name, tensor["dtype"], tensor["shape"]), len(range(start, end))))
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            at = size + 1
+    if at == size and parts:
+        return parts
+    file.seek(0)
+    return []
+
+
+def file_state(path: str) -> str:
+    """The state of a file; another one: it may have changed; "": it is not here."""
+    try:
+        return _state(os.stat(path))
+    except OSError:
+        return ""
+
+
+def _state(file: os.stat_result) -> str:
+    return f"{file.st_dev}:{file.st_ino}:{file.st_size}:{file.st_mtime_ns}:{file.st_ctime_ns}"
+
+
+def _is_image(descriptor: int, file: os.stat_result) -> bool:
+    """Whether the file may lie in an image such as squashfs. Two images can have files with other
+    bytes and the same state, because whoever makes an image chooses all times and inodes."""
+    read_only = os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
+    return bool(read_only) and file.st_mtime_ns == file.st_ctime_ns
+
+
+def _is_owned_by_user(file: os.stat_result) -> bool:
+    """Whether a regular file or a directory is this user's, and no other user can write it."""
+    is_plain = stat.S_ISREG(file.st_mode) or stat.S_ISDIR(file.st_mode)
+    others_write = file.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_plain and file.st_uid == os.geteuid() and not others_write
+
+
+class _Progress:
+    """Logs how many bytes of all are done."""
+
+    def __init__(self, size: int, now_s: Callable[[], float]) -> None:
+        self._size = size
+        self._done = 0
+        self._now_s = now_s
+        self._told_s = now_s()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._now_s() - self._told_s >= TOLD_EVERY_S:
+            self._told_s = self._now_s()
+            log.info("weights_being_read bytes=%d of=%d", self._done, self._size)

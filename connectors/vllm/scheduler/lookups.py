@@ -1,0 +1,382 @@
+"""Looks up how much of each prompt the store holds, on a thread of its own, under a deadline.
+
+    new request ──► wanted ──► asked ──► answered: the number of tokens
+                                │  ▲
+                                ▼  │ missing blocks are being written: asked again
+                              waiting ──► answered with the stored part, after ``writers_wait``
+
+The scheduler reads answers and never calls the store: without an answer it asks again in its next
+step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
+does not answer. The same thread runs the scheduler's *errands*: its other calls to the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
+
+from kvstore.client.flows.control_calls import EngineMatchResult
+from kvstore.connectors.common.guarded_client import DenialLog
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
+from kvstore.limits import NAMESPACES_MAX
+from kvstore.runtime.breaker import Breaker
+from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
+
+log = logging.getLogger("vllm.kvstore")
+
+POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
+"""Pauses between two lookups of blocks that are being written."""
+
+STEP_PATIENCE_S: Final = 0.002
+"""How long one scheduler step may wait for answers, for all its requests together. Most answers
+take 0.2 ms, and a scheduler without other work would otherwise spin."""
+
+BUSY_PATIENCE_S: Final = 0.000_5
+"""The same while other requests run, which wait, too. Not 0: a request whose answer comes too late
+waits for a step of theirs (a miss of 200 tokens took 15 ms beside one, without patience 19)."""
+
+FRESH_S: Final = 5.0
+"""How long an answer is used: half of a master's default lease, which protects the blocks."""
+
+PENDING_MAX: Final = 4_096
+"""Lookups, or errands, under way; beyond this number the answer is "nothing"."""
+
+Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], EngineMatchResult]
+"""Asks how many leading keys all namespaces of the first list hold, and where all of the second
+have a state. Raises KVStoreError within its time-out."""
+
+
+class StoreQuery(NamedTuple):
+    """One call to the store."""
+
+    size: int
+    """Tokens per key."""
+    keys: list[bytes]
+    chains: list[str]
+    states: list[str]
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class PendingLookup:
+    """One lookup and, once ``done`` is set, its answer."""
+
+    hashes: list[bytes]
+    expected_tokens: int
+    """How many tokens the prefiller says it stores; 0: it does not say."""
+    sent: float
+    done: threading.Event = field(default_factory=threading.Event)
+    tokens: int = 0
+    failed: bool = False
+    waits_for_writers: bool = False
+    wanted_since: float = 0.0
+    """When the scheduler first needed the answer; 0: it has not needed it yet."""
+    on_reply: float = 0.0
+    attempts: int = 0
+    next_at: float = 0.0
+    reaches: list[EngineMatchResult] = field(default_factory=list)
+    """What the last attempt found, whose leases are not released yet."""
+
+
+class LookupThread:
+    """The lookups of one engine. The scheduler's thread calls the public methods; the lookup thread
+    asks the store."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        groups: Groups,
+        *,
+        release: Callable[[EngineMatchResult], object] = lambda _: None,
+        deadline_s: float,
+        writers_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``release``: releases the lease of an answer, without waiting for the store."""
+        self._release = release
+        self.breaker = Breaker.of_a_store()
+        self._refusals = DenialLog(log)
+        self.is_busy: Callable[[], bool] = lambda: False
+        """Whether requests run, which wait while the scheduler does."""
+        self._counters: Counter[str] = Counter()
+        self._latencies_us: list[int] = []
+        self._ask = ask
+        self._groups = groups
+        self._deadline_s = deadline_s
+        self._writers_wait_s = writers_wait_s
+        self._clock = clock
+        self._namespaces: dict[int, list[str]] = {}
+        self._lookups: dict[str, PendingLookup] = {}
+        self._waited_s = 0.0
+        """In this step."""
+        self._changed = threading.Condition()
+        self._active: list[PendingLookup] = []
+        self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, namespaces: dict[int, list[str]]) -> None:
+        """
+        Args:
+            namespaces: by cache group: the namespaces of all workers that hold layers of it.
+        """
+        self._namespaces = namespaces
+        self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
+
+    def set_namespaces(self, namespaces: dict[int, list[str]]) -> None:
+        """Looks up in these namespaces from now on. Forgets answers about the former ones."""
+        self._namespaces = namespaces
+        self.clear()
+
+    # --- the scheduler ------------------------------------------------------------------------
+
+    def request(
+        self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0
+    ) -> PendingLookup:
+        """Starts the request's lookup; again, if the request has grown or the answer is old."""
+        now = self._clock()
+        known = self._lookups.get(request_id)
+        if (
+            known is not None
+            and len(known.hashes) == len(hashes)
+            and (not known.done.is_set() or now - known.on_reply < FRESH_S)
+        ):
+            return known
+        lookup = PendingLookup([bytes(each) for each in hashes], expected_tokens, now)
+        self._lookups[request_id] = lookup
+        with self._changed:
+            if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
+                self._complete(lookup, failed=True)
+            else:
+                self._active.append(lookup)
+                self._changed.notify()
+        return lookup
+
+    def tokens(self, lookup: PendingLookup, *, patient: bool = True) -> int | None:
+        """How many leading tokens the store has; None: not known yet, call again in the next step.
+        Waits for the answer, within the patience of this step, only with ``patient``."""
+        if patient and not lookup.done.is_set():
+            left_s = (BUSY_PATIENCE_S if self.is_busy() else STEP_PATIENCE_S) - self._waited_s
+            if left_s > 0:
+                before = time.monotonic()
+                lookup.done.wait(left_s)
+                self._waited_s += time.monotonic() - before
+        if lookup.done.is_set():
+            return lookup.tokens
+        if not patient:
+            return None
+        now = self._clock()
+        lookup.wanted_since = lookup.wanted_since or now
+        # A prefiller that says what it stores is worth waiting for before the first answer, too.
+        is_worth_it = lookup.waits_for_writers or lookup.expected_tokens > 0
+        patience = self._deadline_s + (self._writers_wait_s if is_worth_it else 0)
+        if now - lookup.wanted_since < patience:
+            return None
+        with self._changed:
+            if not lookup.done.is_set():
+                self._counters["lookups_late"] += 1
+                self._complete(lookup, tokens=lookup.tokens)
+        return lookup.tokens
+
+    def new_step(self) -> None:
+        self._waited_s = 0.0
+
+    def forget(self, request_id: str) -> None:
+        """Forgets the answer, and releases its blocks: they were loaded, or will not be."""
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            with self._changed:
+                if not lookup.done.is_set():
+                    self._complete(lookup, failed=True)
+                self._hold(lookup, [])
+
+    def _hold(self, lookup: PendingLookup, reaches: list[EngineMatchResult]) -> None:
+        """Keeps these leases for the lookup in place of earlier ones."""
+        earlier, lookup.reaches = lookup.reaches, reaches
+        for reach in earlier:
+            self._release(reach)
+
+    def clear(self) -> None:
+        for request_id in list(self._lookups):
+            self.forget(request_id)
+
+    def run_on_thread(self, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work`` on the lookup thread, between two lookups. Not, if too many errands wait
+        already: the future then has a KVStoreError."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closing:
+                future.set_exception(ClosedError("closed"))
+            elif len(self._errands) >= PENDING_MAX:
+                future.set_exception(UnavailableError("the store answers too slowly"))
+            else:
+                self._errands.append((future, work))
+                self._changed.notify()
+        return future
+
+    def count(self, what: str) -> None:
+        """Adds 1 to a counter. Threads: any."""
+        with self._changed:
+            self._counters[what] += 1
+
+    def take_counters(self) -> dict[str, int]:
+        with self._changed:
+            counters, self._counters = self._counters, Counter()
+        return counters
+
+    def take_latencies_us(self) -> list[int]:
+        with self._changed:
+            times, self._latencies_us = self._latencies_us, []
+        return times
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            join_all([self._thread], CLOSE_S)
+        errands, self._errands = self._errands, []
+        for future, _ in errands:  # no caller may wait for these for ever
+            future.set_exception(ClosedError("closed"))
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _died(self, error: BaseException) -> None:
+        """Called when a bug ends the thread. The engine goes on without the store."""
+        log.error(
+            "lookup_thread_failed: this engine finds no more blocks in the store; restart it: %r",
+            error,
+        )
+        with self._changed:
+            self._closing = True
+            for lookup in self._active:
+                self._complete(lookup, failed=True)
+            errands, self._errands = self._errands, []
+        for future, _ in errands:
+            future.set_exception(ClosedError("the lookup thread has died"))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                due: list[PendingLookup] = []
+                while not self._closing and not self._errands:
+                    now = self._clock()
+                    self._active = [each for each in self._active if not each.done.is_set()]
+                    due = [each for each in self._active if each.next_at <= now]
+                    if due:
+                        break
+                    wake = min((each.next_at - now for each in self._active), default=None)
+                    self._changed.wait(wake)
+                if self._closing:
+                    for lookup in self._active:
+                        self._complete(lookup, failed=True)
+                    return
+                errands, self._errands = self._errands, []
+                if errands:
+                    due = []
+            for future, work in errands:
+                try:
+                    future.set_result(work())
+                except Exception as error:  # noqa: BLE001  # the waiting caller gets it
+                    future.set_exception(error)
+            for lookup in due:
+                if not lookup.done.is_set():
+                    self._run_queries(lookup)
+
+    def _run_queries(self, lookup: PendingLookup) -> None:
+        started = self._clock()
+        if self.breaker.is_open(started):
+            with self._changed:
+                self._complete(lookup, failed=True)
+            return
+        try:
+            reaches: list[EngineMatchResult] = []
+            tokens, being_written = self._match(lookup.hashes, reaches)
+        except KVStoreError as error:
+            with self._changed:
+                self._counters["lookups_failed"] += 1
+                self._complete(lookup, failed=True)
+                opened = self.breaker.failed(self._clock())
+                if opened:
+                    self._counters["breaker_opened"] += 1
+            if isinstance(error, PermissionDeniedError):
+                self._refusals.log_once(error)
+            elif opened:
+                log.warning(
+                    "store_unavailable, this engine computes without it for a while: %s", error
+                )
+            return
+        except Exception:  # a bug in the connector must not end the thread
+            log.exception("lookup_failed")
+            with self._changed:
+                self._counters["lookups_failed"] += 1
+                self._complete(lookup, failed=True)
+            return
+        self.breaker.succeeded()
+        now = self._clock()
+        lookup.attempts += 1
+        whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
+        missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
+        with self._changed:
+            self._hold(lookup, reaches)
+            if lookup.done.is_set():  # forgotten, or answered too late
+                self._hold(lookup, [])
+                return
+            self._latencies_us.append(int((now - started) * 1e6))
+            lookup.tokens = tokens
+            waited = now - lookup.sent
+            if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:
+                lookup.waits_for_writers = True
+                lookup.next_at = now + POLL_S[min(lookup.attempts, len(POLL_S)) - 1]
+                return
+            if lookup.waits_for_writers:
+                self._counters["lookups_waited_for_writers"] += 1
+            self._complete(lookup, tokens=tokens)
+
+    def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
+        """The tokens that the store has of every group of every worker, and whether more are being
+        written. Adds the answers, which are leased, to ``reaches``."""
+        tokens = len(hashes) * self._groups.hash_block_tokens
+        being_written = False
+        for size, keys, chains, states in self._queries(hashes):
+            keys = keys[: tokens // size]
+            if not keys:
+                return 0, False
+            reach = self._ask(keys, chains, states)
+            reaches.append(reach)
+            tokens = min(tokens, (reach.state if states else reach.matched) * size)
+            being_written |= reach.being_written
+        return self._groups.aligned(tokens), being_written
+
+    def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
+        """One for most models. The last one asks about states, at which a hit has to end."""
+        groups, size = self._groups, self._groups.scheduler_block_tokens
+        states = [name for group in groups.recurrent for name in self._namespaces[group]]
+        last = StoreQuery(size, groups.state_keys(hashes), [], states)
+        by_size: dict[int, list[int]] = {}
+        for group, tokens in groups.chains.items():
+            by_size.setdefault(tokens, []).append(group)
+        for block_tokens, ids in by_size.items():
+            names = [name for group in ids for name in self._namespaces[group]]
+            for start in range(0, len(names), NAMESPACES_MAX):
+                some = names[start : start + NAMESPACES_MAX]
+                fits = len(some) + len(states) <= NAMESPACES_MAX and not last.chains
+                if block_tokens == size and fits:
+                    last = last._replace(chains=some)
+                else:
+                    yield StoreQuery(block_tokens, groups.keys(ids[0], hashes), some, [])
+        if last.chains or last.states:
+            yield last
+
+    def _complete(self, lookup: PendingLookup, *, tokens: int = 0, failed: bool = False) -> None:
+        lookup.tokens, lookup.failed, lookup.on_reply = tokens, failed, self._clock()
+        lookup.done.set()

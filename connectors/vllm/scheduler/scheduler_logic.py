@@ -1,0 +1,622 @@
+"""The scheduler side, in vLLM's engine core: decides what is loaded and what is saved.
+
+    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
+    each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
+
+This module runs on the scheduler's thread, for which every running request waits: no call blocks,
+and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
+pinned blocks and the hashes of stale requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.messages import (
+    LoadCommand,
+    Run,
+    SaveCommand,
+    TransferCommands,
+    TransferReport,
+)
+from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, HashCache
+from kvstore.connectors.vllm.scheduler.events import BlockEvents
+from kvstore.connectors.vllm.scheduler.fingerprint_tracker import FingerprintTracker
+from kvstore.connectors.vllm.scheduler.lookups import LookupThread
+from kvstore.connectors.vllm_media import is_shared
+from kvstore.limits import TTL_MS_MAX
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvstore")
+
+PINNED_MAX: Final = 0.5
+"""Share of the engine's blocks that may wait to be saved; further blocks wait for a later step. The
+engine computes with the other half."""
+
+REQUEST_PIN_MS_MAX: Final = 600_000
+"""The longest pin that a request may ask for (``pin_ms`` in kv_transfer_params): most agents
+come back from a tool within ten minutes."""
+
+LOADS_MAX = 2
+"""After this many failed loads of a request, all its tokens are computed."""
+
+SAVES_MAX = 2
+"""After this many failed saves of a request, no more of its blocks are saved."""
+
+
+@dataclass
+class TrackedRequest:
+    """One request, from its arrival until it is finished."""
+
+    request: Request
+    saved: dict[int, int] = field(default_factory=dict)
+    """By group with chains: objects before this index are in the store, or being saved."""
+    state_tokens: int = 0
+    """The last place at which the store has, or will have, a state of each recurrent group."""
+    external_tokens: int = 0
+    """Tokens that the last lookup has told vLLM to expect from the store."""
+    missed: int | None = None
+    """Tokens that the lookup did not find; None: not looked up, or counted already."""
+    limit: int | None = None
+    """The most external tokens that vLLM is told after a load has failed."""
+    failed_loads: int = 0
+    failed_saves: int = 0
+    is_stale: bool = False
+    """Whether some of its blocks were computed with weights that have been replaced."""
+    smaller: HashCache = field(default_factory=HashCache)
+    """Hashes of smaller blocks than vLLM's, if objects are smaller."""
+    salt: bytes = b""
+    salted: HashCache = field(default_factory=HashCache)
+    """The keys of its hash blocks, salted, if the request uses an adapter."""
+
+
+@dataclass
+class BlocksBeingSaved:
+    """The blocks of one save, which vLLM may not reuse until it has ended."""
+
+    request_id: str
+    block_ids: list[int]
+    workers_remaining: int
+    runs: list[Run]
+    stored: bool = True
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Token ids by index of the run, for events."""
+    lora: str | None = None
+    plain: dict[bytes, bytes] = field(default_factory=dict)
+    """vLLM's hash for each salted key, which differs from the hash; for events."""
+    fingerprint: str = ""
+    keep_ms: int = 0
+    """How long the store is to pin the blocks; 0: not at all."""
+
+
+class SchedulerLogic:
+    """The decisions about all requests of one engine. For the scheduler's thread only."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        groups: Groups,
+        identity: FingerprintTracker,
+        lookups: LookupThread,
+        events: BlockEvents,
+        *,
+        loads: bool,
+        saves: bool,
+        workers: int,
+    ) -> None:
+        """
+        Args:
+            identity: while it has no fingerprint, no block is loaded or saved.
+            loads, saves: whether this engine loads (``kv_consumer``) and saves (``kv_producer``).
+            workers: how many workers report each save.
+        """
+        self.salt: Callable[[Request], bytes | None] = lambda _: b""
+        """The salt that a request's keys contain besides vLLM's hash; None: not known."""
+        self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
+        """Pins the blocks that end with these keys, by group, in the store."""
+        self.are_names_marked = True
+        """Whether the plug-in marks images, sounds and videos that clients name."""
+        self.hashes = BlockHashes(groups.hash_block_tokens)
+        self.counters: Counter[str] = Counter()
+        self._config = config
+        self._groups = groups
+        self._identity = identity
+        self._lookups = lookups
+        self._events = events
+        self._does_load = loads
+        self._does_save = saves
+        self._workers = workers
+        self._pool: BlockPool | None = None
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._loads: list[LoadCommand] = []
+        self._held: list[SaveCommand] = []
+        """Saves that wait until it is certain with which weights their blocks were computed."""
+        self._pinned: dict[int, BlocksBeingSaved] = {}
+        self.pinned_blocks = 0
+        self._loading: set[str] = set()
+        self._next_save = 0
+        self._last_pinned = 0.0
+
+    # --- looking up ---------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """Starts the request's lookup, so that the answer is ready when the scheduler needs it."""
+        tracked = self._tracked[request.request_id] = TrackedRequest(request)
+        if self._may_load(request) and len(request.block_hashes):
+            hashes = self._hashes(tracked)
+            if hashes is not None:
+                self._request_lookup(request, hashes, self._limit(tracked))
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
+        ``computed`` ones can be loaded (None: not known yet), and whether in the background."""
+        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
+        tracked.external_tokens = 0
+        if not self._may_load(request):
+            return 0, False
+        hashes = self._hashes(tracked)
+        if hashes is None:
+            return 0, False
+        limit = self._limit(tracked)
+        useful = limit > computed
+        there = self._lookups.tokens(self._request_lookup(request, hashes, limit), patient=useful)
+        if there is None:
+            return (None if useful else 0), False
+        tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
+        tracked.state_tokens = there
+        if not useful:  # the lookup still tells which blocks need not be saved
+            return 0, False
+        tokens = self._groups.aligned(min(there, limit))
+        tracked.missed = limit - max(tokens, computed)
+        if tokens <= computed:
+            return 0, False
+        tracked.external_tokens = tokens
+        return tokens - computed, True
+
+    def _may_load(self, request: Request) -> bool:
+        is_wanted = self._does_load and not _params(request).get("no_load")
+        return bool(self._identity.fingerprint and is_wanted and self._is_shared(request))
+
+    def _is_shared(self, request: Request) -> bool:
+        return is_shared(
+            request, trusts_names=self._config.shares_named_media,
+            are_names_marked=self.are_names_marked,
+        )  # fmt: skip
+
+    def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes] | None:
+        """The hash of each hash block, from which keys are made; None: not known."""
+        request = tracked.request
+        hashes = self.hashes.of(request, tracked.smaller)
+        if request.lora_request is None:
+            return hashes
+        salt = self.salt(request)
+        if salt is None or (tracked.salt and tracked.salt != salt):
+            return None
+        tracked.salt = salt
+        salted = tracked.salted
+        salted.keep(hashes)
+        news = hashes[len(salted.source) :]
+        salted.made += (hashlib.sha256(salt + each).digest() for each in news)
+        salted.source += news
+        return salted.made
+
+    def _limit(self, tracked: TrackedRequest) -> int:
+        """The most tokens that may be loaded: vLLM must compute at least one."""
+        request = tracked.request
+        limit = self._groups.aligned(max(request.num_tokens - 1, 0))
+        wanted = _params(request).get("max_load_tokens")
+        if isinstance(wanted, int):
+            limit = min(limit, self._groups.aligned(max(wanted, 0)))
+        return limit if tracked.limit is None else min(limit, tracked.limit)
+
+    def _request_lookup(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
+        """``limit``: the most tokens that may be loaded."""
+        if self._groups.recurrent:  # a state beyond them is of no use, and hides one before it
+            hashes = hashes[: limit // self._groups.hash_block_tokens]
+        expected = _params(request).get("stored_tokens")
+        return self._lookups.request(
+            request.request_id,
+            hashes,
+            expected if isinstance(expected, int) else 0,
+        )
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """Handles ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
+        tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
+        if tracked.missed:
+            self.counters["missed_tokens"] += tracked.missed
+            tracked.missed = None
+        if tokens <= 0 or not tracked.external_tokens:
+            self._lookups.forget(request.request_id)
+            return
+        first = {
+            group: (tracked.external_tokens - tokens) // size
+            for group, size in self._groups.chains.items()
+        }
+        hashes = self._hashes(tracked)
+        assert hashes is not None, "external tokens have keys"
+        table, end = blocks.get_block_ids(), tracked.external_tokens
+        runs = [*self._groups.runs(hashes, table, first, end)]
+        runs += self._groups.states(hashes, table, end)
+        self._loads.append(LoadCommand(request.request_id, runs))
+        self._loading.add(request.request_id)
+        self.counters["loaded_requests"] += 1
+        self.counters["hit_tokens"] += tokens
+        if self._groups.recurrent:
+            self.counters["hit_states"] += 1
+        tracked.external_tokens = 0
+
+    # --- every step ---------------------------------------------------------------------------
+
+    def transfer_commands(self, output: SchedulerOutput) -> TransferCommands:
+        """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
+        self._lookups.new_step()
+        orders = TransferCommands(
+            self._identity.fingerprint, self._loads, draft=self._identity.draft
+        )
+        self._loads = []
+        if self._does_save and self._identity.fingerprint:
+            self._held += self._saves(output)
+        orders.saves = self.take_ready_saves()
+        for request_id in output.finished_req_ids:
+            self._tracked.pop(request_id, None)
+            self._lookups.forget(request_id)
+        return orders
+
+    def take_ready_saves(self) -> list[SaveCommand]:
+        """The saves to order now. Drops those of blocks that may have other weights."""
+        fingerprint = self._identity.fingerprint
+        for save in list(self._held):
+            if self._pinned[save.number].fingerprint != fingerprint:
+                self._drop(save)
+        if not self._identity.is_verified:
+            return []
+        released, self._held = self._held, []
+        return released
+
+    def _drop(self, save: SaveCommand) -> None:
+        """Gives up a save that is held."""
+        self._held.remove(save)
+        pinned = self._pinned.pop(save.number)
+        self._unpin(pinned)
+        self._save_failed(pinned)
+
+    def _saves(self, output: SchedulerOutput) -> Iterator[SaveCommand]:
+        state = output.kv_connector_block_state
+        if state is None:
+            return
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if (
+                tracked is None
+                or tracked.is_stale
+                or tracked.failed_saves >= SAVES_MAX
+                or _params(tracked.request).get("no_store")
+            ):
+                continue
+            to_save = self._tokens_to_save(tracked.request, scheduled)
+            offers = state.boundary_state_offloads.get(request_id, ())
+            is_news = self._is_news(tracked, to_save) or bool(offers)
+            if not is_news or not self._is_shared(tracked.request):
+                continue
+            table = state.get_block_ids(request_id)
+            hashes = self._hashes(tracked)
+            if table is None or hashes is None:
+                continue
+            runs = self._chains_to_save(tracked, hashes, table, to_save)
+            room = self._remaining_blocks() - sum(len(run.keys) for run in runs)
+            runs += self._states_to_save(tracked, hashes, offers, to_save, room)
+            if runs:
+                yield self._pin(tracked.request, runs)
+
+    def _chains_to_save(
+        self,
+        tracked: TrackedRequest,
+        hashes: Sequence[bytes],
+        table: Sequence[Sequence[int]],
+        to_save: int,
+    ) -> list[Run]:
+        """The blocks of chains that are full now and fit. Notes them as being saved."""
+        if not self._is_news(tracked, to_save):
+            return []
+        tokens = self._fitting(tracked, to_save)
+        if tokens < to_save:
+            self.counters["saves_refused"] += 1
+            if not self._is_news(tracked, tokens):
+                return []
+        runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
+        if runs:
+            for group, size in self._groups.chains.items():
+                tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
+        return runs
+
+    def _states_to_save(
+        self, tracked: TrackedRequest, hashes: Sequence[bytes],
+        offers: Iterable[tuple[int, int, int]], to_save: int, room: int,
+    ) -> list[Run]:  # fmt: skip
+        """The states that vLLM offers now, where a hit may end: it keeps them no longer than it
+        needs them. Their contents are final after this step.
+
+        Args:
+            offers: of the request: group, block, and tokens before the state.
+            room: how many blocks may be pinned.
+        """
+        places: dict[int, dict[int, int]] = {}
+        for group, block_id, tokens in offers:
+            is_new = tracked.state_tokens < tokens <= to_save
+            if is_new and tokens == self._groups.aligned(tokens) and block_id != NULL_BLOCK:
+                places.setdefault(tokens, {})[group] = block_id
+        runs: list[Run] = []
+        for tokens, blocks in sorted(places.items()):
+            if blocks.keys() != self._groups.recurrent:
+                continue  # without the others it is of no use
+            if len(runs) + len(blocks) > room:
+                self.counters["saves_refused"] += 1
+                break
+            runs += [
+                self._groups.state(hashes, group, block_id, tokens)
+                for group, block_id in sorted(blocks.items())
+            ]
+            tracked.state_tokens = tokens
+            self.counters["saved_states"] += 1
+        return runs
+
+    def _is_news(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether a block of these tokens is not saved in some group. In most steps this is false
+        for most requests."""
+        sizes = self._groups.chains.items()
+        return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
+
+    def _tokens_to_save(self, request: Request, scheduled: int) -> int:
+        """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
+        speculative ones have none."""
+        tokens: int = min(request.num_computed_tokens + scheduled, self.hashes.covered(request))
+        if not self._config.save_decode:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens
+
+    def _fitting(self, tracked: TrackedRequest, tokens: int) -> int:
+        """How many of these tokens may be pinned now; the rest is saved in a later step."""
+        room = self._remaining_blocks()
+
+        def blocks(tokens: int) -> int:
+            count = 0
+            for group, size in self._groups.chains.items():
+                first, end = tracked.saved.get(group, 0), tokens // size
+                cuts = self._groups.cuts(group)
+                count += -(-end // cuts) - first // cuts if end > first else 0
+            return count
+
+        if blocks(tokens) <= room:
+            return tokens
+        scheduler_block = self._groups.scheduler_block_tokens
+        return (
+            bisect_right(
+                range(tokens // scheduler_block + 1),
+                room,
+                key=lambda each: blocks(each * scheduler_block),
+            )
+            - 1
+        ) * scheduler_block
+
+    def _remaining_blocks(self) -> int:
+        """How many more blocks may be pinned."""
+        assert self._pool is not None, "bind_block_pool comes first"
+        return int(self._pool.num_gpu_blocks * PINNED_MAX) - self.pinned_blocks
+
+    def _pin(self, request: Request, runs: list[Run]) -> SaveCommand:
+        """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
+        pool = self._pool
+        assert pool is not None, "bind_block_pool comes first"
+        block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
+        assert NULL_BLOCK not in block_ids
+        pool.touch([pool.blocks[block_id] for block_id in block_ids])
+        self.pinned_blocks += len(block_ids)
+        self._next_save += 1
+        self._last_pinned = time.monotonic()
+        pinned = BlocksBeingSaved(request.request_id, block_ids, self._workers, runs)
+        pinned.fingerprint = self._identity.fingerprint
+        pinned.keep_ms = self._keep_ms(request)
+        if self._events.wanted:
+            pinned.tokens = self._events.tokens_of(request, runs)
+            salted = self._tracked[request.request_id].salted
+            pinned.plain = dict(zip(salted.made, salted.source))
+            pinned.lora = request.lora_request.lora_name if request.lora_request else None
+        self._pinned[self._next_save] = pinned
+        return SaveCommand(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
+
+    def _keep_ms(self, request: Request) -> int:
+        return _milliseconds(request, "pin_ms", REQUEST_PIN_MS_MAX)
+
+    def reported(self, report: TransferReport) -> None:
+        """Handles the transfers that workers report as ended."""
+        for number, end in report.saves.items():
+            pinned = self._pinned.get(number)
+            if pinned is None:
+                continue
+            pinned.workers_remaining -= end.workers
+            pinned.stored &= end.stored == end.workers
+            if pinned.workers_remaining > 0:
+                continue
+            del self._pinned[number]
+            self._unpin(pinned)
+            if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
+                if pinned.keep_ms:
+                    self.keep({run.group: run.keys[-1] for run in pinned.runs}, pinned.keep_ms)
+                chains = [run for run in pinned.runs if run.group in self._groups.chains]
+                self._events.stored(chains, pinned.tokens, pinned.lora, pinned.plain)
+            elif not pinned.stored:
+                self._save_failed(pinned)
+        for request_id, tokens in report.failed_loads.items():
+            self._load_failed(request_id, tokens)
+
+    def arrived(self, request_ids: Iterable[str]) -> None:
+        """Called when all workers have reported these loads."""
+        for request_id in request_ids:
+            self._loading.discard(request_id)
+            self._lookups.forget(request_id)
+
+    def drained(self, left: set[int]) -> None:
+        """Called when no worker reads blocks of a save any more, except for the saves in ``left``.
+        A report may still come, in a step that vLLM has not processed yet. Saves that were held are
+        dropped."""
+        for save in list(self._held):
+            self._drop(save)
+        for number, pinned in self._pinned.items():
+            if number not in left:
+                self._unpin(pinned)
+
+    def _unpin(self, pinned: BlocksBeingSaved) -> None:
+        pool = self._pool
+        assert pool is not None
+        block_ids, pinned.block_ids = pinned.block_ids, []
+        self.pinned_blocks -= len(block_ids)
+        # Tail first, so that the shared prefix is evicted last.
+        pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
+
+    def _save_failed(self, pinned: BlocksBeingSaved) -> None:
+        """Lets the next save include these blocks again, because a lookup stops at a hole."""
+        self.counters["saves_failed"] += 1
+        tracked = self._tracked.get(pinned.request_id)
+        if tracked is not None:
+            tracked.failed_saves += 1
+            tracked.state_tokens = 0
+            for run in pinned.runs:
+                if run.group in self._groups.chains:
+                    tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
+
+    def _load_failed(self, request_id: str, good_tokens: int) -> None:
+        """Limits later answers for this request to the tokens that were loaded."""
+        self.counters["loads_failed"] += 1
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        tracked.failed_loads += 1
+        again = self._groups.aligned(good_tokens) if tracked.failed_loads < LOADS_MAX else 0
+        tracked.limit = again if tracked.limit is None else min(again, tracked.limit)
+        for group, size in self._groups.chains.items():  # missing blocks are saved again
+            tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
+        tracked.state_tokens = min(tracked.state_tokens, tracked.limit)
+        self._lookups.forget(request_id)
+
+    # --- other --------------------------------------------------------------------------------
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def has_blocks_being_saved(self) -> bool:
+        """Whether saves wait until the weights are certain."""
+        return bool(self._held)
+
+    @property
+    def has_pinned(self) -> bool:
+        return bool(self._pinned)
+
+    @property
+    def loading(self) -> frozenset[str]:
+        """Requests whose loads are ordered and not reported yet."""
+        return frozenset(self._loading)
+
+    def needs_more_steps(self, within_s: float) -> bool:
+        """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
+        save that hangs keeps its blocks, but an engine without requests, and engines that step
+        along with it, become idle.
+
+        Args:
+            within_s: the bound, after the last save was ordered.
+        """
+        return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The parameters to return with the request, which say how many of its tokens the store
+        has, or will have; None: no tokens. Pins those blocks if the request asks for that; blocks
+        that are still being saved are pinned when their save has ended."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return None
+        tokens = self._stored_tokens(tracked)
+        keep_ms = self._keep_ms(request)
+        if tokens and keep_ms and self._identity.fingerprint and (hashes := self._hashes(tracked)):
+            self.keep(self._groups.tips(hashes, tokens), keep_ms)
+        return {"stored_tokens": tokens} if tokens and self._does_save else None
+
+    def _stored_tokens(self, tracked: TrackedRequest) -> int:
+        """How many leading tokens the store has or will have, as far as this engine knows."""
+        ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
+        tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
+        return self._groups.complete_blocks(tokens)
+
+    def on_fingerprint_changed(self) -> None:
+        """Called when the engine has a new fingerprint. Blocks that were computed before are
+        neither saved nor found again, not even in vLLM's own cache."""
+        self.reset()
+        self._outdate(list(self._tracked.values()))
+
+    def adapters_changed(self, ids: set[int]) -> None:
+        """Called when these adapter ids stand for different adapters than before."""
+        self._outdate(
+            [
+                each
+                for each in self._tracked.values()
+                if each.request.lora_request and each.request.lora_request.lora_int_id in ids
+            ]
+        )
+
+    def on_stale_prefix_cache(self, request: Request) -> None:
+        """Called when the request starts with blocks of vLLM's prefix cache that were computed with
+        earlier weights."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            self._make_stale(tracked)
+
+    def _outdate(self, requests: list[TrackedRequest]) -> None:
+        for tracked in requests:
+            if tracked.request.num_computed_tokens:
+                self._make_stale(tracked)
+        if self._pool is not None:
+            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+
+    def _make_stale(self, tracked: TrackedRequest) -> None:
+        """Save no more blocks of this request, and keep other requests from finding its next blocks
+        in vLLM's prefix cache: give it a cache salt of its own."""
+        tracked.is_stale = True
+        request = tracked.request
+        request.cache_salt = f"stale {request.request_id}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def reset(self) -> None:
+        """Called when the store was cleared. Forgets which blocks the store had."""
+        self._lookups.clear()
+        for tracked in self._tracked.values():
+            tracked.saved = {}
+            tracked.state_tokens = tracked.external_tokens = 0
+
+    def take_counters(self) -> dict[str, int]:
+        counters, self.counters = self.counters, Counter()
+        return counters
+
+
+def _params(request: Request) -> dict[str, Any]:
+    return request.kv_transfer_params or {}
+
+
+def _milliseconds(request: Request, name: str, most: int) -> int:
+    """A time that the request asks for, at most ``most``; 0: it asks for none."""
+    wanted = _params(request).get(name)
+    return min(wanted, most) if type(wanted) is int and wanted > 0 else 0

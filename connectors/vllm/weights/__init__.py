@@ -1,0 +1,1 @@
+"""The weights of an engine: their digests, and the fingerprint of its namespaces."""

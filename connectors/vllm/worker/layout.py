@@ -1,0 +1,179 @@
+"""The order of the KV cache in memory: which order the connector asks vLLM for, and in which orders
+the stored bytes of a block are the same.
+
+vLLM names an order by its dimensions, the outermost first: layers, blocks, heads, tokens (N) and
+content. Its usual order on a GPU is ``LBNHC``: a block of 64 layers is 64 pages, which a GPU copies
+one by one. In ``BLNHC`` the pages of a block are one run of memory, and the bytes are the same.
+
+vLLM 0.32 (``resolve_kv_cache_layout``) follows the connector's wish if all attention backends of
+the model support that order. Otherwise it logs a warning and takes its own. The operator's
+``VLLM_KV_CACHE_LAYOUT`` comes before the wish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvstore.connectors.vllm.call_stack import is_part_of_several
+from kvstore.connectors.vllm.worker.recurrent_states import check_split
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_UNSPLIT_BLOCK_TOKENS: Final = 16
+"""vLLM's attention backends that support blocks of this size do not split them."""
+
+_HEADS_FIRST_CAPABILITY: Final = 10
+"""Major compute capability of GPUs on which FlashInfer's kernels need heads before tokens
+(``supported_kv_cache_layouts`` of that backend)."""
+
+
+class PageSplit(NamedTuple):
+    """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes,
+    and cut by tokens, for those of other block sizes."""
+
+    shards: int
+    """Of a whole page; 0: engines of one tensor-parallel size share pages as they are."""
+    each: int
+    """Shards of one worker."""
+    block_tokens: int = 0
+    """Tokens of each object; 0: blocks are not cut."""
+
+    def cuts(self, block_tokens: int) -> int:
+        """How many objects a block of so many tokens is."""
+        return block_tokens // self.block_tokens if self.block_tokens else 1
+
+    def parts(self, stage: int, place: int) -> list[str]:
+        """The names of a worker's parts of each block: its shards, or what it holds as a whole.
+
+        Args:
+            stage: of the pipeline.
+            place: counts the workers of a stage that hold different bytes.
+        """
+        if not self.shards:
+            return [f"p{stage}t{place}"]
+        first = place * self.each
+        return [f"p{stage}s{shard}" for shard in range(first, first + self.each)]
+
+
+NOT_SPLIT: Final = PageSplit(0, 1)
+
+
+def split_of(
+    shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int, block_tokens: int = 0
+) -> PageSplit:
+    """How to split the pages into ``shards`` (``tp_shards``; 0: not), and to cut them into objects
+    of ``block_tokens`` (0: not).
+
+    Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
+    needs to be split.
+
+    Raises:
+        ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
+            a group's blocks cannot be cut.
+    """
+    specs = [each for group in kv_cache_config.kv_cache_groups for each in specs_of(group)]
+    return PageSplit(
+        *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
+    )
+
+
+def specs_of(group: Any) -> list[Any]:
+    """Those of a cache group's layers: one for all, unless they are of several kinds."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    many = isinstance(spec, UniformTypeKVCacheSpecs)
+    return list(spec.kv_cache_specs.values()) if many else [spec]
+
+
+def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
+    """``PageSplit.block_tokens`` for these layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+
+    sizes = sorted({spec.block_size for spec in specs})
+    if not block_tokens or sizes == [block_tokens]:
+        return 0
+    told = f"block_tokens={block_tokens}: "
+    if any(isinstance(spec, MambaSpec | MLAAttentionSpec) for spec in specs):
+        raise ConfigError(
+            f"{told}states of recurrent layers and blocks of latent attention cannot be cut",
+            advice="Leave block_tokens out: engines of one block size share this model.",
+            key="block_tokens",
+        )
+    if any(size % block_tokens for size in sizes):
+        raise ConfigError(
+            f"{told}blocks of {' and '.join(map(str, sizes))} tokens cannot be cut into such "
+            "objects",
+            advice="Choose a number that divides the block sizes of all engines (--block-size).",
+            key="block_tokens",
+        )
+    return block_tokens
+
+
+def _shards(
+    shards: int, specs: Sequence[Any], kv_cache_config: KVCacheConfig, tensor_parallel: int
+) -> tuple[int, int]:
+    """``PageSplit.shards`` and ``PageSplit.each``."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+
+    if not shards:
+        return 0, 1
+    for spec in specs:
+        if isinstance(spec, MambaSpec):
+            check_split(spec, shards)
+    if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        return 1, 1
+    places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)
+    if shards % places:
+        raise ConfigError(
+            f"tp_shards={shards}: {places} ranks with different heads cannot hold equal numbers of "
+            "shards",
+            advice="Choose a number that the tensor-parallel sizes of all engines divide.",
+            key="tp_shards",
+        )
+    return shards, shards // places
+
+
+def wanted_layout(vllm_config: VllmConfig) -> str | None:
+    """The order in which a block is one run of memory over all layers; None: vLLM's own order.
+
+    The connector does not ask for it if there is no choice, or if vLLM might refuse to start:
+
+    * on anything but NVIDIA's GPUs: the backend for CPUs supports only one order;
+    * as a part of ``MultiConnector``, which refuses parts with different wishes;
+    * with latent attention, whose backends have needs of their own, and with HiSparse;
+    * with recurrent layers, caches of several dtypes, or a block size that the operator has set:
+      kernels may then use a part of a block, which vLLM does not support in this order.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or is_part_of_several():
+        return None
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    is_given = cache.user_specified_block_size and cache.block_size != _UNSPLIT_BLOCK_TOKENS
+    if (
+        model is None
+        or model.use_mla
+        or model.is_hybrid
+        or is_given
+        or cache.kv_cache_dtype_skip_layers
+        or vllm_config.attention_config.hisparse_config is not None
+    ):
+        return None
+    capability = current_platform.get_device_capability()
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    is_split = any(extra.get(name) for name in ("tp_shards", "store_tp_size"))
+    heads_first = is_split or (
+        capability is not None and capability.major == _HEADS_FIRST_CAPABILITY
+    )
+    return "BLHNC" if heads_first else "BLNHC"
+
+
+def stored_order(layout: str) -> str:
+    """One order that stands for all orders with the same stored bytes. The connector stores pages,
+    wherever they are in memory, so only the order within a page counts."""
+    return f"LB{layout[2:]}" if layout.startswith("BL") else layout

@@ -1,0 +1,94 @@
+"""What one worker holds of each block, by name: one part, or one for each shard. The pages of a
+draft model, which guesses tokens for the model to check, are parts of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.worker.layout import PageSplit
+from kvstore.connectors.vllm.worker.page_splitting import PageSplitter, SplitPages
+from kvstore.connectors.vllm.worker.pages import CacheGeometry, Pages, pages_of, survey
+from kvstore.device.device import Device
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Caches = Mapping[str, "torch.Tensor"]
+"""The paged caches, by layer."""
+
+
+class WorkerParts:
+    def __init__(
+        self, caches: Caches, names: Sequence[str], vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig, groups: Groups, split: PageSplit,
+        device_of: Callable[[str], Device],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            names: as ``PageSplit.parts`` gives them.
+            device_of: ``Client.device`` of the client that will copy.
+
+        Raises:
+            ConfigError: a layout that this connector does not understand, or cannot split.
+        """
+        self.names = list(names)
+        self.draft_layers: frozenset[str] | None = None
+        """Layers whose pages are apart; None: there is no draft model, or its pages are not."""
+        self.of_drafts: dict[str, Pages] = {}
+        self._caches = caches
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._groups = groups
+        self._split = split
+        self._device_of = device_of
+        self.of_model = self._part_of(caches)
+
+    def divide(self, layers: Collection[str]) -> None:
+        """Takes these layers of a draft model apart, unless a cache group has no others: a block of
+        such a group would have no part left that tells whether it is stored. The pages of a layer
+        that reads the model's (Gemma 4 MTP) stay the model's.
+
+        Raises:
+            ConfigError: nothing is taken apart.
+        """
+        drafts, caches = frozenset(layers), self._caches
+        groups = [set(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
+        if any(names and names <= drafts for names in groups):
+            return
+        own: set[str] = set()
+        for names in groups:
+            models = {caches[name].data_ptr() for name in names - drafts if name in caches}
+            mine = names & drafts & caches.keys()
+            own |= {name for name in mine if caches[name].data_ptr() not in models}
+        of_model = self._part_of({name: caches[name] for name in caches if name not in drafts})
+        self.of_drafts = self._part_of({name: caches[name] for name in caches if name in own})
+        self.of_model, self.draft_layers = of_model, drafts
+
+    def _part_of(self, caches: Caches) -> dict[str, Pages]:
+        if not caches:
+            return {}
+        found: list[Pages] = []
+        for shard in range(self._split.each):
+            geometries = [each for each in self._parts_of_blocks(caches, shard) if each.pages]
+            pieces = [pages_of(each, self._device_of) for each in geometries]
+            found.append(SplitPages(pieces) if len(pieces) > 1 else pieces[0])
+        return dict(zip(self.names, found, strict=True))
+
+    def _parts_of_blocks(self, caches: Caches, shard: int) -> list[CacheGeometry]:
+        """Where one shard of all pages is, once for each piece that blocks are cut into."""
+        config, split = self._kv_cache_config, self._split
+        layers = self._vllm_config.compilation_config.static_forward_context
+        if not split.block_tokens:
+            of_states = layers if split.shards else None
+            return [survey(caches, config, shard, split.each, layers=of_states)]
+        cutter = PageSplitter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
+        count = max(map(self._groups.cuts, self._groups.block_tokens))
+        return [
+            survey(caches, config, shard, split.each, partial(cutter.chunk, index))
+            for index in range(count)
+        ]

@@ -1,1 +1,0 @@
-"""A directory for ``PYTHONPATH``: see ``kvstore.mooncake_shim``."""

@@ -1,0 +1,368 @@
+"""Reads what engines have stored about themselves; imports no engine.
+
+A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``, or in that of a
+tenant, ``TENANT/vllm-fleet``: JSON that says which engine serves which models, in which namespaces
+its blocks are, and what its fingerprint was made of. ``kvstore.connectors.common.fleet`` puts
+records; ``kvstore why``, the dashboard and the proxy read them. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from math import gcd, lcm
+from typing import Any, Final, NamedTuple
+
+from kvstore.calls import ObjectRow
+from kvstore.limits import FLEET_NAMESPACE, Key, Namespace, is_fleet, of_tenant, tenant_of
+
+FORMAT: Final = 1
+"""Version of fleet records; the proxy reads only this one."""
+
+RECORD_BYTES_MAX: Final = 1 << 16
+"""The largest record; larger objects are not records."""
+
+RECORDS_MAX: Final = 256
+"""Records that a reader takes from one store; further ones are not read."""
+
+ROWS_MAX: Final = 1 << 16
+"""Listed objects that a reader looks at to find the records."""
+
+FLEETS_MAX: Final = 256
+"""Tenants whose records one reader takes: as many as a file of tenants may have. They share
+``RECORDS_MAX``."""
+
+LIFETIME_S: Final = 86_400.0
+"""A record expires so long after its last announcement: a crashed engine does not remove it."""
+
+ANNOUNCED_EVERY_S: Final = 60.0
+"""How often an engine begins the lifetime of its record anew."""
+
+SERVES_S: Final = 3 * ANNOUNCED_EVERY_S
+"""For so long after its last announcement an engine counts as one that serves."""
+
+BLOCK_TOKENS_MAX: Final = 1 << 31
+"""Tokens per block: far more than any engine uses, and a number that every format can hold."""
+
+RANKS_MAX: Final = 1_024
+"""The greatest ``tp_shards``."""
+
+DEPTH_MAX: Final = 4
+"""Levels of nesting that are compared field by field; deeper values are compared as a whole."""
+
+_GROUP: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g([0-9]+)/")
+"""The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
+
+_GUESSES: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
+
+_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
+
+
+def is_draft_namespace(namespace: str) -> bool:
+    """Whether the objects of this namespace are pages of a draft model: no hit depends on them
+    (``kvstore.connectors.vllm.messages.draft_part``)."""
+    return _GUESSES.match(namespace) is not None
+
+
+class Hashes(NamedTuple):
+    """How engines compute the keys of a prompt's blocks."""
+
+    block_size: int
+    """Tokens per hash, of which ``FleetRecord.block_size`` is a multiple."""
+    algorithm: str
+    none_hash: bytes
+    """The hash before the first block."""
+
+
+class FleetRecord(NamedTuple):
+    """One fleet record: engines that share blocks with each other."""
+
+    engine: str
+    models: tuple[str, ...]
+    """Names of the model, the first one the name or path that was loaded."""
+    fingerprint: str
+    namespaces: tuple[str, ...]
+    description: Mapping[str, Any]
+    block_size: int = 0
+    """Tokens per block; 0: the record does not say."""
+    hashes: Hashes | None = None
+    """None: the record does not say, or says it wrongly."""
+    format: int = FORMAT
+    announced: float = 0.0
+    """When an engine last announced it, seconds since the epoch by that engine's clock; 0: the
+    record does not say."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose engines these are; empty: they have no tenant."""
+        return tenant_of(self.namespaces[0]) if self.namespaces else ""
+
+    @property
+    def model(self) -> str:
+        """The last part of the model's name or path: the same wherever it was loaded from."""
+        return short_name(self.models[0])
+
+    @property
+    def states(self) -> frozenset[str]:
+        """The namespaces whose objects are states of recurrent layers, not blocks of attention: as
+        far as the record of a connector for vLLM says it."""
+        groups = _groups(self.description)
+        recurrent = {str(group) for group, told in enumerate(groups) if "state" in told}
+        found = {name: _GROUP.match(name) for name in self.namespaces}
+        return frozenset(name for name, of in found.items() if of and of[1] in recurrent)
+
+    def is_stopped(self, now: float) -> bool:
+        """Whether the engines of this record have ended, as far as it says.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        return 0 < self.announced < now - SERVES_S
+
+    def serves(self, model: str) -> bool:
+        names = {*self.models, *map(short_name, self.models)}
+        return model in names or short_name(model) in names
+
+
+class Difference(NamedTuple):
+    """One field in which two descriptions differ. A value is None if that side lacks the field."""
+
+    field: str
+    ours: object
+    theirs: object
+
+
+class SplitDifference(NamedTuple):
+    """Something by which two engines only cut the same bytes in other pieces."""
+
+    what: str
+    ours: object
+    theirs: object
+    setting: str
+    """With this, both find the pieces of the other one."""
+    flag: str
+    """The option of the engine that chooses this cut."""
+    provided: str = ""
+    """What else it needs, which the descriptions do not say."""
+
+    def text(self, here: str, there: str) -> str:
+        both = f"{self.ours} {here}, {self.theirs} {there}"
+        return f"{self.what}: {both} ({self.setting} would let them share{self.provided})"
+
+
+class DescriptionDiff(NamedTuple):
+    """What keeps two engines of one kind and model from sharing blocks."""
+
+    must: list[Difference]
+    """What must be equal, and is not."""
+    cuts: list[SplitDifference]
+
+    def text(self) -> str:
+        """For the engine whose description is ``ours``."""
+        must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
+        cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
+        parts = [must and f"must be equal: {must}", cuts and f"only another cut: {cuts}"]
+        return "; ".join(filter(None, parts)) or "only the layout of the cache differs"
+
+
+def short_name(model: str) -> str:
+    """The last part of a model's path."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
+    """The namespaces whose records a reader takes: its tenant's; without a tenant those of all
+    tenants, ``FLEETS_MAX`` at most.
+
+    Args:
+        namespaces: those that hold objects, as far as the reader may know.
+    """
+    if tenant:
+        return [of_tenant(tenant, FLEET_NAMESPACE)]
+    found = sorted(filter(is_fleet, namespaces), key=lambda name: (name != FLEET_NAMESPACE, name))
+    return [Namespace(name) for name in found[:FLEETS_MAX]] or [FLEET_NAMESPACE]
+
+
+def record_keys(rows: Iterable[ObjectRow], records_max: int = RECORDS_MAX) -> list[Key]:
+    """The keys of the records among listed objects, of which ``ROWS_MAX`` are looked at."""
+    found = (
+        row.key
+        for row in islice(rows, ROWS_MAX)
+        if row.size <= RECORD_BYTES_MAX and row.state == "complete"
+    )
+    return list(islice(found, records_max))
+
+
+def records_of(values: Iterable[object], tenant: str) -> list[FleetRecord]:
+    """The records among objects that were got as bytes. Args: as for ``parse``."""
+    parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
+    return [record for record in parsed if record is not None]
+
+
+def parse(data: bytes, *, tenant: str = "") -> FleetRecord | None:
+    """The record in ``data``; None: the bytes are not a record.
+
+    Args:
+        tenant: whose fleet's the record is. A record that names namespaces of another tenant is
+            none.
+    """
+    try:
+        value = {**_DEFAULTS, **json.loads(data)}
+        record = FleetRecord(
+            engine=value["engine"],
+            models=tuple(value["models"]),
+            fingerprint=value["fingerprint"],
+            namespaces=tuple(value["namespaces"]),
+            description=value["description"],
+            block_size=value["block_size"],
+            hashes=_hashes(value),
+            format=value["format"],
+            announced=float(value.get("announced", 0.0)),
+        )
+        for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
+            text.encode()  # raises for other types, and for text that no UTF-8 can hold
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    is_one = (
+        bool(record.models)
+        and isinstance(record.description, dict)
+        and isinstance(value["block_size"], int)
+        and 0 <= record.block_size <= BLOCK_TOKENS_MAX
+        and all(tenant_of(name) == tenant for name in record.namespaces)
+    )
+    return record if is_one else None
+
+
+def _hashes(value: Mapping[str, Any]) -> Hashes | None:
+    size, algorithm = value.get("hash_block_size"), value.get("hash_algorithm")
+    if type(size) is not int or size <= 0 or not isinstance(algorithm, str):
+        return None
+    try:
+        return Hashes(size, algorithm, bytes.fromhex(value["none_hash"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def differences(
+    ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
+) -> list[Difference]:
+    """The fields in which two descriptions differ. If both have a field as a mapping, or as lists
+    of equal length, the fields in it are compared: ``groups.0.block_tokens``. Both descriptions
+    consist of plain values, as they come out of the store (``as_read``)."""
+    found: list[Difference] = []
+    for key in sorted({*ours, *theirs}):
+        mine, other = ours.get(key), theirs.get(key)
+        if mine == other:
+            continue
+        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
+            mine, other = dict(enumerate(mine)), dict(enumerate(other))
+        if isinstance(mine, dict) and isinstance(other, dict) and depth < DEPTH_MAX:
+            found += differences(mine, other, f"{above}{key}.", depth + 1)
+        else:
+            found.append(Difference(f"{above}{key}", mine, other))
+    return found
+
+
+def compare_descriptions(
+    engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> DescriptionDiff:
+    """Tells what must be equal from what is only another cut of the same bytes.
+
+    Args:
+        engine: the kind of both. Only the connector for vLLM has settings that let engines with
+            other cuts share.
+        ours, theirs: as for ``differences``.
+    """
+    cuts: list[SplitDifference] = []
+    if engine == _DEFAULTS["engine"]:
+        ranks, blocks = _ranks(ours, theirs), _blocks(ours, theirs)
+        if ranks:
+            is_told = "shards" in ours and "shards" in theirs  # otherwise each rank has its own
+            gone = {"tensor_parallel", "shards", *(() if is_told else ("weights", "files"))}
+            ours, theirs = (_without(each, gone, {"page_bytes"}) for each in (ours, theirs))
+        if blocks:
+            gone_of_groups = {"block_tokens", "page_bytes"}
+            ours, theirs = (_without(each, set(), gone_of_groups) for each in (ours, theirs))
+        cuts = [cut for cut in (ranks, blocks) if cut]
+    return DescriptionDiff(differences(ours, theirs), cuts)
+
+
+def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
+    """The cut between ranks; None: it is the same, or no setting helps."""
+    mine, other = (
+        f"tp_shards={each['shards']}" if "shards" in each else each.get("tensor_parallel")
+        for each in (ours, theirs)
+    )
+    sizes = _counts(each.get("shards", each.get("tensor_parallel")) for each in (ours, theirs))
+    if mine == other or not sizes or _has_kind("Mamba", ours, theirs):
+        return None
+    number = lcm(*sizes)
+    is_told = "shards" in ours and "shards" in theirs
+    return None if number > RANKS_MAX else SplitDifference(
+        "tensor-parallel size", mine, other, f'"tp_shards": {number} in both',
+        "--tensor-parallel-size",
+        "" if is_told else ", if their weights are the same",
+    )  # fmt: skip
+
+
+def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
+    """The cut between blocks; None: it is the same, or no setting helps."""
+    mine, other = (
+        _counts(each.get("block_tokens") for each in _groups(side)) for side in (ours, theirs)
+    )
+    uncut = any(_has_kind(kind, ours, theirs) for kind in ("Mamba", "MLA"))
+    number = gcd(*mine, *other)
+    if uncut or mine == other or len(mine) != len(other) or number == 1:
+        return None
+    names = [" and ".join(map(str, sorted(set(each)))) for each in (mine, other)]
+    larger = [name for name in names if name != str(number)]
+    where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
+    setting = f'"block_tokens": {number} in {where}'
+    return SplitDifference("block size", names[0], names[1], setting, "--block-size")
+
+
+def _without(
+    description: Mapping[str, Any], fields: Collection[str], of_groups: Collection[str]
+) -> dict[str, Any]:
+    """The description without what follows from a cut."""
+    left = {name: value for name, value in description.items() if name not in fields}
+    groups = _groups(description)
+    if groups:
+        left["groups"] = [
+            {name: value for name, value in group.items() if name not in of_groups}
+            for group in groups
+        ]
+    if "tensor_parallel" in fields and isinstance(left.get("attention"), list):
+        left["attention"] = [
+            [each for each in manner if not str(each).startswith("num_kv_heads=")]
+            if isinstance(manner, list) else manner
+            for manner in left["attention"]
+        ]  # fmt: skip
+    return left
+
+
+def _groups(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Empty: the description has none, or they are not described in this way."""
+    groups = description.get("groups")
+    is_list = isinstance(groups, list) and all(isinstance(each, dict) for each in groups)
+    return list(groups or ()) if is_list else []
+
+
+def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
+    groups = [group for each in descriptions for group in _groups(each)]
+    return any(kind in str(group.get("kind")) for group in groups)
+
+
+def _counts(values: Iterable[object]) -> list[int]:
+    """The values, if all of them are counts; otherwise none."""
+    found = list(values)
+    counts = [each for each in found if type(each) is int and 0 < each <= BLOCK_TOKENS_MAX]
+    return counts if len(counts) == len(found) else []
+
+
+def as_read(description: Mapping[str, object]) -> dict[str, Any]:
+    """The description as it comes out of the store: plain values of JSON."""
+    read: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return read

@@ -1,0 +1,293 @@
+"""``/api/v1`` for people who look at prefixes: the chains that are used most, the blocks of one,
+and where pasted keys are stored.
+
+It only reads, and leases nothing: looking at a block here does not count as a use of the block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from pydantic import BaseModel, Field
+
+from kvstore import calls
+from kvstore.client.async_client import AsyncClient
+from kvstore.console.api.lookups import TIMEOUT_MS, NodesOf, QueryThrottle
+from kvstore.console.api.schemas import Hex, KeyText, Shape, shaped
+from kvstore.errors import InvalidArgumentError, InvalidKeyError
+from kvstore.http.operations import ApiRequest, HexKey, endpoint
+from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
+from kvstore.runtime.formatting import HEX, key_from_text
+from kvstore.security.impersonation import check_acting, impersonated
+from kvstore.security.permissions import visible_status
+
+CHAINS_PATH: Final = "/api/v1/chains"
+BLOCKS_PATH: Final = "/api/v1/blocks"
+FIND_PATH: Final = "/api/v1/find"
+
+FRESH_S: Final = 1.0
+"""How long an answer about chains is reused."""
+
+KEPT_MAX: Final = 64
+"""Number of answers about chains that are kept for reuse."""
+
+FIND_KEYS_MAX: Final = 1_024
+FIND_NAMESPACES_MAX: Final = 300
+"""Namespaces that one request may look in; it looks in the largest ones if it names none."""
+
+FIND_SHOWN: Final = 20
+"""Namespaces in an answer: those that store most of the keys from the first on."""
+
+
+class ChainsRequest(ApiRequest):
+    """Which chains."""
+
+    namespace: str = Field(
+        default="", description="Empty: the last ones in which clients put or asked."
+    )
+    key: list[HexKey] = Field(
+        default=[],
+        max_length=CHAINS_MAX,
+        description="The chains that end at these blocks instead; in hexadecimal.",
+    )
+    count: int = Field(
+        default=0, ge=0, le=CHAINS_MAX, description=f"Chains; 0: {CHAINS_MAX}, which is the most."
+    )
+
+
+class BlocksRequest(ApiRequest):
+    """Which blocks."""
+
+    key: list[HexKey] = Field(default=[], max_length=BLOCKS_MAX, description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+    above: int = Field(
+        default=0, ge=0, le=BLOCKS_MAX, description="Blocks above the last key that are told, too."
+    )
+
+
+@shaped(calls.Branch, without=("segments", "replicas"))
+class BranchResponse(Shape):
+    """A run of blocks, each of which is the parent of the next one."""
+
+    first: KeyText = Field(description="Key of the first block, as kvstore ls shows it.")
+    last: KeyText = Field(description="Key of the last block, as kvstore ls shows it.")
+    key: Hex = Field(description="Key of the last block, in hexadecimal.")
+    nodes: dict[str, int] = Field(description="Replicas by node, where most of them are.")
+
+
+@shaped(calls.ChainsReply, without=("epoch",))
+class ChainsResponse(Shape):
+    """The chains that were matched most and used last; each branch after the one it continues."""
+
+    branches: list[BranchResponse]
+
+
+@shaped(calls.BlockStatus, without=("segments",))
+class BlockResponse(Shape):
+    text: KeyText = Field(description="The key as kvstore ls shows it.")
+    nodes: list[str]
+
+
+class BlocksResponse(BaseModel):
+    """A block, and those above it."""
+
+    blocks: list[BlockResponse]
+
+
+class FindRequest(ApiRequest):
+    """Which of these blocks are stored, and where?"""
+
+    text: str = Field(
+        max_length=1 << 20,
+        description="Keys: in hexadecimal, with 0x or hex: or without, or as kvstore ls shows "
+        "them; between them white space or commas, or a list in JSON.",
+    )
+    namespaces: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=FIND_NAMESPACES_MAX,
+        description=f"Without it: the {FIND_NAMESPACES_MAX} largest ones.",
+    )
+
+
+class NamespaceHits(BaseModel):
+    namespace: str
+    found: int = Field(description="Keys that are stored.")
+    leading: int = Field(description="Keys that are stored, from the first on.")
+    chain: bool = Field(description="Whether each stored block continues the one before it.")
+    blocks: list[BlockResponse] = Field(description="One per key.")
+
+
+class FindResponse(BaseModel):
+    """The namespaces that have any of the keys, those with the longest beginning first."""
+
+    keys: int
+    searched: int = Field(description="Namespaces.")
+    found_in: list[NamespaceHits]
+    others: int = Field(description="Further namespaces that have some.")
+
+
+class ChainsAPI:
+    """Answers the questions above by asking the master as a client. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
+        self._client = client
+        self._nodes_of = nodes_of
+        self._throttle = QueryThrottle()
+        self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsReply]] = {}
+        """Answers by namespace and count, each with the time until which it is reused."""
+
+    @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
+    async def _chains(self, asked: ChainsRequest) -> ChainsResponse:
+        """The chains that are used most."""
+        found = await self._query(asked.namespace or None, asked.key, asked.count)
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
+        branches = [_branch(row, nodes) for row in found.branches]
+        return ChainsResponse.model_validate(found._asdict() | {"branches": branches})
+
+    async def _query(
+        self, namespace: str | None, keys: Sequence[bytes], count: int
+    ) -> calls.ChainsReply:
+        """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
+        check_acting(calls.Chains(Namespace(namespace or "")))
+        async with self._throttle.lock:
+            until, answer = self._kept.get((namespace, count), (0.0, None))
+            if answer is not None and not keys and time.monotonic() < until:
+                return answer
+            found = await self._throttle.run(
+                lambda: self._client.chains(
+                    namespace, keys=keys, count=count, timeout_ms=TIMEOUT_MS
+                )
+            )
+            if not keys:
+                self._kept.pop((namespace, count), None)
+                while len(self._kept) >= KEPT_MAX:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[namespace, count] = time.monotonic() + FRESH_S, found
+            return found
+
+    @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})
+    async def _blocks(self, asked: BlocksRequest) -> BlocksResponse:
+        """A block, and those above it."""
+        found = await self._client.blocks(
+            asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+        )
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found))
+        return BlocksResponse(blocks=[_block(each, nodes) for each in found])
+
+    @endpoint("POST", FIND_PATH, {200: "By namespace."})
+    async def _find(self, asked: FindRequest) -> FindResponse:
+        """Which blocks are stored, and where."""
+        readings = keys_of(asked.text)
+        names: Sequence[str] = asked.namespaces or ()
+        if not names:
+            status = await self._client.status(timeout_ms=TIMEOUT_MS)
+            if (who := impersonated()) is not None:
+                status = visible_status(who, status)
+            largest = heapq.nlargest(
+                FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
+            )
+            names = [row.name for row in largest]
+        found: list[tuple[str, Sequence[calls.BlockStatus]]] = []
+        for name in dict.fromkeys(names):
+            for keys in readings:
+                rows = await self._rows(name, keys)
+                if any(map(_is_there, rows)):
+                    found.append((name, rows))
+                    break
+        every = chain.from_iterable(rows for _, rows in found)
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in every))
+        told = [_found_in(name, rows, nodes) for name, rows in found]
+        told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
+        return FindResponse(
+            keys=len(readings[0]),
+            searched=len(names),
+            found_in=told[:FIND_SHOWN],
+            others=len(told[FIND_SHOWN:]),
+        )
+
+    async def _rows(self, namespace: str, keys: Sequence[Key]) -> Sequence[calls.BlockStatus]:
+        rows: list[calls.BlockStatus] = []
+        for start in range(0, len(keys), BLOCKS_MAX):
+            rows += await self._client.blocks(
+                keys[start : start + BLOCKS_MAX], namespace=namespace, timeout_ms=TIMEOUT_MS
+            )
+        return rows
+
+
+def _is_there(row: calls.BlockStatus) -> bool:
+    return row.state == "complete"
+
+
+def _found_in(
+    namespace: str, rows: Sequence[calls.BlockStatus], nodes: Mapping[int, str]
+) -> NamespaceHits:
+    there = [_is_there(row) for row in rows]
+    pairs = zip(rows, rows[1:], there, there[1:])
+    return NamespaceHits(
+        namespace=namespace,
+        found=sum(there),
+        leading=(*there, False).index(False),
+        chain=all(
+            below.parent == above.key for above, below, first, second in pairs if first and second
+        ),
+        blocks=[_block(row, nodes) for row in rows],
+    )
+
+
+def keys_of(text: str) -> list[list[Key]]:
+    """The keys that a text may mean: one reading, or two where plain text could be hexadecimal.
+
+    Raises:
+        InvalidArgumentError: there are no keys, too many, or one that no object can have.
+    """
+    text = text.strip()
+    if text.startswith("["):
+        try:
+            words = json.loads(text)
+        except (ValueError, RecursionError):
+            raise InvalidArgumentError("this begins like a list in JSON, and is none") from None
+        if not all(isinstance(word, str) for word in words):
+            raise InvalidArgumentError("a key in JSON is a text")
+    else:
+        words = [word for each in re.split(r"[\s,;]+", text) if (word := each.strip("\"'"))]
+    if not 0 < len(words) <= FIND_KEYS_MAX:
+        raise InvalidArgumentError(f"give 1 to {FIND_KEYS_MAX} keys, not {len(words)}")
+    readings: list[list[Key]] = []
+    for reading in (_as_hex, _as_shown):
+        try:
+            keys = [reading(word) for word in words]
+        except (InvalidKeyError, ValueError):
+            continue
+        if keys not in readings:
+            readings.append(keys)
+    if not readings:
+        raise InvalidArgumentError("not all of this are keys: in hexadecimal, or as kvstore ls")
+    return readings
+
+
+def _as_hex(word: str) -> Key:
+    """Raises ValueError, InvalidKeyError."""
+    return check_key(bytes.fromhex(word.removeprefix(HEX).removeprefix("0x").removeprefix("0X")))
+
+
+def _as_shown(word: str) -> Key:
+    """Raises ValueError, InvalidKeyError."""
+    return _as_hex(word) if word[:2] in ("0x", "0X") else key_from_text(word)
+
+
+def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchResponse:
+    nodes = {node: count for node, count in row.replicas_by_node(names).items() if node}
+    return BranchResponse.model_validate(row._asdict() | {"key": row.last, "nodes": nodes})
+
+
+def _block(row: calls.BlockStatus, names: Mapping[int, str]) -> BlockResponse:
+    nodes = dict.fromkeys(names.get(segment, "") for segment in row.segments)
+    told = {"text": row.key, "nodes": [node for node in nodes if node]}
+    return BlockResponse.model_validate(row._asdict() | told)

@@ -1,0 +1,222 @@
+"""Nodes over HTTP: the list of them, and draining.
+
+A drain copies the objects through this process, as ``kvstore drain`` copies them through its own.
+If this process or the master ends meanwhile, the node stays draining: the next request to drain it
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from kvstore import calls
+from kvstore.calls import ClusterStatus, NodeStatus
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
+from kvstore.client.drain import DrainOutcome, check_room, drain_node
+from kvstore.console.api.schemas import NodeDetail, Shape, shaped
+from kvstore.errors import BusyError, KVStoreError
+from kvstore.http.operations import ApiRequest, endpoint
+from kvstore.runtime.tasks import start_task
+from kvstore.security.impersonation import check_acting
+
+NODES_PATH: Final = "/api/v1/nodes"
+DRAIN_PATH: Final = "/api/v1/nodes/drain"
+UNDRAIN_PATH: Final = "/api/v1/nodes/undrain"
+
+DRAINS_MAX: Final = 4
+"""Drains at once: each holds the payloads of a step, up to 64 MiB, in memory."""
+
+WAIT_S: Final = 60.0
+"""How long a drain goes on when nothing moves: the default of ``kvstore drain``, too."""
+
+
+class NodeRequest(ApiRequest):
+    """Which node."""
+
+    node: str = Field(min_length=1, max_length=256, description="Its name.")
+
+
+class DrainRequest(NodeRequest):
+    """Which node to empty. Without ``evict`` and ``discard`` nothing is lost: if other nodes have
+    less free memory than it holds, the drain does not begin."""
+
+    evict: bool = Field(
+        default=False,
+        description="Objects on other nodes that were used longer ago make room: they are lost.",
+    )
+    discard: bool = Field(
+        default=False,
+        description="Let it leave even if objects have no space elsewhere: they are lost.",
+    )
+
+
+@shaped(DrainOutcome, without=("has_departed",))
+class DrainResponse(Shape):
+    """How far a drain is. Of the objects, only ``moved_bytes`` is known before it is over."""
+
+    state: str = Field(
+        description="moving; left: the node was empty and has left; kept: objects have no space "
+        "elsewhere, so it stays, draining; stopped: by an undrain; failed."
+    )
+    size: int = Field(description="Bytes that were used on the node when it began.")
+    error: str = Field(description="Why it failed; else empty.")
+
+
+class NodeResponse(NodeDetail):
+    """One node."""
+
+    drain: DrainResponse | None = Field(
+        default=None, description="The last one that this server was asked for."
+    )
+
+
+class NodesResponse(BaseModel):
+    nodes: list[NodeResponse]
+
+
+class _StoppedError(Exception):
+    """The drain was stopped."""
+
+
+@dataclass(slots=True)
+class _RunningDrain:
+    outcome: DrainOutcome
+    requested: DrainRequest
+    state: str = "moving"
+    size: int = 0
+    error: str = ""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    client: Client | None = None
+
+    def reported(self, moved_bytes: int, size: int) -> None:
+        """Called in the drain's thread after each step."""
+        self.outcome.moved_bytes, self.size = moved_bytes, size
+        if self.stopping.is_set():
+            raise _StoppedError
+
+    def run(self, connect: Callable[[], Client]) -> None:
+        """Blocks until the drain is over."""
+        try:
+            with connect() as client:
+                self.client = client
+                self.outcome = drain_node(
+                    client, self.outcome.node, evict=self.requested.evict,
+                    discard=self.requested.discard, wait_s=WAIT_S, told=self.reported,
+                )  # fmt: skip
+            self.state = "left" if self.outcome.has_departed else "kept"
+        except _StoppedError:
+            self.state = "stopped"
+        except KVStoreError as error:
+            self.state = "stopped" if self.stopping.is_set() else "failed"
+            self.error = "" if self.stopping.is_set() else str(error)
+        finally:
+            if self.state == "moving":  # only a bug ends the drain like this; the log shows it
+                self.state, self.error = "failed", "it ended unexpectedly: see the log"
+
+    def response(self) -> DrainResponse:
+        told = {"state": self.state, "size": self.size, "error": self.error}
+        return DrainResponse.model_validate(asdict(self.outcome) | told)
+
+
+class NodesAPI:
+    """Lists and drains nodes. Use it in one event loop."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        status: Callable[[], Awaitable[ClusterStatus]],
+        connect: Callable[[], Client],
+    ) -> None:
+        """
+        Args:
+            status: returns the cluster's status as it was a moment ago.
+            connect: makes a client for a drain's thread.
+        """
+        self._client = client
+        self._status = status
+        self._connect = connect
+        self._drains: dict[str, _RunningDrain] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._beginning = asyncio.Lock()
+        """Held while a drain begins, so that never more than ``DRAINS_MAX`` are under way."""
+
+    async def close(self) -> None:
+        for drain in self._drains.values():
+            drain.stopping.set()
+            if drain.client is not None:
+                await asyncio.to_thread(drain.client.close)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    @endpoint("GET", NODES_PATH, {200: "All of them."}, is_of_all=True)
+    async def _nodes(self) -> NodesResponse:
+        """The nodes."""
+        nodes = (await self._status()).nodes
+        return NodesResponse(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
+
+    @endpoint(
+        "GET", DRAIN_PATH,
+        {200: "The last drain of this node.", 404: "There was none."},
+        is_of_all=True,
+    )  # fmt: skip
+    async def _progress(self, asked: NodeRequest) -> DrainResponse:
+        """How far a drain is."""
+        drain = self._drains.get(asked.node)
+        if drain is None:
+            raise web.HTTPNotFound(text="this server drains no such node\n")
+        return drain.response()
+
+    @endpoint(
+        "POST", DRAIN_PATH,
+        {202: "It gets nothing new; its objects are being moved.",
+         507: "Other nodes have too little free memory. Nothing has begun."},
+        is_trusted=True,
+    )  # fmt: skip
+    async def _drain(self, asked: DrainRequest) -> DrainResponse:
+        """Move the objects of a node to others, and let the node leave when it is empty. Asked
+        again, it says how far that is; other options than the first time change nothing then."""
+        check_acting(calls.Drain(asked.node, calls.DrainStep.BEGIN))
+        async with self._beginning:
+            if asked.node not in self._tasks:
+                await self._begin(asked)
+            return self._drains[asked.node].response()
+
+    async def _begin(self, asked: DrainRequest) -> None:
+        """Starts draining. Raises KVStoreError: nothing has begun, and the node is as before."""
+        if len(self._tasks) >= DRAINS_MAX:
+            raise BusyError(f"{DRAINS_MAX} nodes are being drained")
+        if not asked.evict and not asked.discard:
+            check_room(await self._client.status(), asked.node)
+        await self._client.drain(asked.node)  # from now on it gets nothing new
+        drain = _RunningDrain(DrainOutcome(asked.node), asked)
+        self._drains[asked.node] = drain
+        work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
+        self._tasks[asked.node] = work
+
+    @endpoint("POST", UNDRAIN_PATH, {204: "Done."}, is_trusted=True)
+    async def _undrain(self, asked: NodeRequest) -> None:
+        """Stop draining a node: it takes new objects again."""
+        check_acting(calls.Drain(asked.node, calls.DrainStep.UNDO))
+        if (task := self._tasks.get(asked.node)) is not None:
+            self._drains[asked.node].stopping.set()
+            await asyncio.wait([task])
+        await self._client.drain(asked.node, undo=True)
+
+    async def _work(self, node: str, drain: _RunningDrain) -> None:
+        try:
+            await asyncio.to_thread(drain.run, self._connect)
+        finally:
+            del self._tasks[node]
+
+
+def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeResponse:
+    made = NodeResponse.model_validate(node)
+    made.drain = None if drain is None else drain.response()
+    return made

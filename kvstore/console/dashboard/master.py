@@ -1,0 +1,250 @@
+"""The master, as seen by the child that serves its HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from kvstore.calls import ClusterStatus
+from kvstore.calls.fleet_records import FleetRecord, fleets_of
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.client import Client
+from kvstore.console.diagnostics.evidence import read_records
+from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.http import exposition
+from kvstore.http.serving import Readiness
+from kvstore.master.ipc_channel import ChildChannel
+from kvstore.runtime import logs
+from kvstore.runtime.limiter import Limiter
+from kvstore.runtime.tasks import start_task
+from kvstore.runtime.watched_files import refused_files
+from kvstore.security.impersonation import check_acting, impersonate
+
+log = logging.getLogger("kvstore.console")
+
+ANSWER_S: Final = 1.0
+"""How long the master may take to say how it is: a probe of Kubernetes waits as long by default."""
+
+STATUS_MS: Final = 5_000
+SEGMENTS_MS: Final = 2_000
+"""Timeouts of calls to the store: in general, and of the one in ``nodes_of``, which is shorter."""
+
+SHARE: Final = 0.05
+"""The share of time that may go into asking for the status, whatever the number of scrapes."""
+
+
+FRESH_S: Final = 1.0
+"""How long an answer is reused: the master is asked no more often, however many pages are open."""
+
+FLEET_S: Final = 10.0
+"""How long fleet records are reused. The history's sampling asks for them as often, so a new engine
+is on the page after as long."""
+NOTICES_MAX: Final = 1_000
+
+
+ValueT = TypeVar("ValueT")
+
+
+class MasterSample(NamedTuple):
+    measured: dict[str, Any]
+    """The answer to ``measures``."""
+    status: ClusterStatus | None
+    """None: the master does not lead, or its status could not be asked for."""
+    leader: str
+    """The master that leads instead, ``host:port``; empty: this one leads, or knows of none."""
+    at_ms: int
+    """Wall clock, milliseconds since 1970."""
+
+
+class RecentClusterEvents(NamedTuple):
+    """The master's last notices; see ``kvstore.master.cluster_events.ClusterEventLog.after``."""
+
+    run: int
+    last: int
+    kept: deque[list[Any]]
+    """Number, time, event and fields of each."""
+
+
+class CoalescedQuery(Generic[ValueT]):
+    """A question that is asked once for all callers who want its answer meanwhile, or within
+    ``fresh_s`` after it came, or until asking has taken ``share`` of the time. Those who wait share
+    an error, too; the next caller asks again."""
+
+    def __init__(
+        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float = 0.0,
+        *, share: float = 1.0,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._ask = ask
+        self._fresh_s = fresh_s
+        self._share = share
+        self._fresh_until = 0.0
+        self._task: asyncio.Task[ValueT] | None = None
+
+    async def __call__(self) -> ValueT:
+        """Raises UnavailableError: the master does not answer."""
+        if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
+            self._task = start_task(self._name, self._reply(), expected=UnavailableError)
+        return await asyncio.shield(self._task)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _reply(self) -> ValueT:
+        started, self._fresh_until = time.monotonic(), 0.0
+        with impersonate(None):  # the answer is for all who ask
+            answer = await self._ask()
+        ended = time.monotonic()
+        self._fresh_until = ended + max(self._fresh_s, (ended - started) * (1 / self._share - 1))
+        return answer
+
+
+class ParentMaster:
+    """The parent, as its child sees it. Methods raise UnavailableError if it does not answer."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        cluster: str,
+        pid: int,
+        channel: ChildChannel,
+        scheme: str,
+        auth: str = "",
+        requests: Limiter[object] | None = None,
+        demands_encryption: bool = False,
+    ) -> None:
+        """
+        Args:
+            scheme: of the port of this process: http or https.
+            requests: that of the port of this process; None: it has none.
+            demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
+        """
+        self.address = address
+        """The master's own ``host:port``; on loopback also where it listens on all addresses."""
+        self._cluster = cluster
+        self._auth = auth
+        self._pid = pid
+        self._scheme = scheme
+        self._requests = requests
+        self._data_encryption: Final = "tls" if demands_encryption else "off"
+        self._channel = channel
+        self._lives = start_task("lives", channel.request_until_reply("role", ANSWER_S))
+        self.client = AsyncClient(
+            address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth,
+            # With identities each request needs a call, which is checked by the request's rights.
+            placements_max=0 if auth else None,
+        )  # fmt: skip
+        self.client._check_calls(check_acting)
+        self._status = CoalescedQuery("status", self._store_status, share=SHARE)
+        self._noticed = RecentClusterEvents(0, 0, deque(maxlen=NOTICES_MAX))
+        self.seen = CoalescedQuery("look", self._sample, FRESH_S)
+        """The master's measurements, and its status if it leads."""
+        self.notices = CoalescedQuery("notices", self._note, FRESH_S)
+        self.fleet_records = CoalescedQuery("fleet", self._read_fleet, FLEET_S)
+        """The fleet records; empty if they cannot be read."""
+        self.nodes = CoalescedQuery("nodes", self.client.status, FRESH_S)
+        """The status of the cluster, whichever master leads."""
+
+    async def close(self) -> None:
+        for shared in (self.seen, self._status, self.notices, self.fleet_records, self.nodes):
+            shared.close()
+        self._lives.cancel()
+        await self.client.close()
+
+    def connect(self) -> Client:
+        """Another client, for a thread of its own."""
+        return Client(
+            self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth,
+            data_encryption=self._data_encryption,
+        )  # fmt: skip
+
+    async def readiness(self) -> Readiness:
+        """Whether clients may be sent to this master: it leads, or knows who does."""
+        said = await self._call("role")
+        if said["leads"]:
+            return Readiness(True, "leads")
+        if said["leader"]:
+            return Readiness(True, f"stands by; {said['leader']} leads")
+        return Readiness(False, "stands by, and knows of no master that leads")
+
+    async def _sample(self) -> MasterSample:
+        measured, leader, status = await self._call("measures"), "", None
+        if measured["leads"]:
+            status = await self._status()
+        else:
+            leader = (await self._call("role"))["leader"]
+        return MasterSample(measured, status, leader, time.time_ns() // 1_000_000)
+
+    async def _note(self) -> RecentClusterEvents:
+        while True:
+            answer = await self._call(f"notices {self._noticed.last}")
+            if answer["run"] != self._noticed.run:
+                self._noticed = RecentClusterEvents(answer["run"], 0, deque(maxlen=NOTICES_MAX))
+                continue
+            self._noticed.kept.extend(answer["notices"])
+            self._noticed = self._noticed._replace(last=answer["last"])
+            if answer["is_all"]:
+                return self._noticed
+
+    async def metrics(self) -> bytes:
+        seen = await self.seen()
+        measured, status = seen.measured, seen.status
+        of_both = measured["counters"] | {
+            name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
+        }
+        refused = measured["identity_limit_refusals"]
+        if self._requests is not None:
+            refused = refused | {self._requests.name: self._requests.refusals()}
+        files = measured["files_refused"]
+        files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
+        measured = measured | {
+            "counters": of_both, "identity_limit_refusals": refused, "files_refused": files,
+        }  # fmt: skip
+        return await asyncio.to_thread(
+            exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme
+        )
+
+    async def nodes_of(self, segments: Iterable[int]) -> Mapping[int, str]:
+        """The nodes' names by segment: these segments and others. Asks the leader for its status
+        only if the last answer does not contain all these segments."""
+        status = (await self.seen()).status
+        names = {} if status is None else status.nodes_by_segment()
+        if not names.keys() >= set(segments):
+            names = (await self.client.status(timeout_ms=SEGMENTS_MS)).nodes_by_segment()
+        return names
+
+    async def _read_fleet(self) -> list[FleetRecord]:
+        try:
+            status = await self.client.status()
+            spaces = fleets_of("", (row.name for row in status.namespaces))
+            return await self.client._carry_out(read_records, spaces)
+        except KVStoreError as error:
+            log.warning("fleet_unknown reason=%s", error)
+            return []
+
+    async def fleet(self) -> dict[str, tuple[str, int]]:
+        """By namespace that a fleet record names: the model, and its tokens per block."""
+        return {
+            name: (record.models[0], record.block_size)
+            for record in await self._read_fleet()
+            for name in record.namespaces
+        }
+
+    async def _call(self, question: str) -> dict[str, Any]:
+        try:
+            return await self._channel.request(question, ANSWER_S)
+        except UnavailableError as error:
+            raise UnavailableError(f"the master does not answer: {error.message}") from None
+
+    async def _store_status(self) -> ClusterStatus | None:
+        try:
+            return await self.client.status()
+        except KVStoreError as error:
+            log.warning("status_unknown reason=%s", error)
+            return None

@@ -1,0 +1,260 @@
+"""The dashboard of a master: the page, and the JSON that the page fetches.
+
+Nothing here changes the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import html
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from aiohttp import web
+from pydantic import Field
+
+from kvstore.calls import ClusterStatus, NamespaceStatus
+from kvstore.calls.fleet_records import FleetRecord
+from kvstore.console.api import schemas
+from kvstore.console.diagnostics import problems
+from kvstore.console.diagnostics.history import EVERY_S, HistoryPoints, sample
+from kvstore.console.diagnostics.rows import ROWS
+from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
+from kvstore.http.access_control import HEADERS
+from kvstore.http.connection_limiter import Handler
+from kvstore.http.operations import ApiRequest, endpoint
+from kvstore.http.serving import Routes
+from kvstore.runtime.addresses import join_address, split_address
+from kvstore.runtime.tasks import start_task
+from kvstore.security.validity import ValidityPeriod
+
+if TYPE_CHECKING:
+    from kvstore.console.dashboard.master import MasterSample, ParentMaster
+
+log = logging.getLogger("kvstore.console")
+
+NAMESPACES_SHOWN: Final = 300
+"""Namespaces with a row of their own, the largest ones; all others share one row."""
+
+FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/charts.js": ("charts.js", "text/javascript"),
+    "/misses.js": ("misses.js", "text/javascript"),
+    "/prefixes.js": ("prefixes.js", "text/javascript"),
+}
+
+RUNBOOK: Final = "/runbook"
+
+NAMESPACES_MAX: Final = 64
+"""Namespaces of one fleet record that are shown."""
+
+FIELDS_MAX: Final = 64
+TEXT_MAX: Final = 200
+"""Characters of a value that is shown."""
+
+_HEAD: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Runbook of kvstore</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="page.css">
+</head>
+<body>
+<main class="runbook">
+<p><a href="./">Dashboard</a></p>
+<h1>Runbook</h1>
+"""
+
+
+class ClusterEventsRequest(ApiRequest):
+    after: int = Field(default=0, ge=0, lt=10**15, description="The last number that is known.")
+
+
+class Dashboard:
+    """Samples the history, and answers the page. Use it in one event loop."""
+
+    def __init__(self, master: ParentMaster, *, port: int, scheme: str) -> None:
+        """``port``, ``scheme``: of this server; those of the leader are assumed to be the same."""
+        self._master = master
+        self._port = port
+        self._scheme = scheme
+        self._history = HistoryPoints()
+        self._of_engines: list[problems.DetectedProblem] = []
+        """Problems of engines, as of the last sample."""
+        self._task = start_task("history", self._sample_forever())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def page(self) -> Routes:
+        """The files of the page, by path; they hold no data of the store."""
+        page = resources.files("kvstore.console.dashboard") / "page"
+        files = {
+            path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
+        }
+        return files | {RUNBOOK: _file(runbook(), "text/html")}
+
+    async def _sample_forever(self) -> None:
+        while True:
+            try:
+                seen = await self._master.seen()
+                self._history.add(sample(seen.at_ms, seen.measured, seen.status))
+                self._of_engines = await self._refresh_fleet(leads=seen.measured["leads"])
+            except KVStoreError as error:
+                log.debug("no_sample reason=%s", error)
+            await asyncio.sleep(EVERY_S)
+
+    async def _refresh_fleet(self, *, leads: bool) -> list[problems.DetectedProblem]:
+        if not leads:
+            return []
+        report = await self._master.client.traffic()
+        return problems.of_engines(report.namespaces, await self._master.fleet_records())
+
+    @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
+    async def _get_status(self) -> schemas.StatusResponse:
+        """The cluster."""
+        seen = await self._master.seen()
+        told: dict[str, Any] = {"address": self._master.address}
+        valid = seen.measured["auth_valid"]
+        identity = problems.of_identity(valid and ValidityPeriod(*valid), seen.at_ms)
+        if seen.measured["leads"]:
+            if seen.status is None:
+                raise UnavailableError("this master leads, and does not tell its status in time")
+            found = problems.leader_problems(seen.status, self._history, seen.at_ms)
+            found += self._of_engines + identity
+            return schemas.StatusResponse.model_validate(told | status_of(seen, seen.status, found))
+        return schemas.StatusResponse.model_validate(
+            {
+                **told,
+                **_process(seen),
+                "leader": seen.leader,
+                "leader_page": self._page_of(seen.leader),
+                "problems": [*problems.standby_problems(seen.leader), *identity],
+            }
+        )
+
+    @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
+    async def _get_history(self) -> Annotated[dict[str, Any], schemas.HistoryResponse]:
+        """The last hour."""
+        return self._history.as_columns(time.time_ns() // 1_000_000)
+
+    @endpoint(
+        "GET",
+        "/api/v1/cluster-events",
+        {200: "Those after a number."},
+        is_of_all=True,
+        has_own_bounds=True,
+    )
+    async def _get_cluster_events(
+        self, asked: ClusterEventsRequest
+    ) -> Annotated[dict[str, Any], schemas.ClusterEventsResponse]:
+        """The last events of the cluster."""
+        run, last, kept = await self._master.notices()
+        new = [each for each in kept if each[0] > asked.after]
+        return {"run": run, "last": last, "notices": new}
+
+    @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
+    async def _get_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
+        """The engines."""
+        return {"models": compared(await self._master.fleet_records())}
+
+    def _page_of(self, leader: str) -> str:
+        try:
+            host, _ = split_address(leader)
+        except InvalidArgumentError:
+            return ""
+        return f"{self._scheme}://{join_address(host, self._port)}/"
+
+
+def status_of(
+    seen: MasterSample, status: ClusterStatus, found: list[problems.DetectedProblem]
+) -> dict[str, Any]:
+    """What a master that leads answers: what ``kvstore status`` shows, and the problems."""
+    rows = status.namespaces
+    largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
+    sums = (sum(column) for column in zip(*(row[1:] for row in rows)))
+    shown = (sum(column) for column in zip(*(row[1:] for row in largest)))
+    rest = [whole - part for whole, part in zip(sums, shown)] or [0, 0, 0, 0]
+    others = NamespaceStatus("", *rest)._asdict() | {"namespaces": len(rows) - len(largest)}
+    return {
+        **status._asdict(),
+        **_process(seen),
+        "namespaces": largest,
+        "other_namespaces": others,
+        "counters": dict(status.counters),
+        "problems": found,
+    }
+
+
+def _process(seen: MasterSample) -> dict[str, Any]:
+    """What any master knows of its process, whether it leads or not."""
+    of_process = ("leads", "epoch", "version", "cluster", "connections")
+    return {"at_ms": seen.at_ms, **{name: seen.measured[name] for name in of_process}}
+
+
+def _file(body: bytes, kind: str) -> Handler:
+    async def file(request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+    return file
+
+
+def compared(records: Sequence[FleetRecord]) -> list[dict[str, Any]]:
+    """By engine and model: the fields in which its records differ, and each record's values."""
+    groups: dict[tuple[str, str], list[FleetRecord]] = {}
+    for record in records:
+        groups.setdefault((record.engine, record.model), []).append(record)
+    return [
+        {"engine": engine, "model": model, **_compared(group)}
+        for (engine, model), group in sorted(groups.items())
+    ]
+
+
+def _compared(group: Sequence[FleetRecord]) -> dict[str, Any]:
+    told = [
+        {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
+        for record in group
+    ]
+    names = sorted({name for each in told for name in each})
+    differing = [name for name in names if len({each.get(name) for each in told}) > 1]
+    return {
+        "differing": differing[:FIELDS_MAX],
+        "records": [
+            {
+                "fingerprint": record.fingerprint,
+                "loaded": record.models[0][:TEXT_MAX],
+                "namespaces": record.namespaces[:NAMESPACES_MAX],
+                "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
+            }
+            for record, each in zip(group, told)
+        ],
+    }
+
+
+def runbook() -> bytes:
+    """The runbook as a page, made from the rows of ``kvstore.console.diagnostics``: it needs no
+    network."""
+    sections = "".join(
+        f'<h2 id="{row.anchor}">{row.name}</h2>\n'
+        + "".join(f"<p><strong>{name}</strong>: {_inline(text)}</p>\n" for name, text in row.parts)
+        for row in ROWS
+    )
+    return f"{_HEAD}{sections}</main>\n</body>\n</html>\n".encode()
+
+
+def _inline(text: str) -> str:
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)

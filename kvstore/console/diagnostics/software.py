@@ -1,0 +1,195 @@
+"""Checks of Python, of the packages that kvstore needs, and of those that it can use.
+
+Packages are imported in another process: a broken package ends only that process, and a slow
+import ends at its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore import native
+from kvstore._version import __version__
+from kvstore.connectors.mooncake_shim import is_ours
+from kvstore.console.diagnostics.findings import Finding, of_row, ok, under
+from kvstore.native import compiled
+from kvstore.runtime import interpreter
+
+NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
+OPTIONAL: Final = {
+    "torch": "tensors as values: pip install torch",
+    "vllm": "the connector: pip install vllm",
+    "aiohttp": "kvstore-proxy: pip install aiohttp prometheus-client cbor2",
+    "cbor2": "kvstore-proxy, or the extra [proxy]: pip install cbor2",
+}
+ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+
+_STATE: Final = Path(native.__file__).parents[1] / "master" / "state"
+
+_PROBE: Final = (
+    "import json; from kvstore.transport.mooncake import probe; "
+    "print(json.dumps([each._asdict() for each in probe()]))"
+)
+
+_PROBE_GPU: Final = (
+    "import json; from kvstore.device import cuda; from kvstore.errors import DeviceError\n"
+    "try: print(json.dumps(cuda.probe()))\n"
+    "except DeviceError as error: print(json.dumps(error.message))"
+)
+
+# Everything that a client and a master import, generated code included.
+_IMPORT_ALL: Final = "import kvstore.client.client, kvstore.master.main, kvstore.node.main"
+
+
+def python(timeout_s: float) -> Iterator[Finding]:
+    """The interpreter and the packages that kvstore needs."""
+    yield ok(f"{platform.python_version()}, kvstore {__version__}")
+    versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
+    failure = import_failure(_IMPORT_ALL, timeout_s)
+    if failure is None:
+        found = ok(versions)
+    else:
+        needed = shlex.join(requirements() or NEEDED)
+        found = of_row(
+            "packages", versions=versions, failure=failure, python=sys.executable, needed=needed
+        )
+    yield found._replace(subject="packages")
+
+
+def installation() -> list[Finding]:
+    """Whether another project's package hides this one, and whether the C parts are compiled.
+
+    The distribution is called ``kvstore-llm``: ``kvstore`` on the public index is another project,
+    a client of etcd and consul, whose module is called ``kvstore``, too.
+    """
+    others = sorted({f"kvstore {each.version}" for each in metadata.distributions(name="kvstore")})
+    found = [of_row("stranger", stranger=each, python=sys.executable) for each in others]
+    return [*under("distribution", found), _compiled()._replace(subject="compiled parts")]
+
+
+def _compiled() -> Finding:
+    if os.environ.get("KVSTORE_NATIVE") == "0":
+        return ok("not used, because KVSTORE_NATIVE=0")
+    parts = {
+        "the steps of the hot path": native.is_compiled,
+        "the master's state": compiled.library(str(_STATE)).exists(),
+    }
+    if missing := [name for name, is_there in parts.items() if not is_there]:
+        return of_row("not_compiled", missing=", ".join(missing))
+    return ok(" and ".join(parts))
+
+
+def optional() -> Iterator[Finding]:
+    """Reads only the versions of optional packages: importing vLLM takes many seconds."""
+    for name, purpose in OPTIONAL.items():
+        number = version(name)
+        yield ok(f"{name} {number}" if number else f"{name} is not installed ({purpose})")
+
+
+def mooncake_store() -> Iterator[Finding]:
+    """Whose ``mooncake.store`` is found by an engine that is started with this environment."""
+    try:
+        found = find_spec("mooncake.store")
+    except ModuleNotFoundError:
+        found = None
+    if found is not None and is_ours(found.origin):
+        yield ok("this store (its directory is in front on PYTHONPATH)")
+        return
+    whose = "not installed" if found is None else f"Mooncake's own ({found.origin})"
+    yield ok(f"{whose}; kvstore as-mooncake -- COMMAND gives it this store")
+
+
+def transfer_engine(timeout_s: float) -> Iterator[Finding]:
+    """Whether Mooncake's transfer engine can be used. That bytes arrive is shown by ``kvstore bench
+    --transport mooncake``."""
+    installed = next((f"{name} {number}" for name in ENGINES if (number := version(name))), None)
+    if installed is None:
+        yield ok("not installed (RDMA needs it)")
+        return
+    words: dict[str, Any] = {
+        "installed": installed, "package": installed.split()[0], "python": sys.executable,
+    }  # fmt: skip
+    failure = import_failure("from mooncake.engine import TransferEngine", timeout_s)
+    if failure is not None:
+        check = "engine_libraries" if ".so" in failure else "engine_package"
+        yield of_row(check, failure=failure, **words)
+        return
+    rows = _probe(_PROBE, timeout_s)
+    if not isinstance(rows, list):
+        yield of_row("engine_probe", seconds=timeout_s, probe=_PROBE, **words)
+        return
+    for row in rows:
+        is_well = row["ok"] or (row["what"] == "devices" and row["found"] == "no RDMA card")
+        yield of_row("engine", holds=not is_well, **row)
+
+
+def graphics(timeout_s: float) -> Iterator[Finding]:
+    """Whether kvstore can copy from and to the memory of GPUs, and in which way."""
+    rows = _probe(_PROBE_GPU, timeout_s)
+    if rows is None:
+        yield of_row("gpu_probe", seconds=timeout_s)
+    elif not isinstance(rows, list):
+        yield ok(f"none is used: {rows}")
+    elif not rows:
+        yield ok("none")
+    else:
+        for name, copies_batches, locks in rows:
+            if locks and copies_batches:
+                yield ok(f"{name}: copies straight from and to the pool, in batches")
+            else:
+                yield of_row("gpu_driver" if locks else "gpu_not_locked", name=name)
+
+
+# --- what the checks read ----------------------------------------------------------------------
+
+
+def requirements() -> list[str]:
+    """What kvstore needs without extras, as pip takes it; empty where pip did not install it."""
+    ours = next(iter(metadata.distributions(name="kvstore-llm")), None)
+    needed = (ours.requires if ours is not None else None) or []
+    return [each for each in needed if "extra ==" not in each]
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def import_failure(code: str, timeout_s: float) -> str | None:
+    """Why ``code`` fails to import, in one line; None: it does not."""
+    try:
+        done = _run(code, timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"the import took over {timeout_s:.0f} s"
+    if done.returncode == 1:  # the last line of a traceback names the error
+        return done.stderr.strip().rpartition("\n")[2]
+    return f"the import ended with status {done.returncode}" if done.returncode else None
+
+
+def _probe(code: str, timeout_s: float) -> Any:
+    """What ``code`` prints as its last line, in JSON; None: nothing of the kind, or too late."""
+    try:
+        done = _run(code, timeout_s)
+        return json.loads(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        return None
+
+
+def _run(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs code of Python in a process of its own."""
+    return subprocess.run(
+        interpreter.command("-c", code), env=interpreter.environment(),
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip

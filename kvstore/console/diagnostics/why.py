@@ -1,0 +1,504 @@
+"""Why lookups find nothing: finds causes, in words, in what the master and the fleet records say.
+
+``diagnose`` is pure: ``kvstore why`` gathers the ``Evidence`` and prints the ``Cause``s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, cast
+
+from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.calls.fleet_records import (
+    Difference,
+    FleetRecord,
+    SplitDifference,
+    compare_descriptions,
+    is_draft_namespace,
+)
+from kvstore.console.diagnostics.rows import ADVICE_ON_FIELDS, CAUSES, PHRASES
+from kvstore.limits import is_fleet, of_tenant, tenant_of
+
+FEW: Final = 0.5
+"""If a smaller share of the asked keys is found, the cause says how the questions end."""
+
+NEARLY_NONE: Final = 0.02
+"""Up to this share of found keys, a party is compared with others that write the same model."""
+
+FIELDS_SHOWN: Final = 8
+"""Differing fields of two descriptions that are shown; the rest is counted."""
+
+REMEDIES_SHOWN: Final = 3
+
+VALUE_CHARS: Final = 60
+HASH_BYTES: Final = frozenset({8, 16, 20, 32, 40, 64, 128})
+"""Lengths of keys that are hashes of 64 to 512 bits, as bytes or as hexadecimal digits."""
+
+NAMES_SHOWN: Final = 3
+
+
+class Cause(NamedTuple):
+    """One answer to the question why nothing is found."""
+
+    code: str
+    """A name of the cause that does not change, for programs."""
+    text: str
+    remedy: str = ""
+    fields: tuple[str, ...] = ()
+    """The fields in which the descriptions of two fingerprints differ and must be equal, a line
+    each."""
+    namespaces: tuple[str, ...] = ()
+    """The namespaces that the cause is about."""
+    is_problem: bool = True
+    cuts: tuple[str, ...] = ()
+    """In which the two only cut the same bytes differently, and the setting that lets them share; a
+    line each."""
+
+    @property
+    def lines(self) -> list[str]:
+        """In what two descriptions differ: ``fields`` and ``cuts``, for people."""
+        return [*self.fields, *(f"only another cut: {cut}" for cut in self.cuts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the master and the fleet records say, and what a look at single objects shows."""
+
+    uptime_ms: int
+    """Time since the master's start; it remembers nothing from before."""
+    nodes: int = 1
+    """Number of nodes that serve memory now."""
+    spaces: Sequence[NamespaceTraffic] = ()
+    records: Sequence[FleetRecord] = ()
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """By namespace: another namespace that holds a key which was not found in the first."""
+    detached: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By namespace: how many of its objects have a missing ancestor, and how many objects were
+    looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGroup:
+    """Engines that share blocks: the namespaces of one fleet record, or one without a record."""
+
+    name: str
+    record: FleetRecord | None
+    spaces: Sequence[NamespaceTraffic]
+
+    @property
+    def tenant(self) -> str:
+        """Whose engines these are, as far as names of namespaces say it; empty: of no tenant."""
+        return self.record.tenant if self.record is not None else tenant_of(self.name)
+
+    @property
+    def objects(self) -> int:
+        return sum(space.objects for space in self.spaces)
+
+    @property
+    def size(self) -> int:
+        return sum(space.size for space in self.spaces)
+
+    @property
+    def states(self) -> list[NamespaceTraffic]:
+        """The namespaces whose objects are states of recurrent layers."""
+        names = frozenset() if self.record is None else self.record.states
+        return [space for space in self.spaces if space.name in names]
+
+    @property
+    def evicted(self) -> int:
+        return sum(space.evicted for space in self.spaces)
+
+    @property
+    def queries(self) -> int:
+        return sum(space.queries for space in self.spaces)
+
+    @property
+    def none(self) -> int:
+        return sum(space.queries_without_hit for space in self.spaces)
+
+    @property
+    def partly(self) -> int:
+        return sum(space.queries_with_partial_hit for space in self.spaces)
+
+    @property
+    def writers(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.writers)
+
+    @property
+    def readers(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.readers)
+
+    @property
+    def misses(self) -> list[MissedKey]:
+        """The keys that were not found, the last one first."""
+        return sorted((m for space in self.spaces for m in space.misses), key=lambda m: m.idle_ms)
+
+    @property
+    def requested(self) -> int:
+        """Keys that clients wanted to put."""
+        return sum(row.keys for row in self.writers)
+
+    @property
+    def written(self) -> int:
+        """Keys that were put, or were there already when somebody wanted to."""
+        return sum(row.stored + row.found for row in self.writers)
+
+    @property
+    def requested_keys(self) -> int:
+        return sum(row.keys for row in self.readers)
+
+    @property
+    def found(self) -> int:
+        return sum(row.found for row in self.readers)
+
+    @property
+    def hit_ratio(self) -> float:
+        """The share of the asked keys that were found."""
+        return self.found / self.requested_keys if self.requested_keys else 0.0
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.objects or self.written or self.evicted)
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        return tuple(space.name for space in self.spaces)
+
+
+def parties_of(
+    spaces: Sequence[NamespaceTraffic], records: Sequence[FleetRecord]
+) -> list[EngineGroup]:
+    """The parties of all records and namespaces, but for the namespaces of the records."""
+    record_of = {name: record for record in records for name in record.namespaces}
+    known = {_mark(record): record for record in records}
+    by_record: dict[tuple[str, str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
+    alone: list[EngineGroup] = []
+    for space in spaces:
+        if is_fleet(space.name):
+            continue
+        record = record_of.get(space.name)
+        if record is None:
+            alone.append(EngineGroup(name=space.name, record=None, spaces=[space]))
+        else:
+            by_record[_mark(record)].append(space)
+    together = [
+        EngineGroup(
+            name=of_tenant(tenant, f"{engine} {fingerprint[:8]}"),
+            record=known[tenant, engine, fingerprint],
+            spaces=found,
+        )
+        for (tenant, engine, fingerprint), found in by_record.items()
+    ]
+    return [*together, *alone]
+
+
+def _mark(record: FleetRecord) -> tuple[str, str, str]:
+    return record.tenant, record.engine, record.fingerprint
+
+
+def expected_to_share(one: EngineGroup, other: EngineGroup) -> bool:
+    """Whether it is a fault, and no intention, that they share nothing: engines of two tenants are
+    apart on purpose. An engine without a tenant may lack a setting."""
+    return one.tenant == other.tenant or not (one.tenant and other.tenant)
+
+
+def select(
+    parties: Sequence[EngineGroup], *, namespace: str = "", model: str = ""
+) -> list[EngineGroup]:
+    """The parties with this namespace, or of this model; all of them if neither is named."""
+    if namespace:
+        return [party for party in parties if namespace in party.namespaces]
+    if model:
+        return [
+            party
+            for party in parties
+            if (party.record is not None and party.record.serves(model))
+            or (party.record is None and model in party.name)
+        ]
+    return list(parties)
+
+
+def diagnose(
+    evidence: Evidence, parties: Sequence[EngineGroup], others: Sequence[EngineGroup]
+) -> list[Cause]:
+    """The causes: problems first, and of these the ones whose fields are known.
+
+    Args:
+        parties: the parties to explain.
+        others: all parties of the store.
+    """
+    if not evidence.nodes:
+        return [_of_row("no_node", {})]
+    if not any(party.objects or party.requested or party.requested_keys for party in parties):
+        return [_of_row("nothing", {})]
+    found = (
+        _cause(Case(evidence, party, [each for each in others if each is not party]))
+        for party in parties
+    )
+    return sorted(
+        dict.fromkeys(filter(None, found)),
+        key=lambda cause: (not cause.is_problem, not cause.lines),
+    )
+
+
+def _cause(case: Case) -> Cause | None:
+    """The cause of the first rule whose condition holds."""
+    party = case.group
+    name = next(name for name, holds in RULES if holds(case, party))
+    if name == "explained elsewhere":
+        return None
+    if name == "compared with the writer":
+        return _differ(cast("EngineGroup", case.writer), party)
+    if name == "compared with the asker":
+        return _differ(party, cast("EngineGroup", case.reader))
+    cause = _of_row(name, case.words)
+    is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
+    spaces = case.pair if name == "other_namespace" else party.namespaces
+    return cause._replace(namespaces=spaces, is_problem=is_problem)
+
+
+def _of_row(name: str, words: Mapping[str, object]) -> Cause:
+    row = CAUSES[name]
+    text, advice = (each.format(**words) for each in (row.text, row.advice))
+    return Cause(row.code or name, text, advice, is_problem=row.is_problem)
+
+
+# --- the causes of one party ----------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
+
+    evidence: Evidence
+    group: EngineGroup
+    others: Sequence[EngineGroup]
+
+    @property
+    def writer(self) -> EngineGroup | None:
+        return _nearest(self.group, [each for each in self.others if each.writes])
+
+    @property
+    def reader(self) -> EngineGroup | None:
+        return _nearest(self.group, [each for each in self.others if each.requested_keys])
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """A namespace of the party, and another one that holds a key that was not found in it."""
+        elsewhere = self.evidence.elsewhere
+        spaces = self.group.namespaces
+        return next(((name, elsewhere[name]) for name in spaces if name in elsewhere), ())
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether another party asks for keys of this one: its cause names both namespaces."""
+        return bool({*self.group.namespaces} & {*self.evidence.elsewhere.values()})
+
+    @property
+    def detached(self) -> tuple[int, int]:
+        """How many objects have a missing ancestor, and how many were looked at."""
+        seen = [self.evidence.detached.get(name, (0, 0)) for name in self.group.namespaces]
+        return sum(some for some, _ in seen), sum(looked for _, looked in seen)
+
+    @property
+    def words(self) -> dict[str, object]:
+        """What the texts of ``CAUSES`` are formatted with."""
+        party, named = self.group, self.group.record
+        lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
+        deep = next((miss for miss in party.misses if miss.found), None)
+        last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms, default=None)
+        are_others = any(each.writes for each in self.others)
+        evicted = counted(party.evicted, "object")
+        is_one = {row.client for row in party.writers} & {row.client for row in party.readers}
+        return {
+            "p": party,
+            "pair": self.pair,
+            "detached": self.detached,
+            "objects": counted(party.objects, "object"),
+            "pages": counted(party.requested_keys, "asked page"),
+            "written": counted(party.written, "object"),
+            "evicted": evicted,
+            "writers": _names(party.writers),
+            "readers": _names(party.readers),
+            "write": _do(party.writers, "write"),
+            "ask": _do(party.readers, "ask"),
+            "losers": ", ".join(list(dict.fromkeys(lost))[:NAMES_SHOWN]),
+            "model": f"for {named.model}" if named else "there",
+            "this_model": "this model" if named else "there",
+            "percent": f"{100 * party.hit_ratio:.0f} %",
+            "age": _age(last.evicted_ms if last else 0),
+            "idle": _age(last.evicted_idle_ms if last else 0),
+            "deep": f", the last after {deep.found} of {deep.requested} keys" if deep else "",
+            "sizes": " or ".join(map(str, _sizes(row.key for row in party.writers))),
+            "asked_sizes": " or ".join(map(str, _sizes(miss.key for miss in party.misses))),
+            "others_write": f" {PHRASES['others_write']}" if are_others else "",
+            "seed": "." if is_one else PHRASES["seeds"],
+            "more_memory": PHRASES["more_memory"],
+            "some_evicted": f" ({evicted} evicted)" if party.evicted else "",
+            "small_pool": f" {PHRASES['small_pool']}" if party.evicted else "",
+        }
+
+    @property
+    def has_other_hash(self) -> bool:
+        put = _sizes(row.key for row in self.group.writers)
+        asked = _sizes(miss.key for miss in self.group.misses)
+        return _are_hashes(put) and _are_hashes(asked) and not {*put} & {*asked}
+
+
+Condition = Callable[[Case, EngineGroup], object]
+
+RULES: Final[Sequence[tuple[str, Condition]]] = (
+    # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
+    ("draft_pages", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
+    ("evicted_keys",
+     lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.hit_ratio < FEW),
+    ("compared with the writer",
+     lambda c, p: p.requested_keys and p.hit_ratio <= NEARLY_NONE and c.writer),
+    # Parties that only write, or do nothing.
+    ("no_traffic", lambda c, p: not p.requested_keys and not p.requested),
+    ("explained elsewhere", lambda c, p: not p.requested_keys and c.is_read_elsewhere),
+    ("compared with the asker", lambda c, p: not p.requested_keys and c.reader),
+    ("only_writers", lambda c, p: not p.requested_keys),
+    # Parties that ask.
+    ("puts_fail", lambda c, p: not p.writes and p.requested),
+    ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
+    ("only_readers", lambda c, p: not p.writes),
+    ("evicted", lambda c, p: not p.objects and p.evicted),
+    ("removed_or_lost", lambda c, p: not p.objects),
+    ("read_before_put", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
+    ("fine", lambda c, p: p.hit_ratio >= FEW),
+    ("evicted", lambda c, p: p.evicted > p.objects),
+    ("other_hash", lambda c, p: not p.found and c.has_other_hash),
+    ("broken_chain", lambda c, p: not p.found and 2 * c.detached[0] >= c.detached[1] > 0),
+    ("few_hits", lambda c, p: p.found and p.none > p.partly),
+    ("prefix_ends", lambda c, p: p.found or p.partly > p.none),
+    ("perhaps_evicted", lambda c, p: p.evicted),
+    ("other_keys", lambda c, p: True),
+)  # fmt: skip
+"""Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a party."""
+
+
+def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup | None:
+    """The party of the same model whose description differs least from that of ``group``."""
+    ours = party.record
+    if ours is None:
+        return None
+
+    def distance(other: EngineGroup) -> tuple[bool, bool, int, int, int]:
+        theirs = other.record
+        assert theirs is not None
+        must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
+        idle_ms = min((row.idle_ms for row in [*other.writers, *other.readers]), default=1 << 62)
+        is_apart = ours.tenant != theirs.tenant, ours.engine != theirs.engine
+        return *is_apart, len(must), len(cuts), idle_ms
+
+    same = [
+        each
+        for each in others
+        if each.record is not None
+        and ours.serves(each.record.model)
+        and expected_to_share(party, each)
+    ]
+    return min(same, key=distance, default=None)
+
+
+def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
+    """Why an asker does not find what a writer of the same model puts."""
+    ours, theirs = writer.record, asker.record
+    assert ours is not None
+    assert theirs is not None
+    writing = f"{_do(writer.writers, 'write', 'another client')} {ours.model} under {writer.name}"
+    asking = f"{_do(asker.readers, 'ask')} under {asker.name}"
+    spaces = writer.namespaces + asker.namespaces
+    for name in ("engine", "tenant"):
+        if getattr(ours, name) != getattr(theirs, name):
+            apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
+            return apart._replace(namespaces=spaces)
+    must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
+    lines = [
+        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
+        for each in must[:FIELDS_SHOWN]
+    ]
+    if len(must) > FIELDS_SHOWN:
+        lines.append(f"and {len(must) - FIELDS_SHOWN} more fields")
+    if must:
+        told = "These fields must be equal"
+    elif cuts:
+        told = "They hold the same bytes, only in another cut"
+    else:
+        told = "They differ in nothing that was described: only the cache's layout does"
+    return Cause(
+        "other_fingerprint",
+        f"{writing}, {asking}: other fingerprints never share a block. {told}",
+        _remedy(must, cuts),
+        tuple(lines),
+        spaces,
+        cuts=tuple(cut.text("writes", "asks") for cut in cuts),
+    )
+
+
+def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
+    """What to do about two descriptions; each advice once."""
+    if cuts and not must:
+        settings = " and ".join(cut.setting for cut in cuts)
+        flags = " and ".join(cut.flag for cut in cuts)
+        return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
+    advice = [
+        next(filter(None, map(ADVICE_ON_FIELDS.get, field.split("."))), "") for field, _, _ in must
+    ]
+    known = [text for text in dict.fromkeys(advice) if text]
+    return " ".join(known[:REMEDIES_SHOWN]) or PHRASES["same_settings"]
+
+
+def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:
+    """One row per client, the last active first. An engine has a namespace, so a row, per rank."""
+    by_name: dict[tuple[str, str], ClientTraffic] = {}
+    for row in rows:
+        mark = row.client, row.address
+        known = by_name.get(mark)
+        if known is None:
+            by_name[mark] = row
+            continue
+        by_name[mark] = known._replace(
+            first_ms=max(known.first_ms, row.first_ms),
+            idle_ms=min(known.idle_ms, row.idle_ms),
+            keys=known.keys + row.keys,
+            found=known.found + row.found,
+            stored=known.stored + row.stored,
+            key=known.key or row.key,
+        )
+    return sorted(by_name.values(), key=lambda row: row.idle_ms)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _names(rows: Sequence[ClientTraffic], unknown: str = "a client") -> str:
+    names = list(dict.fromkeys(row.client or unknown for row in rows)) or [unknown]
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _do(rows: Sequence[ClientTraffic], verb: str, unknown: str = "a client") -> str:
+    several = len({row.client for row in rows}) > 1
+    return f"{_names(rows, unknown)} {verb}{'' if several else 's'}"
+
+
+def _value(value: object) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= VALUE_CHARS else text[: VALUE_CHARS - 1] + "…"
+
+
+def _sizes(keys: Iterable[bytes]) -> list[int]:
+    return sorted({len(key) for key in keys if key})
+
+
+def _are_hashes(sizes: Sequence[int]) -> bool:
+    """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
+    return bool(sizes) and all(size in HASH_BYTES for size in sizes)
+
+
+def _age(milliseconds: int) -> str:
+    seconds = milliseconds / 1000
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,307 @@
+"""The last events of a term, and streams of them for subscribers, as text of server-sent events.
+
+A subscriber is only a place in the journal and what its connection buffers, so a slow one costs no
+memory: it falls behind the oldest event that is kept, and is told so. Every subscriber that begins,
+or has missed something, can be told the whole set within the stream (``whole``): the rows of a
+survey stand between the events after which they are true, so that applying all in order is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import marshal
+import time
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final, NamedTuple
+
+from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.master.ipc_channel import GONE_SIZE, ChildChannel, Event, Frame
+
+JOURNAL_BYTES_MAX: Final = 64 << 20
+"""Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
+
+FRAME_BYTES: Final = 250
+"""Memory that a frame takes beside its events."""
+
+HEARTBEAT_S: Final = 2.0
+"""How often a stream without events says that it lives: a subscriber takes a stream that is silent
+for several such periods for dead (``kvstore.client.sse_client``)."""
+
+CHUNK_EVENTS: Final = 8_192
+"""About how many events are written to a subscriber at once."""
+
+
+class EventPosition(NamedTuple):
+    """A place in the stream of events: after ``number`` events of ``epoch``."""
+
+    epoch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> EventPosition:
+        """Raises InvalidArgumentError."""
+        epoch, dash, number = text.partition("-")
+        if not (dash and epoch.isdecimal() and number.isdecimal() and len(text) < 64):
+            raise InvalidArgumentError(f"{text[:64]!r} is no EPOCH-NUMBER")
+        return cls(int(epoch), int(number))
+
+
+class EventFilter(NamedTuple):
+    """Which events a subscriber wants."""
+
+    namespace: str = ""
+    """Only events of this namespace; empty: of all."""
+    under: str = ""
+    """Only events of namespaces whose names begin so."""
+
+    def has(self, namespace: str) -> bool:
+        return self.namespace in ("", namespace) and namespace.startswith(self.under)
+
+
+class Journal:
+    """The last events of the present term. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """0: this master does not lead, or has not said yet."""
+        self.start = 0
+        """How many events of the term came before the first that is kept."""
+        self.end = 0
+        """How many events of the term there were in all."""
+        self._frames: list[Frame] = []
+        self._skipped = 0
+        """Frames at the front of the list that are no longer kept."""
+        self._bytes = 0
+        self._changed = asyncio.Event()
+
+    def append(self, frame: Frame) -> None:
+        if frame.epoch != self.epoch:
+            self.epoch = frame.epoch
+            self._restart(frame.before)
+        if frame.before != self.end:  # some were dropped
+            self._restart(frame.before)
+        if frame.count:
+            self.end += frame.count
+            self._frames.append(frame)
+            self._bytes += len(frame.payload) + FRAME_BYTES
+            while self._bytes > JOURNAL_BYTES_MAX:
+                self._drop_oldest()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _restart(self, number: int) -> None:
+        self._frames, self._skipped, self._bytes = [], 0, 0
+        _text.cache_clear()
+        _events.cache_clear()
+        self.start = self.end = number
+
+    def _drop_oldest(self) -> None:
+        oldest = self._frames[self._skipped]
+        self._bytes -= len(oldest.payload) + FRAME_BYTES
+        self.start = oldest.before + oldest.count
+        self._frames[self._skipped] = _NO_FRAME
+        self._skipped += 1
+        if self._skipped > 1_024 and self._skipped > len(self._frames) // 2:
+            del self._frames[: self._skipped]
+            self._skipped = 0
+
+    async def change(self, timeout_s: float) -> bool:
+        """Waits for the next frame for up to ``timeout_s``; returns whether one came."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+                return True
+        except TimeoutError:
+            return False
+
+    def has(self, place: EventPosition) -> bool:
+        """Whether all events after this place are kept."""
+        return place.epoch == self.epoch and self.start <= place.number <= self.end
+
+    def after(self, number: int, until: int) -> list[Frame]:
+        """Frames with the events after ``number``, up to ``until``; only the first ones if they are
+        many. The first frame may begin before ``number``."""
+        frames = self._frames
+        if number >= min(until, self.end):
+            return []
+        at = bisect_right(frames, number, lo=self._skipped, key=attrgetter("before")) - 1
+        found: list[Frame] = []
+        count = 0
+        for index in range(max(at, self._skipped), len(frames)):
+            frame = frames[index]
+            if count >= CHUNK_EVENTS or frame.before >= until:
+                break
+            found.append(frame)
+            count += frame.count
+        return found
+
+
+_NO_FRAME: Final = Frame(0, 0, 0, 0, 0, b"")
+
+
+class EventStreams:
+    """Makes what the subscribers of one journal are sent."""
+
+    def __init__(
+        self, journal: Journal, channel: ChildChannel, lives: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """``lives``: whether the master answers; the streams of one that hangs end, because another
+        one may lead."""
+        self._journal = journal
+        self._channel = channel
+        self._lives = lives
+
+    async def events(
+        self, since: EventPosition | None, *, whole: bool, namespace: str, under: str = ""
+    ) -> AsyncGenerator[bytes]:
+        """Text for one subscriber, in pieces, until this master no longer leads, or hangs.
+
+        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``whole``: what you
+        have is exact now; ``gap``: take a snapshot; ``begin``: events follow, and no set.
+
+        Args:
+            since: the last event that the subscriber has seen; None: it begins.
+            whole: tell it all that is visible, if it begins or cannot go on after ``since``.
+            namespace: only objects of this namespace; ``""``: of all.
+            under: only objects of namespaces whose names begin so. The whole set is then picked
+                from a survey of the whole store.
+        """
+        wanted = EventFilter(namespace, under)
+        journal = self._journal
+        place = since
+        while epoch := journal.epoch:
+            if place is not None and journal.has(place):
+                number = place.number
+            elif whole:
+                number = -1
+                async with contextlib.aclosing(self._snapshot_then_follow(epoch, wanted)) as texts:
+                    async for told, text in texts:
+                        number = told
+                        yield text
+                if number < 0 or journal.epoch != epoch:
+                    continue  # the whole set was cut short: begin again
+            elif place is not None and place.epoch != epoch and journal.start == 0:
+                number = 0
+                yield _note("cleared", EventPosition(epoch, 0))
+            else:
+                number = journal.end
+                yield _note("gap" if place is not None else "begin", EventPosition(epoch, number))
+            async for told, text in self._follow(epoch, number, wanted):
+                number = told
+                yield text
+            place = EventPosition(epoch, number)
+
+    async def _follow(
+        self, epoch: int, number: int, wanted: EventFilter
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Texts of the events after ``number``, each with the number it reaches; ends at a gap."""
+        journal = self._journal
+        due = time.monotonic() + HEARTBEAT_S
+        while journal.has(EventPosition(epoch, number)):
+            frames = journal.after(number, journal.end)
+            text = b"".join(_text(each, max(0, number - each.before), wanted) for each in frames)
+            if frames:
+                number = frames[-1].before + frames[-1].count
+            if text:
+                yield number, text
+            elif time.monotonic() >= due:  # also if no event of the frames was wanted
+                if not await self._lives():
+                    raise UnavailableError("the master does not answer")
+                yield number, b"id: %d-%d\n\n" % (epoch, number)  # a place, but no event
+            else:
+                await (asyncio.sleep(0) if frames else journal.change(due - time.monotonic()))
+                continue
+            due = time.monotonic() + HEARTBEAT_S
+
+    async def _snapshot_then_follow(
+        self, epoch: int, wanted: EventFilter
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Text of all that is visible, the events meanwhile included. Each piece has the number -1,
+        but the last one that of the last event. Ends early, without it, if events are missing."""
+        # Until all is told there is no place to resume from, so the subscriber's id is cleared.
+        yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
+        number = -1
+        async with contextlib.aclosing(self.changes(epoch, wanted.namespace)) as changes:
+            async for after, events in changes:
+                number = after
+                yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
+        if number >= 0:
+            yield number, _note("whole", EventPosition(epoch, number))
+
+    async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
+        """Lists of events to apply in order, after which all that is visible is known. The last one
+        has the number of the last event, all others -1. Ends early, after a -1, if events were
+        missed or the term is over. Raises UnavailableError: the master hangs."""
+        journal = self._journal
+        number: int | None = None
+        is_last = False
+        with self._channel.snapshot() as survey:
+            while not is_last:
+                try:
+                    before, rows, is_last = await self._channel.page(survey, namespace)
+                except UnavailableError:
+                    if journal.epoch == epoch:
+                        raise
+                    return
+                number = before if number is None else number
+                while number < before:
+                    if not journal.has(EventPosition(epoch, number)):
+                        return
+                    for frame in journal.after(number, before):
+                        number = frame.before + frame.count
+                        yield -1, marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+                if journal.epoch != epoch:
+                    return
+                yield number if is_last else -1, rows
+
+
+@lru_cache(maxsize=64)
+def _text(frame: Frame, skipped: int, wanted: EventFilter) -> bytes:
+    """Text of a frame's events after the first ``skipped``. Subscribers that keep up share it."""
+    first = frame.before + 1 + skipped
+    return "".join(_lines(frame.epoch, first, _events(frame)[skipped:], wanted)).encode()
+
+
+@lru_cache(maxsize=16)
+def _events(frame: Frame) -> list[Event]:
+    """The events of a frame. Subscribers that keep up, but want different events, share them."""
+    events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+    return events
+
+
+def _lines(
+    epoch: int, number: int | None, events: list[Event], wanted: EventFilter
+) -> Iterator[str]:
+    """Text of events. ``number``: that of the first event; None: they get no id."""
+    for index, event in enumerate(events):
+        if not wanted.has(event[0]):
+            continue
+        name = "removed" if event[3] == GONE_SIZE else "stored"
+        at = "" if number is None else f"id: {epoch}-{number + index}\n"
+        yield f"{at}event: {name}\ndata: {_data(event)}\n\n"
+
+
+def _data(event: Event) -> str:
+    namespace, key, parent, size, depth = event
+    name = f'{{"namespace":{_quoted(namespace)},"key":"{key.hex()}"'
+    if size == GONE_SIZE:
+        return name + "}"
+    above = f'"{parent.hex()}"' if parent else "null"
+    return f'{name},"parent":{above},"size":{size},"depth":{depth}}}'
+
+
+@lru_cache(maxsize=1_024)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _note(name: str, place: EventPosition) -> bytes:
+    return f'id: {place}\nevent: {name}\ndata: {{"epoch":{place.epoch}}}\n\n'.encode()

@@ -1,0 +1,1 @@
+"""HTTP servers: connection limits, access control, operations, metrics for Prometheus."""

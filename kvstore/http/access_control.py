@@ -1,0 +1,353 @@
+"""Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
+
+A request that changes something is *trusted* if it carries the token. Without a token configured,
+it is trusted if its connection comes from a loopback address. Once there is a token, loopback needs
+it as well: behind a proxy on this host every request comes from loopback.
+
+A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
+health and metrics is refused if the request came by a name that the operator does not know
+(``AllowedHosts``), and what needs trust also if the browser says that a page of another site made
+it. There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
+``Authorization``), or read an answer."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from kvstore.config import HttpConfig, read_token
+from kvstore.errors import InvalidArgumentError, PermissionDeniedError
+from kvstore.http.connection_limiter import Handler
+from kvstore.runtime.addresses import is_address, split_address
+from kvstore.security.credentials import Credentials, shown_identity
+from kvstore.security.identity import ADMIN, Identity, validated_identity
+from kvstore.security.impersonation import impersonate
+from kvstore.security.permissions import check_numbers
+from kvstore.security.revocation_list import RevocationList
+from kvstore.security.tls import Certificate, load_chain, reloading_context
+
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers that every answer gets."""
+
+FORGED: Final = "A page of another site has made this request.\n"
+UNKNOWN: Final = (
+    "This needs an identity: a certificate of this cluster (curl --cert FILE --cacert FILE), or "
+    "the token of this port.\n"
+)
+LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
+
+
+class AccessHints(NamedTuple):
+    """How the operator of a port lets others in: text that refusals contain."""
+
+    names: str
+    token: str
+
+
+OF_MASTER: Final = AccessHints(
+    "or have the master know the name: kvstore-master --http-names NAME",
+    "kvstore-master --http-token-file FILE",
+)
+
+
+class HttpSecurity(NamedTuple):
+    """How a port is protected."""
+
+    token: str = ""
+    reads: str = "all"
+    cert: str = ""
+    key: str = ""
+    auth: str = ""
+    """The file of this process's identity, if the port shows it."""
+    revoked: str = ""
+    """File with the numbers of revoked identities."""
+
+    @property
+    def scheme(self) -> str:
+        """By which everybody who may use the port can reach it."""
+        return "https" if self.cert or self.auth else "http"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS context; None: plain HTTP. Raises ConfigError."""
+        if self.auth:
+            own = {"cert": self.cert, "key": self.key} if self.cert else {}
+            return Credentials(self.auth).server(is_optional=True, **own)
+        if not self.cert:
+            return None
+        shown = Certificate(self.cert, self.key)
+        return reloading_context(lambda: shown.value, _loaded)
+
+    def access(self, hosts: AllowedHosts | None) -> AccessControl:
+        """Raises ConfigError."""
+        revoked = RevocationList(self.revoked) if self.auth else None
+        return AccessControl(hosts, token=self.token, reads=self.reads, revoked=revoked)
+
+
+NOT_SECURED: Final = HttpSecurity()
+
+
+def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_chain(context, *pair)
+    return context
+
+
+def load_security(config: HttpConfig) -> HttpSecurity:
+    """Reads the files that the settings name.
+
+    Raises:
+        ConfigError: a file cannot be read, or is of no use.
+    """
+    token = read_token(config.http_token_file) if config.http_token_file else ""
+    secured = HttpSecurity(
+        token, config.http_reads, config.http_cert, config.http_key, config.auth,
+        config.auth_revoked,
+    )  # fmt: skip
+    secured.tls()
+    secured.access(None)
+    return secured
+
+
+class AllowedHosts:
+    """The names by which browsers may have reached this port.
+
+    A web page from elsewhere can have a name of its own point to this address (DNS rebinding). Its
+    browser then treats what is served here as part of that page, and lets it read it. The request
+    says by which name it came, in ``Host``; a name that the operator does not know is refused. An
+    address is no name, so nobody can have it point elsewhere.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """``names``: the known names beside addresses and ``localhost``; without ports."""
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    def allow(self, given: Sequence[str]) -> bool:
+        """Whether the name is known. ``given``: the ``Host`` headers of a request."""
+        if len(given) != 1:
+            return False
+        try:
+            host = split_address(given[0], default_port=0)[0].lower()
+        except InvalidArgumentError:
+            return False
+        return host in self._names or is_address(host)
+
+
+_STILL: Final[ContextVar[Callable[[], bool]]] = ContextVar("still", default=lambda: True)
+
+
+def identity_still_valid() -> bool:
+    """Whether who has sent the request that is being answered is still one of ours. For answers
+    that last."""
+    return _STILL.get()()
+
+
+HTTP_TOKEN: Final = validated_identity("http-token", [ADMIN])
+"""Who shows the token of a port, where there are identities."""
+
+
+class AccessControl:
+    """The rules of one port. Use it in one event loop at a time.
+
+    Where requests have identities, neither loopback nor the settings of reads count: every request
+    but those for health and for the page itself needs an identity, or the token, and its handler
+    runs for that identity (``kvstore.security.impersonation``).
+    """
+
+    def __init__(
+        self,
+        hosts: AllowedHosts | None,
+        *,
+        token: str = "",
+        reads: str = "all",
+        advice: AccessHints = OF_MASTER,
+        revoked: RevocationList | None = None,
+    ) -> None:
+        """
+        Args:
+            hosts: the names by which browsers may come; None: any. Use None only if nothing can be
+                changed, or only with a token, which no page of another site has.
+            token: the token of this port; empty: there is none.
+            reads: who may read: ``all``, or those who have the ``token``.
+            advice: advice for those who are refused.
+            revoked: the revoked identities; None: without authentication.
+        """
+        self._revoked = revoked
+        self._hosts = hosts
+        self._token = token.encode()
+        self._reads_need_token = reads == "token"
+        self._advice = advice
+
+    def name_of(self, request: web.Request) -> str:
+        """The name of the identity that sends the request; empty: it has none."""
+        who = None if self._revoked is None else self._identity_of(request)
+        return "" if who is None else who.name
+
+    def require_known_host(self, handler: Handler) -> Handler:
+        """Guards what is no secret, such as the page: any request that comes by a known name."""
+        return self._guarded(handler, self._misdirected)
+
+    def require_read(self, handler: Handler) -> Handler:
+        """Guards reads: the request comes by a known name, and may read."""
+        return self._guarded(self._acting(handler), self._misdirected, self._unread)
+
+    def require_write(self, handler: Handler) -> Handler:
+        """Guards changes: the request is trusted."""
+        return self._guarded(self._acting(handler), self.check_trusted)
+
+    def require_all_namespaces(self, handler: Handler) -> Handler:
+        """Guards what is about all namespaces: as ``require_read``, by an identity that may see
+        that."""
+        return self._guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
+
+    def check_trusted(self, request: web.Request) -> web.Response | None:
+        """The refusal of a request that is not trusted; None: it is."""
+        return (
+            self._misdirected(request) or _cross_site_refusal(request) or self._untrusted(request)
+        )
+
+    def require_metrics(self, handler: Handler) -> Handler:
+        """Guards metrics: the request may read, by whatever name it comes."""
+        return self._guarded(handler, self._unread, self._blind)
+
+    def _guarded(
+        self, handler: Handler, *checks: Callable[[web.Request], web.Response | None]
+    ) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            for check in checks:
+                if (refusal := check(request)) is not None:
+                    return refusal
+            return await handler(request)
+
+        return guarded
+
+    def _acting(self, handler: Handler) -> Handler:
+        if self._revoked is None:
+            return handler
+
+        async def acting(request: web.Request) -> web.StreamResponse:
+            who = self._identity_of(request)
+            if who is None:  # revoked since it was checked
+                return _unauthorized(UNKNOWN)
+            still = _STILL.set(lambda: self._identity_of(request) is not None)
+            try:
+                with impersonate(who):
+                    return await handler(request)
+            finally:
+                _STILL.reset(still)
+
+        return acting
+
+    def _identity_of(self, request: web.Request) -> Identity | None:
+        """Who sends the request; None: it has shown neither an identity nor the token."""
+        if self._has_token(request):
+            return HTTP_TOKEN
+        return None if self._revoked is None else self._certified(request, self._revoked)
+
+    def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
+        """Whose certificate the connection of the request has shown; None: none, or a revoked
+        one."""
+        transport = request.transport
+        shown = None if transport is None else transport.get_extra_info("peercert")
+        who = shown_identity(shown)
+        return None if who is None or revoked.has(who) else who
+
+    def _blind(self, request: web.Request) -> web.Response | None:
+        if self._revoked is None:
+            return None
+        who = self._identity_of(request)
+        if who is None:  # revoked since it was checked
+            return _unauthorized(UNKNOWN)
+        try:
+            check_numbers(who)
+        except PermissionDeniedError as error:
+            return _refusal(403, f"{error}\n")
+        return None
+
+    def _misdirected(self, request: web.Request) -> web.Response | None:
+        if self._hosts is None or self._hosts.allow(request.headers.getall("Host", [])):
+            return None
+        return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
+
+    def _unread(self, request: web.Request) -> web.Response | None:
+        if self._revoked is not None:
+            return None if self._identity_of(request) is not None else _unauthorized(UNKNOWN)
+        if not self._reads_need_token or self._has_token(request):
+            return None
+        return _unauthorized()
+
+    def _untrusted(self, request: web.Request) -> web.Response | None:
+        if self._revoked is not None:
+            return self._unread(request)
+        if self._token:
+            return None if self._has_token(request) else _unauthorized()
+        if is_loopback(request):
+            return None
+        return _refusal(
+            403,
+            "Without a token this is answered from loopback only. Give this port a token: "
+            f"{self._advice.token}\n",
+        )
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.headers.getall("Authorization", [])
+        if len(given) != 1 or not self._token:
+            return False
+        scheme, _, token = given[0].partition(" ")
+        sent = token.strip().encode("utf-8", "surrogateescape")
+        return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token)
+
+
+def is_loopback(request: web.Request) -> bool:
+    """Whether the connection comes from a loopback address; headers do not count."""
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if peer else None
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and address.is_loopback
+
+
+def _cross_site_refusal(request: web.Request) -> web.Response | None:
+    """The refusal of a request that a browser sent for a page of another site; None: it is not."""
+    sites = request.headers.getall("Sec-Fetch-Site", [])
+    origins = request.headers.getall("Origin", [])
+    if all(site.lower() in ("none", "same-origin") for site in sites) and all(
+        _netloc(origin) == request.host.lower() for origin in origins
+    ):
+        return None
+    return _refusal(403, FORGED)
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, headers=HEADERS)
+
+
+def _unauthorized(text: str = LOCKED) -> web.Response:
+    headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
+    return web.Response(status=401, text=text, headers=headers)

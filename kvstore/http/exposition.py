@@ -1,0 +1,213 @@
+"""Writes metrics as Prometheus text. The page of a master shows its answer to ``measures`` and, if
+it leads, the numbers of the store from the status."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvstore.calls import ClusterStatus, TenantStatus
+from kvstore.http.families import MASTER, OF_COUNTERS, OF_SEGMENT, STORE, Family
+from kvstore.runtime import logs
+from kvstore.runtime.histograms import cumulative
+
+NAMESPACES_SHOWN: Final = 50
+NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
+Labels = tuple[str, ...]
+Rows = dict[Labels, Any]
+"""Values by labels. That of a histogram is its counts and the sum of its values, in its unit."""
+
+
+class _Shown(Collector):
+    """The values of one scrape."""
+
+    def __init__(self, families: Sequence[Family], values: Mapping[str, Rows]) -> None:
+        self._families = families
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            yield metric(family, self._values.get(family.name, {}))
+
+
+def of_master(
+    measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int, scheme: str
+) -> bytes:
+    """The page of a master.
+
+    Args:
+        measured: its answer to ``measures``.
+        status: None: it does not lead, or the store could not be asked.
+        pid: the master's process, whose processor time and memory are shown, too.
+        scheme: of this page: http or https.
+    """
+    files: int | None = measured["open_files"]
+    values = _of_master(measured, scheme)
+    if status is None:
+        return page(MASTER, values, pid=pid, open_files=files)
+    values |= _of_store(measured, status)
+    return page((*MASTER, *STORE), values, pid=pid, open_files=files)
+
+
+def page(
+    families: Sequence[Family],
+    values: Mapping[str, Rows],
+    *,
+    pid: int,
+    open_files: int | None = None,
+) -> bytes:
+    """The text of a page.
+
+    Args:
+        open_files: of a process whose memory is hidden (``kvstore.runtime.memory_protection``), so
+            that others cannot count them.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Shown(families, values))
+    registry.register(_Process(pid, open_files))
+    return generate_latest(registry)
+
+
+class _Process(ProcessCollector):
+    def __init__(self, pid: int, open_files: int | None) -> None:
+        super().__init__(pid=lambda: pid, registry=None)
+        self._open_files = open_files
+
+    def collect(self) -> Iterator[Metric]:
+        found = list(super().collect())
+        yield from found
+        name = "process_open_fds"
+        if self._open_files is not None and all(each.name != name for each in found):
+            yield GaugeMetricFamily(
+                name, "Number of open file descriptors.", value=self._open_files
+            )
+
+
+def of_log(process: str) -> dict[str, Rows]:
+    """How many lines are missing in this process's log. ``process``: part of the metrics' names."""
+    return {f"kvstore_{process}_{name}_total": {(): n} for name, n in logs.counters().items()}
+
+
+def of_identity(process: str, until: float | None) -> dict[str, Rows]:
+    """When the identity of this process ends; None: it has none. ``process``: as for ``of_log``."""
+    return {
+        f"kvstore_{process}_auth_expiry_timestamp_seconds": {} if until is None else {(): until}
+    }
+
+
+def of_files(process: str, refused: Mapping[str, int]) -> dict[str, Rows]:
+    """Which files are not used as they are now. ``refused``: as ``refused_files`` returns.
+    ``process``: as for ``of_log``."""
+    rows: Rows = {(setting,): value for setting, value in refused.items()}
+    return {f"kvstore_{process}_file_refused": rows}
+
+
+def of_shares(process: str, refused: Mapping[str, Mapping[str, int]]) -> dict[str, Rows]:
+    """What was refused to identities that had their share. ``refused``: by door and identity.
+    ``process``: as for ``of_log``."""
+    rows: Rows = {(door, who): count for door, of in refused.items() for who, count in of.items()}
+    return {f"kvstore_{process}_share_refused_total": rows}
+
+
+def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
+    valid = measured["auth_valid"]
+    of: dict[str, Rows] = {
+        "kvstore_master_info": {(measured["version"], measured["cluster"], scheme): 1},
+        "kvstore_master_is_leader": {(): int(measured["leads"])},
+        "kvstore_master_epoch": {(): measured["epoch"]},
+        "kvstore_master_calls_total": {},
+        "kvstore_master_call_seconds": {},
+        "kvstore_master_step_seconds": {(): measured["step_us"]},
+        "kvstore_master_event_loop_lag_seconds": {(): measured["late_us"]},
+        "kvstore_master_connections": {
+            (carrier,): count for carrier, count in measured["connections"].items()
+        },
+        **of_shares("master", measured["identity_limit_refusals"]),
+        **of_files("master", measured["files_refused"]),
+        **of_identity("master", None if valid is None else valid[1]),
+    }
+    for call, (count, errors, times) in measured["calls"].items():
+        of["kvstore_master_calls_total"][(call, "ok")] = count - errors
+        of["kvstore_master_calls_total"][(call, "error")] = errors
+        of["kvstore_master_call_seconds"][(call,)] = times
+    for family in MASTER:
+        if not family.labels and family.name not in of:
+            name = family.name.removeprefix("kvstore_master_").removesuffix("_total")
+            of[family.name] = {(): measured["counters"].get(name, 0)}
+    return of
+
+
+def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
+    counted: dict[str, Rows] = {
+        OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
+        for name, value in status.counters
+    }
+    largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
+    objects = sum(row.objects for row in status.namespaces)
+    size = sum(row.size for row in status.namespaces)
+    segments = {
+        (node.name, str(segment.segment_id)): segment
+        for node in status.nodes
+        for segment in node.segments
+    }
+    of: dict[str, Rows] = {
+        "kvstore_nodes": {
+            (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
+        },
+        **{
+            name: {place: getattr(segment, field) for place, segment in segments.items()}
+            for name, field in OF_SEGMENT.items()
+        },
+        "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
+        "kvstore_reuse_seconds": {(): measured["reuse_ms"]},
+        "kvstore_namespaces": {(): len(status.namespaces)},
+        "kvstore_namespace_objects": {(row.name,): row.objects for row in largest},
+        "kvstore_namespace_bytes": {(row.name,): row.size for row in largest},
+        "kvstore_other_namespaces_objects": {(): objects - sum(row.objects for row in largest)},
+        "kvstore_other_namespaces_bytes": {(): size - sum(row.size for row in largest)},
+        **_of_tenants(status.tenants),
+    }
+    never: dict[str, Rows] = {family.name: {(): 0} for family in STORE if not family.labels}
+    return {**never, **counted, **of}
+
+
+def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
+    of: dict[str, Rows] = {}
+    for name in (family.name for family in STORE if family.labels == ("tenant",)):
+        field = name.removeprefix("kvstore_tenant_").removesuffix("_total")
+        field = field if field in TenantStatus._fields else field.removesuffix("_bytes")
+        rows = [row for row in tenants if field != "limit_bytes" or row.limit_bytes]
+        of[name] = {(row.name,): getattr(row, field) for row in rows}
+    return of | {
+        "kvstore_tenant_evicted_objects_total": {
+            **{(row.name, "own"): row.evicted_by_own for row in tenants},
+            **{(row.name, "others"): row.evicted_by_others for row in tenants},
+        }
+    }
+
+
+def metric(family: Family, rows: Rows) -> Metric:
+    """One family with its values."""
+    name, text_, labels = family.name, family.text, family.labels
+    if family.kind != "histogram":
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = (
+            CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        )
+        found = kind(name, text_, labels=labels)
+        for values, value in rows.items():
+            found.add_metric(values, value)
+        return found
+    histogram = HistogramMetricFamily(name, text_, labels=labels)
+    for values, (counts, total) in rows.items():
+        histogram.add_metric(values, cumulative(counts, family.unit_s), total * family.unit_s)
+    return histogram

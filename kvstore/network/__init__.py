@@ -1,1 +1,0 @@
-"""Hosts and how to reach them: addresses, names, ports, and the sockets servers listen on."""

@@ -1,0 +1,1 @@
+"""The runtime of every process: tasks, threads, children, logs, addresses and sockets."""

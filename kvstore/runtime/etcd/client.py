@@ -1,0 +1,320 @@
+"""A candidate's calls to etcd: leases, the key that names the leader, and a watch for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
+from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.etcd import rpc_pb2 as rpc
+from kvstore.runtime.etcd.wire import (
+    AUTHENTICATE,
+    CHANNEL_OPTIONS,
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    TXN,
+    WATCH,
+    Method,
+    attempt_s,
+    credentials,
+    is_member_specific,
+    metadata,
+    reason_of,
+    refused,
+    unavailable,
+)
+from kvstore.runtime.resolver import NameResolutionError, grpc_target
+
+log = logging.getLogger("kvstore.master")
+
+EPOCH_DIGITS_MAX: Final = 20
+"""An epoch has 64 bits."""
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class EtcdLease(NamedTuple):
+    lease_id: int
+    ttl_s: int
+    """Granted by etcd; may be longer than requested."""
+
+
+class LeaderEntry(NamedTuple):
+    """The content of the leader's key."""
+
+    address: str
+    lease_id: int
+    revision: int
+    """Revision at which the key was created: grows from leader to leader."""
+
+
+class LeaderSnapshot(NamedTuple):
+    """The leader's key at one revision."""
+
+    leader: LeaderEntry | None
+    revision: int
+    """The revision of etcd's store at that moment."""
+
+
+class Etcd:
+    """One etcd, with one member or several. Threads: that of one event loop.
+
+    Every method takes ``deadline``, a value of ``uptime()`` by which it returns or raises.
+    A call that fails at one member is tried at the next one, so it may be executed twice. That does
+    no harm: the second ``new_epoch`` fails.
+
+    Raises (all of them):
+        EtcdUnreachableError: no member answered in time; the call may have been executed.
+        PermissionDeniedError: etcd refused the user.
+    """
+
+    def __init__(self, place: EtcdPlace) -> None:
+        """Raises StartupError: a file for TLS cannot be read."""
+        self.place = place
+        self._credentials = credentials(place)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turn = 0
+        self._token = ""
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for channel in list(self._channels.values()):
+            await channel.close()
+        self._channels.clear()
+
+    # --- leases -------------------------------------------------------------------------------
+
+    async def grant(self, ttl_s: int, deadline: float) -> EtcdLease:
+        granted = await self._call(GRANT, rpc.LeaseGrantRequest(TTL=ttl_s), deadline)
+        return EtcdLease(granted.ID, granted.TTL)
+
+    async def keep_alive(self, lease_id: int, deadline: float) -> int:
+        """Renews the lease. Returns its remaining seconds, counted from a moment after this call
+        began; 0: the lease does not exist any more."""
+        kept = await self._call(KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease_id), deadline)
+        return max(kept.TTL, 0)
+
+    async def revoke(self, lease_id: int, deadline: float) -> None:
+        """Ends the lease, which deletes every key attached to it. Idempotent."""
+        await self._call(
+            REVOKE, rpc.LeaseRevokeRequest(ID=lease_id), deadline, missing_is_fine=True
+        )
+
+    # --- the leader's key ---------------------------------------------------------------------
+
+    async def read_leader(self, deadline: float) -> LeaderSnapshot:
+        found = await self._call(RANGE, rpc.RangeRequest(key=self.place.leader_key), deadline)
+        return LeaderSnapshot(_leader(found), found.header.revision)
+
+    async def campaign(self, lease_id: int, address: str, deadline: float) -> LeaderEntry:
+        """Writes ``address`` into the leader's key if there is no leader. Returns the leader."""
+        key = self.place.leader_key
+        nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
+        put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
+        transaction = rpc.TxnRequest(
+            compare=[nobody],
+            success=[rpc.RequestOp(request_put=put)],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))],
+        )
+        done = await self._call(TXN, transaction, deadline)
+        if done.succeeded:
+            return LeaderEntry(address, lease_id, done.header.revision)
+        leader = _leader(done.responses[0].response_range)
+        assert leader is not None, "a key that could not be created exists"
+        return leader
+
+    async def cluster_named(self, name: str, deadline: float) -> str:
+        """The name of the cluster whose masters use this prefix. A cluster without a name gets
+        ``name``. Empty: there is no name on either side."""
+        key = self.place.cluster_key
+        read = rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
+        if not name:
+            found = await self._call(RANGE, read.request_range, deadline)
+            return found.kvs[0].value.decode(errors="replace") if found.kvs else ""
+        transaction = rpc.TxnRequest(
+            compare=[rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)],
+            success=[rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=name.encode()))],
+            failure=[read],
+        )
+        done = await self._call(TXN, transaction, deadline)
+        if done.succeeded:
+            return name
+        return done.responses[0].response_range.kvs[0].value.decode(errors="replace")
+
+    async def watch_for_end(self, revision: int, deadline: float) -> bool:
+        """Waits until the leader's key changes after ``revision``; False: not by the deadline."""
+        create = rpc.WatchCreateRequest(key=self.place.leader_key, start_revision=revision + 1)
+        request = rpc.WatchRequest(create_request=create)
+        try:
+            await self._call(WATCH, request, deadline)
+        except KVStoreError:
+            if uptime() < deadline - 0.001:
+                raise
+            return False
+        return True
+
+    async def new_epoch(
+        self, leader: LeaderEntry, least: int, believed: int, deadline: float
+    ) -> int:
+        """An epoch higher than any before, for ``leader``, if it still leads.
+
+        Args:
+            least: the least epoch: Unix time in milliseconds. A master without etcd takes that as
+                its epoch, so the new one is also higher than those of masters without etcd.
+            believed: a higher epoch in etcd is damage: the new one replaces it.
+
+        Raises:
+            NotLeaderError: the key now names another leader, or none.
+            ProtocolError: the key of the epoch holds something else.
+        """
+        key = self.place.epoch_key
+        found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
+        last, changed_at = 0, 0
+        if found.kvs:
+            value, changed_at = found.kvs[0].value, found.kvs[0].mod_revision
+            if not value.isdigit() or len(value) > EPOCH_DIGITS_MAX:
+                raise ProtocolError(
+                    f"{key.decode()} in the etcd at {self.place.text} holds {value[:40]!r}, "
+                    "not an epoch",
+                    advice="Another program may use this prefix. Give each cluster its "
+                    "own: --etcd etcd://HOST/PREFIX.",
+                )
+            last = int(value)
+            if last > believed:
+                log.warning("epoch_rejected in_etcd=%d highest=%d", last, believed)
+                last = 0
+        epoch = max(last + 1, least)
+        still = rpc.Compare(
+            target=rpc.Compare.CREATE, key=self.place.leader_key, create_revision=leader.revision
+        )
+        unchanged = rpc.Compare(target=rpc.Compare.MOD, key=key, mod_revision=changed_at)
+        put = rpc.PutRequest(key=key, value=str(epoch).encode())
+        transaction = rpc.TxnRequest(
+            compare=[still, unchanged], success=[rpc.RequestOp(request_put=put)]
+        )
+        if not (await self._call(TXN, transaction, deadline)).succeeded:
+            raise NotLeaderError("the lease ended before the epoch was written", leader="")
+        return epoch
+
+    # --- one call, at one member after another ------------------------------------------------
+
+    async def _call(
+        self,
+        method: Method[ResponseT],
+        request: Message,
+        deadline: float,
+        *,
+        missing_is_fine: bool = False,
+    ) -> ResponseT:
+        members = self.place.endpoints
+        reasons: dict[str, str] = {}
+        authenticated = False
+        for tried in range(len(members) + 1):  # each member once, and the first one twice
+            member = members[self._turn % len(members)]
+            left_s = deadline - uptime()
+            if left_s <= 0:
+                break
+            first_s = attempt_s(left_s, len(members) - tried)
+            timeout_s = left_s if method is WATCH else first_s
+            try:
+                if self.place.user and not self._token:
+                    self._token = await self._authenticate(member, first_s)
+                return await self._ask(member, method, request, timeout_s, first_s)
+            except grpc.RpcError as error:
+                failure = error
+            if missing_is_fine and failure.code() is grpc.StatusCode.NOT_FOUND:
+                return method.response()
+            if "auth" in (failure.details() or "") and self._token and not authenticated:
+                self._token, authenticated = "", True  # etcd has restarted since it gave the token
+                continue
+            if not is_member_specific(failure):
+                raise refused(failure, self.place)
+            reasons[member] = reason_of(failure)
+            await self._forget(member)
+            self._turn += 1
+        raise unavailable(self.place, reasons)
+
+    async def _authenticate(self, member: str, timeout_s: float) -> str:
+        request = rpc.AuthenticateRequest(name=self.place.user, password=self.place.password)
+        return (await self._ask(member, AUTHENTICATE, request, timeout_s, timeout_s)).token
+
+    async def _ask(
+        self,
+        member: str,
+        method: Method[ResponseT],
+        request: Message,
+        timeout_s: float,
+        first_s: float,
+    ) -> ResponseT:
+        """``first_s``: time-out of a stream's first message. Raises grpc.RpcError."""
+        channel = await self._channel(member, timeout_s)
+        encode, decode = type(request).SerializeToString, method.response.FromString
+        if not method.streams:
+            call: Any = channel.unary_unary(method.path, encode, decode)
+            answer: ResponseT = await call(
+                request, timeout=timeout_s, metadata=metadata(self._token)
+            )
+            return answer
+        stream: Any = channel.stream_stream(method.path, encode, decode)(
+            timeout=timeout_s, metadata=metadata(self._token)
+        )
+        try:
+            async with asyncio.timeout(first_s):
+                await stream.write(request)
+                response = await stream.read()
+            while response is not grpc.aio.EOF:
+                if method is not WATCH or response.events or response.canceled:
+                    found: ResponseT = response
+                    return found
+                response = await stream.read()
+            raise _unavailable("the member ended the stream")
+        except TimeoutError:
+            raise _unavailable("the member does not answer") from None
+        finally:
+            stream.cancel()
+
+    async def _channel(self, member: str, timeout_s: float) -> grpc.aio.Channel:
+        """Raises grpc.RpcError: nothing says where the member is."""
+        channel = self._channels.get(member)
+        if channel is None:
+            if self._credentials is None:
+                try:
+                    target = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
+                except NameResolutionError as error:
+                    raise _unavailable(str(error)) from None
+                channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            else:  # the certificate is checked against the name
+                channel = grpc.aio.secure_channel(
+                    member, self._credentials, options=CHANNEL_OPTIONS
+                )
+            self._channels[member] = channel
+        return channel
+
+    async def _forget(self, member: str) -> None:
+        """Drops the member's channel: the next call connects at once, instead of after the old
+        channel's backoff."""
+        channel = self._channels.pop(member, None)
+        if channel is not None:
+            await channel.close()
+
+
+def _unavailable(details: str) -> grpc.aio.AioRpcError:
+    """As gRPC raises it."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
+
+
+def _leader(found: rpc.RangeResponse) -> LeaderEntry | None:
+    if not found.kvs:
+        return None
+    row = found.kvs[0]
+    return LeaderEntry(row.value.decode(errors="replace"), row.lease, row.create_revision)

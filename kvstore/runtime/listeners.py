@@ -1,0 +1,60 @@
+"""Sockets that servers listen on, and what their addresses mean."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+from typing import Final
+
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.resolver import RESOLVE_S, resolve
+
+EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
+"""What ``--host`` may be for all interfaces: ``::`` for IPv6 and IPv4, where the host has both."""
+
+
+def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
+    """A socket that listens on ``host:port``.
+
+    Args:
+        host: an address or a name of this host. ``::`` and the empty one: all interfaces, by IPv6
+            and IPv4; by IPv4 alone where the kernel has no IPv6.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: the address cannot be had; UnknownNameError: ``host`` has no address.
+    """
+    if host in ("", "::"):
+        if not _has_ipv6():
+            return socket.create_server(("0.0.0.0", port), backlog=backlog)
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+        )
+    address = resolve(host, port, uptime() + RESOLVE_S).addresses[0]
+    return socket.create_server(address.place, family=address.family, backlog=backlog)
+
+
+def local_connect_address(host: str) -> str:
+    """Where a process of this host reaches a server that listens on ``host``."""
+    if host == "0.0.0.0" or (host in EVERY_INTERFACE and not _has_ipv6()):
+        return "127.0.0.1"
+    return "::1" if host in EVERY_INTERFACE else host
+
+
+def accepts_family(host: str, address: str) -> bool:
+    """Whether a server that listens on ``host`` can hear what is sent to ``address``, as far as
+    their families say. Names may have addresses of both."""
+    try:
+        wanted, listens = ip_address(address).version, ip_address(host or "::")
+    except ValueError:
+        return True
+    return listens.version == wanted or (host in EVERY_INTERFACE and listens.version == 6)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,258 @@
+"""Names of hosts, and connections to them, within a deadline.
+
+``getaddrinfo`` takes no deadline: while the name server is silent, it blocks for ten seconds and
+more. So it runs in a thread of its own, one for each name, and callers wait for it as long as they
+want. When the name server is silent or says that it has a problem, a name has the addresses that
+it had before. An address in digits needs no thread and no name server.
+
+A thread that asks a silent name server ends when the resolver gives up; until then the process
+can end without it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import socket
+import threading
+from collections import OrderedDict
+from ipaddress import ip_address
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
+
+from kvstore.errors import without_frames
+from kvstore.runtime.addresses import join_address, split_address
+from kvstore.runtime.cancellation import check_current, current
+from kvstore.runtime.clock import uptime
+
+PATIENCE_S: Final = 0.3
+"""How long a name server may be silent before the addresses of the last answer are used. A name
+server of a cluster answers within milliseconds; a lost datagram is sent again after 5 s."""
+
+RESOLVE_S: Final = 5.0
+"""How long a program that starts waits for the addresses of a name."""
+
+REMEMBERED_MAX: Final = 1_024
+"""Names whose addresses are remembered; nodes are advertised by names of their own choice."""
+
+LOOKUPS_MAX: Final = 64
+"""Names that are looked up at once, each by a thread."""
+
+
+class NameResolutionError(OSError):
+    """A name without addresses, or no answer in time. ``str`` is the reason, for people."""
+
+
+class Address(NamedTuple):
+    """What ``socket`` needs to connect."""
+
+    family: socket.AddressFamily
+    place: tuple[str, int] | tuple[str, int, int, int]
+
+    @property
+    def text(self) -> str:
+        """``host:port`` in digits."""
+        return join_address(self.place[0], self.place[1])
+
+
+class ResolvedAddresses(NamedTuple):
+    addresses: list[Address]
+    """At least one, the best first."""
+    is_old: bool
+    """Whether they are of an earlier answer, because the name server does not answer now."""
+
+
+class _Resolved(NamedTuple):
+    addresses: list[Address]
+    failure: socket.gaierror | None
+
+
+class _Resolver:
+    """The names that are being looked up, and the addresses found before. Threads: any."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: dict[str, list[SimpleQueue[_Resolved | None]]] = {}
+        """The callers that wait, by the name that a thread looks up."""
+        self.found: OrderedDict[str, list[Address]] = OrderedDict()
+
+    def request(self, host: str) -> SimpleQueue[_Resolved | None]:
+        """A queue that gets the answer. Raises UnknownNameError: too many lookups wait."""
+        answer: SimpleQueue[_Resolved | None] = SimpleQueue()
+        with self.lock:
+            waiting = self.waiting.get(host)
+            if waiting is not None:
+                waiting.append(answer)
+                return answer
+            if len(self.waiting) >= LOOKUPS_MAX:
+                raise NameResolutionError(
+                    f"{host!r} is not looked up: the name server has not answered for "
+                    f"{LOOKUPS_MAX} other names"
+                )
+            # Started under the lock: a signal cannot leave an entry without its thread behind. Not
+            # by ``Thread.start``, which waits for the thread in Python code that a signal can cut.
+            self.waiting[host] = [answer]
+            try:
+                _thread.start_new_thread(self._resolve, (host,))
+            except BaseException:
+                self.waiting.pop(host, None)
+                raise
+        return answer
+
+    def _resolve(self, host: str) -> None:
+        try:
+            rows = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            answer = _Resolved([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
+        except socket.gaierror as error:
+            answer = _Resolved([], error)
+        except (OSError, UnicodeError) as error:
+            answer = _Resolved([], socket.gaierror(socket.EAI_FAIL, str(error)))
+        with self.lock:
+            if answer.addresses:
+                self.found[host] = answer.addresses
+                self.found.move_to_end(host)
+                while len(self.found) > REMEMBERED_MAX:
+                    self.found.popitem(last=False)
+            waiting = self.waiting.pop(host, [])
+        for queue in waiting:
+            queue.put(answer)
+
+
+_lookups = _Resolver()
+
+
+def _begin_anew() -> None:
+    """Called in the child of a fork: no thread looks names up, a lock may be held for ever."""
+    global _lookups  # noqa: PLW0603  # the parent's is of no use
+    _lookups = _Resolver()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
+    """The addresses of ``host``, each with ``port``. Threads: any; a stopped call ends the wait.
+
+    Args:
+        host: a name, or an address in digits, without brackets.
+        deadline: a ``uptime()`` value.
+
+    Raises:
+        UnknownNameError: it has no address, or no name server answered by the deadline.
+        ClosedError: the call was stopped.
+    """
+    digits = _in_digits(host)
+    if digits is not None:
+        return ResolvedAddresses([_with_port(digits, port)], is_old=False)
+    lookups = _lookups
+    old = lookups.found.get(host)
+    try:
+        answer = _wait(
+            lookups.request(host), min(deadline, uptime() + PATIENCE_S) if old else deadline
+        )
+    except NameResolutionError:
+        if not old:
+            raise
+        answer = None
+    if answer is not None and answer.addresses:
+        return ResolvedAddresses(
+            [_with_port(each, port) for each in answer.addresses], is_old=False
+        )
+    failure = None if answer is None else answer.failure
+    if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
+        return ResolvedAddresses([_with_port(each, port) for each in old], is_old=True)
+    if failure is None:
+        raise NameResolutionError(f"no name server has answered for {host!r}")
+    raise NameResolutionError(f"the name {host!r} has no address: {failure.strerror}")
+
+
+def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
+    """The answer; None: there was none by ``until``."""
+    left_s = max(0.0, until - uptime())
+    stop = current()
+    try:
+        if stop is None:
+            return answer.get(timeout=left_s)
+        with stop.on_cancel(lambda: answer.put(None)):
+            said = answer.get(timeout=left_s)
+        check_current()
+    except Empty:
+        return None
+    return said
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A tcp connection to the first address of ``host`` that accepts one; it has a time-out of
+    ``socket``, which the caller changes.
+
+    Each address has its share of the time that is left.
+
+    Raises:
+        TimeoutError: the name is known, and no address accepted a connection in time.
+        OSError: none can be connected to; UnknownNameError: as ``resolve``.
+        ClosedError: as ``resolve``.
+    """
+    addresses = resolve(host, port, deadline).addresses
+    failure: OSError | None = None
+    for number, address in enumerate(addresses):
+        left_s = deadline - uptime()
+        if left_s <= 0 and failure is not None:
+            break
+        sock = socket.socket(address.family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(left_s, 1e-3) / (len(addresses) - number))
+            sock.connect(address.place)
+        except OSError as error:
+            sock.close()
+            failure = without_frames(error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    assert failure is not None
+    try:
+        raise failure
+    finally:
+        del failure  # its traceback refers to this frame
+
+
+def grpc_target(address: str, deadline: float) -> str:
+    """What a gRPC channel is given for ``host:port``: the address itself, or, while the name server
+    is silent, the addresses that it had before.
+
+    Raises:
+        UnknownNameError, ClosedError: as ``resolve``.
+    """
+    host, port = split_address(address)
+    found = resolve(host, port, deadline)
+    if not found.is_old:
+        return address
+    first = found.addresses[0].family
+    scheme = "ipv6" if first == socket.AF_INET6 else "ipv4"
+    return f"{scheme}:" + ",".join(each.text for each in found.addresses if each.family == first)
+
+
+def _in_digits(host: str) -> Address | None:
+    """The address that ``host`` is in digits; None: it is a name."""
+    try:
+        version = ip_address(host.partition("%")[0]).version
+    except ValueError:
+        return None
+    if version == 4:
+        return Address(socket.AF_INET, (host, 0))
+    _, zone, scope = host.partition("%")
+    if zone:
+        try:
+            index = (
+                int(scope) if scope.isascii() and scope.isdigit() else socket.if_nametoindex(scope)
+            )
+        except OSError as error:
+            raise NameResolutionError(f"{host!r} names no interface of this host") from error
+        return Address(socket.AF_INET6, (host.partition("%")[0], 0, 0, index))
+    return Address(socket.AF_INET6, (host, 0, 0, 0))
+
+
+def _with_port(address: Address, port: int) -> Address:
+    host, _, *rest = address.place
+    return Address(address.family, (host, port, *rest))  # type: ignore[arg-type]  # as before

@@ -1,0 +1,373 @@
+"""Background tasks and threads of a process, none of which ends unseen.
+
+    work = start_task("tick", self._tick_forever(), died=self._died)
+    thread = start_thread("kvstore-leases", self._renew_forever, died=self._died)
+
+When one ends by an exception, the exception is logged once with its traceback, and ``died`` is
+called with it: the owner knows whether the process can go on without it. ``ShutdownRequest`` is for
+an owner that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
+``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
+
+Signal handlers run in the main thread and may raise: Ctrl-C, a time-out by SIGALRM, ``sys.exit`` on
+SIGTERM. A client that this happens to begins anew. What it must not leave half done, because others
+share it or nothing would release it, is done ``uninterrupted``, by another thread.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from queue import SimpleQueue
+from typing import Any, Final, Generic, TypeVar, cast
+
+from kvstore.errors import ClosedError
+from kvstore.runtime import descriptors
+from kvstore.runtime.clock import uptime
+
+log = logging.getLogger("kvstore.background")
+
+Died = Callable[[BaseException], None]
+"""Tells the owner that its task or thread has failed. Called once, in the loop's thread for a task,
+and in the dying thread for a thread."""
+
+EXIT_BROKEN: Final = 70
+"""The exit status of a process that ends because of a bug or for want of memory (EX_SOFTWARE)."""
+
+CLOSE_S: Final = 10.0
+"""How long a ``close`` waits for threads of its own that end soon, unless a system call hangs."""
+
+AnyResult = TypeVar("AnyResult")
+
+_running: Final[set[asyncio.Task[Any]]] = set()
+"""Keeps running tasks alive: a loop refers to its tasks weakly."""
+
+
+def start_task(
+    name: str,
+    work: Coroutine[Any, Any, AnyResult],
+    *,
+    died: Died | None = None,
+    expected: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> asyncio.Task[AnyResult]:
+    """Runs ``work`` in the running loop. A cancellation does not count as a failure.
+
+    Args:
+        name: the task's name in the log.
+        work: what the task runs.
+        died: None: the task that awaits it is its owner.
+        expected: exceptions by which it may end: they are neither logged nor given to ``died``.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    _running.add(task)
+
+    def ended(task: asyncio.Task[AnyResult]) -> None:
+        _running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, expected):
+            _tell(name, error, died)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def start_thread(
+    name: str,
+    work: Callable[[], object],
+    *,
+    died: Died | None = None,
+    daemon: bool = True,
+) -> threading.Thread:
+    """Runs ``work`` in a thread, which has started when this returns.
+
+    Raises:
+        RuntimeError: the system has no thread left.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # that is what this function is for
+            _tell(name, error, died)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    if not _is_main():
+        thread.start()
+        return thread
+    # ``start`` waits for the new thread with a ``threading.Event``. An exception in there would
+    # leave a thread that never begins.
+    started: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def start() -> None:
+        try:
+            thread.start()
+        except Exception as error:  # noqa: BLE001  # raised below
+            started.put(error)
+        else:
+            started.put(None)
+
+    _thread.start_new_thread(start, ())
+    error = started.get()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
+    return thread
+
+
+def start_from_finalizer(name: str, work: Callable[[], object]) -> None:
+    """As ``start_thread``, where the present thread may hold any lock: waits for nothing. Does
+    nothing when the interpreter is ending."""
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(start_thread, (name, work))
+
+
+def uninterrupted(work: Callable[[], AnyResult]) -> AnyResult:
+    """Returns the result of ``work``, which runs to its end even if a signal handler raises in this
+    thread meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
+    if not _is_main():
+        return work()
+    job = Job(work)
+    try:
+        start_thread("kvstore-piece", job.run)
+    except RuntimeError:  # the system has no thread left, or the interpreter is ending
+        job.run()
+    return job.result()
+
+
+def _is_main() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class Job(Generic[AnyResult]):
+    """One piece of work for another thread. Threads: any."""
+
+    def __init__(
+        self, work: Callable[[], AnyResult], ended: Callable[[], object] | None = None
+    ) -> None:
+        """``ended``: called when the work has ended or was cancelled, in the thread that did so."""
+        self._work: Callable[[], AnyResult] | None = work
+        self._tell = ended
+        self._unclaimed: list[None] = [None]
+        self._running = threading.Lock()
+        """Released when the work has ended or was cancelled."""
+        self._running.acquire()
+        self.is_done = False
+        self._result: AnyResult | None = None
+        self._error: BaseException | None = None
+        self.is_cancelled = False
+
+    def run(self) -> None:
+        """Does the work, unless it was cancelled."""
+        work, self._work = self._work, None
+        if work is None or not self._try_start():
+            return
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001  # ``result`` raises it
+            self._error = error
+        del work
+        self._end()
+
+    def cancel(self) -> bool:
+        """Cancels the work, unless it has begun. Returns whether it has been cancelled."""
+        if self._try_start():
+            self.is_cancelled = True
+            self._work = None
+            self._end()
+        return self.is_cancelled
+
+    def wait(self) -> None:
+        """Returns when the work has ended, or was cancelled."""
+        with self._running:
+            pass
+
+    def result(self) -> AnyResult:
+        """Waits, and returns or raises what the work did."""
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
+        if self.is_cancelled:
+            raise ClosedError("the call was cancelled", settled=1)
+        return cast("AnyResult", self._result)
+
+    def _try_start(self) -> bool:
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _end(self) -> None:
+        self.is_done = True
+        self._running.release()
+        if self._tell is not None:
+            self._tell()
+
+
+class _WorkerPool:
+    """What the threads of ``ThreadPool`` share. They do not refer to ``ThreadPool``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self.lock = threading.Lock()  # guards the two below
+        self.threads: set[threading.Thread] = set()
+        self.idle = 0
+
+    def serve(self) -> None:
+        me = threading.current_thread()
+        with self.lock:
+            if len(self.threads) >= self.size:
+                return
+            self.threads.add(me)
+        try:
+            while (job := self.jobs.get()) is not None:
+                job.run()
+                del job  # it refers to its caller's memory
+                with self.lock:
+                    self.idle += 1
+            self.jobs.put(None)  # for the next thread
+        finally:
+            with self.lock:
+                self.threads.discard(me)
+
+
+class ThreadPool:
+    """A bounded number of threads, made when they are needed, which do jobs.
+
+    Used instead of ``ThreadPoolExecutor``: a signal handler that raises can leave a lock of that
+    taken. Threads: any.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name = name
+        self._crew = _WorkerPool(size)
+        self._is_closed = False
+
+    def begin(self, job: Job[Any]) -> None:
+        """Lets one of the threads do the job, at once or as soon as one is free. If this raises,
+        ``cancel`` the job.
+
+        Raises:
+            ClosedError
+        """
+        if self._is_closed:
+            raise ClosedError("the client is closed")
+        crew = self._crew
+        crew.jobs.put(job)
+        with crew.lock:
+            needed = crew.idle <= 0 and len(crew.threads) < crew.size
+            crew.idle = max(0, crew.idle - 1)
+        if needed:
+            start_thread(self._name, crew.serve)
+
+    def end(self) -> None:
+        """Lets the threads end after the jobs that have begun. Finalizers may call it."""
+        self._is_closed = True
+        self._crew.jobs.put(None)
+
+    def close(self, patience_s: float) -> None:
+        """As ``end``, and waits for the threads, but at most ``patience_s``. Idempotent."""
+        self.end()
+        with self._crew.lock:
+            threads = list(self._crew.threads)
+        join_all(threads, patience_s)
+
+
+def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
+    """Waits until these threads have ended, but not longer than ``patience_s`` in all. One that has
+    not is named in the log. The present thread is left out."""
+    until = uptime() + patience_s
+    for thread in threads:
+        if thread is threading.current_thread():
+            continue
+        thread.join(max(0.0, until - uptime()))
+        if thread.is_alive():
+            log.warning("thread_still_running name=%s waited_s=%.1f", thread.name, patience_s)
+
+
+def _tell(name: str, error: BaseException, died: Died | None) -> None:
+    log.error("background_task_failed name=%s error=%r", name, error, exc_info=error)
+    if died is not None:
+        died(error)
+
+
+class ShutdownRequest:
+    """Why a process has to end; the first reason counts. Threads: any. Make it in the loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked = asyncio.Event()
+        self.error: BaseException | None = None
+
+    def __call__(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        try:
+            self._loop.call_soon_threadsafe(self._asked.set)
+        except RuntimeError:
+            pass  # the loop is closed: the process is ending
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+def shutdown_signals() -> list[signal.Signals]:
+    """The signals that end a server cleanly. SIGHUP comes from a terminal that is closed; a server
+    that ``nohup`` has started outlives it."""
+    ends = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends.append(signal.SIGHUP)
+    return ends
+
+
+def install_signal_handlers() -> None:
+    """Called in the main thread of a server when the signals that end it have their handlers.
+
+    A process inherits what its parent, or the one thread that started it, blocks and ignores: a
+    server would not hear SIGTERM, or not how its children end. A server in the background of a
+    terminal that stops such programs when they write (``stty tostop``) goes on.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Logs what goes wrong in callbacks, and in tasks that ``start_task`` has not started."""
+    loop.set_exception_handler(_log_context)
+
+
+def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    del loop
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in descriptors.NONE_LEFT:
+        # ``socket.accept``: asyncio tries again in a second, when descriptors may be free.
+        log.warning("connection_not_accepted reason=%r", error.strerror)
+        return
+    log.error("loop_error what=%r error=%r", context.get("message"), error, exc_info=error)
+
+
+def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> None:
+    """Logs the death of any other thread of this process by name, and calls ``died`` then."""
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        name = "unknown" if args.thread is None else args.thread.name
+        log.error("background_task_failed name=%s error=%r", name, error, exc_info=error)
+        if died is not None:
+            died(name, error)
+
+    threading.excepthook = hook

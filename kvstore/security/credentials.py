@@ -1,0 +1,343 @@
+"""The file that proves an identity: a key, its certificate, and the authorities to trust.
+
+``KVSTORE_AUTH`` names one file of PEM (``kvstore auth issue`` writes it: the key, the chain of the
+certificate, and behind the line ``Authorities:`` the certificates of the authorities), or a folder
+with ``tls.key``, ``tls.crt`` and ``ca.crt``, as cert-manager writes them. New connections use what
+is there then (``kvstore.runtime.watched_files``). Nothing is written, logged or shown of a key.
+
+A peer proves its role by a name in its certificate, not by its address: masters have the name
+``master.kvstore``, nodes ``node.kvstore``, as ``kvstore auth issue`` writes them. So a node or an
+engine cannot pass for a master, wherever it runs, and certificates need no addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import os
+import re
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import grpc
+
+from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.watched_files import WatchedFile, read_file
+from kvstore.security.identity import MASTER, NODE, Identity, identity_of
+from kvstore.security.tls import Certificate, load_chain, reloading_context
+from kvstore.security.validity import DAY_S, ValidityPeriod, validity_of
+
+log = logging.getLogger("kvstore.security")
+
+MASTER_NAME: Final = "master.kvstore"
+NODE_NAME: Final = "node.kvstore"
+SERVED: Final = {MASTER: MASTER_NAME, NODE: NODE_NAME}
+"""The name that peers look for in the certificate of each role."""
+
+AUTHORITIES: Final = "Authorities:"
+"""The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
+
+LOOK_S: Final = 3_600.0
+"""How often a server looks whether its certificate ends soon."""
+
+_KEY: Final = re.compile(
+    rb"-----BEGIN (?:EC |RSA )?PRIVATE KEY-----.+?-----END (?:EC |RSA )?PRIVATE KEY-----\s*",
+    re.DOTALL,
+)
+_CERTIFICATE: Final = re.compile(
+    rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\s*", re.DOTALL
+)
+_AUTHORITIES: Final = re.compile(rb"^%b[ \t\r]*$" % AUTHORITIES.encode(), re.MULTILINE)
+
+
+class PemBundle(NamedTuple):
+    """What the file holds, as PEM."""
+
+    key: bytes
+    chain: bytes
+    authorities: bytes
+
+    def __repr__(self) -> str:
+        return "Pems(...)"  # it has a key
+
+
+class Credentials:
+    """The identity of this process, for its connections. Threads: any."""
+
+    def __init__(self, path: str) -> None:
+        """
+        Raises:
+            ConfigError: the file cannot be read, others may read it, or it is not complete.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+
+        def load() -> PemBundle:
+            pems = read(path)
+            _loaded(pems)
+            return pems
+
+        self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
+        self._client = self.pems(), _loaded(self.pems())
+        self._remind_at = -math.inf
+
+    def pems(self) -> PemBundle:
+        """What the file holds now; what it held before, if it cannot be used now."""
+        return self._file.value
+
+    def validity(self) -> ValidityPeriod:
+        """Until when peers accept what the file holds now."""
+        return validity_of(self.pems().chain.decode("ascii"))
+
+    def warn_if_expiring(self) -> None:
+        """Logs that the certificate ends soon, once a day. Takes some 200 ns if it was called
+        today: call it at any time."""
+        if uptime() < self._remind_at:
+            return
+        self._remind_at = uptime() + DAY_S
+        valid, now = self.validity(), time.time()
+        if valid.ends_soon(now):
+            log.warning(
+                "%s file=%s until=%r days=%d: issue another one (kvstore auth issue), and copy it "
+                "over this file",
+                "certificate_expires_soon" if now < valid.until else "certificate_expired",
+                self.path, valid.until_text, (valid.until - now) // DAY_S,
+            )  # fmt: skip
+
+    async def keep_reminding(self) -> None:
+        """As ``warn_if_expiring``, as long as this process runs."""
+        while True:
+            self.warn_if_expiring()
+            await asyncio.sleep(LOOK_S)
+
+    def client(self) -> ssl.SSLContext:
+        """For connections that this process makes. The name to check is ``MASTER_NAME`` or
+        ``NODE_NAME``."""
+        pems = self.pems()
+        with self._lock:
+            if self._client[0] is not pems:
+                self._client = pems, _loaded(pems)
+            return self._client[1]
+
+    def server(self, *, is_optional: bool = False, cert: str = "", key: str = "") -> ssl.SSLContext:
+        """For a port of this process. Each handshake uses what the files hold then.
+
+        Args:
+            is_optional: whether peers may show no certificate.
+            cert, key: PEM files with what the port itself shows instead, for browsers that trust
+                another authority.
+
+        Raises:
+            ConfigError: ``cert`` or ``key`` cannot be used.
+        """
+        shown = Certificate(cert, key) if cert else None
+
+        def load(content: tuple[PemBundle, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
+            context = _loaded(content[0], is_server=True, shown=content[1])
+            if is_optional:
+                context.verify_mode = ssl.CERT_OPTIONAL
+            return context
+
+        return reloading_context(
+            lambda: (self.pems(), None if shown is None else shown.value), load
+        )
+
+    def check_serves(self, name: str) -> None:
+        """Finds out whether peers would accept this process as a server of this name, by a
+        handshake with itself.
+
+        Raises:
+            ConfigError: they would not.
+        """
+        if why := refusal_of(self.pems(), name):
+            raise ConfigError(
+                f"the certificate of auth {self.path} is not one that clients accept from {name}: "
+                f"{why}",
+                advice=f"kvstore auth show {self.path} says what it is for; kvstore auth issue "
+                f"--role {name.partition('.')[0]} writes one.",
+                key="auth",
+            )
+
+    def channel(self) -> grpc.ChannelCredentials:
+        """For a gRPC channel. The channel needs ``channel_options``, too."""
+        pems = self.pems()
+        return grpc.ssl_channel_credentials(pems.authorities, pems.key, pems.chain)
+
+    def grpc_server(self) -> grpc.ServerCredentials:
+        """For a gRPC server, whose peers must show a certificate."""
+
+        def configuration(pems: PemBundle) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration(
+                [(pems.key, pems.chain)], pems.authorities
+            )
+
+        used = self.pems()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """What to use from now on; None: what is used already. gRPC asks at each handshake, and
+            a process in which it got something new each time was aborted after some thousand."""
+            nonlocal used
+            pems = self.pems()
+            if pems is used:
+                return None
+            used = pems
+            return configuration(pems)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(used),
+            changed,  # type: ignore[arg-type]  # its stubs do not know of None
+            require_client_authentication=True,
+        )
+
+
+def open_channel(
+    target: str, credentials: Credentials | None, options: Sequence[tuple[str, str | int]]
+) -> grpc.Channel:
+    """A channel to a master; ``credentials``: None: without authentication."""
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(
+        target, credentials.channel(), options=(*options, *channel_options())
+    )
+
+
+def channel_options(name: str = MASTER_NAME) -> tuple[tuple[str, str], ...]:
+    """Options of a gRPC channel whose server must have this name in its certificate."""
+    return (("grpc.ssl_target_name_override", name),)
+
+
+def alternative_names(certificate: object) -> list[str]:
+    """The URIs of a peer's certificate, as ``ssl`` describes it (``getpeercert``)."""
+    names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
+    return [value for kind, value in names if kind == "URI"]
+
+
+def shown_identity(certificate: object) -> Identity | None:
+    """The identity that such a certificate names; None: it names none, or several."""
+    try:
+        return identity_of(alternative_names(certificate))
+    except InvalidArgumentError:
+        return None
+
+
+def _loaded(
+    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
+) -> ssl.SSLContext:
+    """``shown``: as ``Certificate.value``, instead of the own key and certificate.
+
+    Raises:
+        ConfigError: key and certificate do not belong together, or are none.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    # A name of an identity is free text, and may be "master.kvstore".
+    context.hostname_checks_common_name = False
+    if is_server:
+        context.num_tickets = 0  # who resumes shows no certificate, so it may have expired since
+    try:
+        context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
+        load_chain(context, *(shown or pems[:2]))
+    except (ssl.SSLError, OSError, ValueError) as error:
+        mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+        what = "do not belong together" if mismatch else f"cannot be used: {error}"
+        raise ConfigError(f"the key and the certificate of auth {what}", key="auth") from None
+    return context
+
+
+def refusal_of(pems: PemBundle, name: str = "") -> str:
+    """Says why peers that trust the same authorities refuse the certificate, by a handshake with
+    itself; empty: they accept it. ``name``: of the server that it is for; empty: for a client.
+
+    Raises:
+        ConfigError: key and certificate do not belong together, or are none.
+    """
+    client, server = _loaded(pems), _loaded(pems, is_server=True)
+    if name:
+        server.verify_mode = ssl.CERT_NONE
+    else:
+        client.check_hostname = False
+        client.verify_mode = ssl.CERT_NONE
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    of_client = client.wrap_bio(to_client, to_server, server_hostname=name or None)
+    of_server = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for end in (of_client, of_server, of_client, of_server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError as error:
+        return getattr(error, "verify_message", "") or str(error)
+    return ""
+
+
+def key_file(path: str) -> Path:
+    """The file that holds the key."""
+    return Path(path, "tls.key") if os.path.isdir(path) else Path(path)
+
+
+def read(path: str, *, check_mode: bool = True) -> PemBundle:
+    """What a file or a folder holds.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or it is not complete.
+    """
+    contents = [read_file(file, "auth") for file in _files(path)]
+    if len(contents) > 1:
+        key, chain, authorities = contents
+    else:
+        chain, *after = _AUTHORITIES.split(contents[0], maxsplit=1)
+        key, authorities = chain, b"".join(after)
+    if check_mode:
+        check_mode_of(key_file(path))
+    pems = PemBundle(
+        b"".join(_KEY.findall(key)),
+        b"".join(_CERTIFICATE.findall(chain)),
+        b"".join(_CERTIFICATE.findall(authorities)),
+    )
+    if not pems.key and b"-----BEGIN ENCRYPTED PRIVATE KEY-----" in key:
+        raise ConfigError(
+            f"the key of auth {path} has a passphrase, which a process cannot enter",
+            advice="openssl pkey -in tls.key -out new.key takes it away (easy-rsa: nopass).",
+            key="auth",
+        )
+    for what, found in zip(("key", "certificate", "authority's certificate"), pems, strict=True):
+        if not found:
+            raise ConfigError(
+                f"auth {path} has no {what}",
+                advice="kvstore auth issue writes such files; a folder needs tls.key, tls.crt and "
+                "ca.crt.",
+                key="auth",
+            )
+    return pems
+
+
+def check_mode_of(path: Path, setting: str = "auth") -> None:
+    """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
+    of mode 440 for the group of a pod."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {path} cannot be read: {error.strerror}", key=setting
+        ) from None
+    if mode & stat.S_IRWXO:
+        raise ConfigError(
+            f"every user of this host may read {path}, which has a key",
+            advice=f"chmod 600 {path}; if others have used this host meanwhile, issue it anew.",
+            key=setting,
+        )
+
+
+def _files(path: str) -> list[Path]:
+    place = Path(path)
+    names = ("tls.key", "tls.crt", "ca.crt")
+    return [place / name for name in names] if os.path.isdir(path) else [place]

@@ -1,0 +1,118 @@
+"""The client's end of ``kvstore.security.descriptor_protocol``: asks a node for a descriptor of its
+memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from typing import Final
+
+from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
+from kvstore.memory.shm_entries import SOCKET_PREFIX
+from kvstore.runtime.host import SHM_DIRECTORY
+from kvstore.security import descriptor_protocol as protocol
+from kvstore.security.descriptor_protocol import WHY, HandoverHello, HandoverStatus
+
+ANSWER_S: Final = 1.0
+"""How long a node may take over each of its two messages; an idle one takes 0.1 ms."""
+
+_FD: Final = struct.Struct("i")
+
+
+class NoDescriptorError(Exception):
+    """There is no descriptor; ``str`` says why."""
+
+    def __init__(self, why: str, *, is_for_now: bool = False) -> None:
+        """``is_for_now``: the socket does not answer as one of a node, so that another try at once
+        costs little and may succeed, such as after a restart of the node."""
+        super().__init__(why)
+        self.is_for_now = is_for_now
+
+
+def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
+    """A descriptor of the segment's memory, which the caller owns: to read and write, or to read.
+
+    Takes twice ``ANSWER_S`` at most.
+
+    Raises:
+        NotHandedError
+    """
+    if not handover.rights & MapRight.READ:
+        raise NoDescriptorError(WHY[HandoverStatus.NO_RIGHT])
+    if not handover.socket.startswith(SOCKET_PREFIX) or "/" in handover.socket:
+        raise NoDescriptorError(f"{handover.socket!r} is no name of a node's socket")
+    path = f"{SHM_DIRECTORY}/{handover.socket}"
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise NoDescriptorError(f"no socket: {error.strerror}", is_for_now=True) from None
+    with sock:
+        sock.settimeout(ANSWER_S)
+        try:
+            sock.connect(path)
+        except PermissionError:
+            raise NoDescriptorError(WHY[HandoverStatus.OTHER_USER]) from None
+        except OSError as error:
+            raise NoDescriptorError(
+                f"its node's socket {path} does not answer: {error.strerror or error}",
+                is_for_now=True,
+            ) from None
+        try:
+            return _ask(sock, segment, handover)
+        except TimeoutError:
+            raise NoDescriptorError(f"its node did not answer within {ANSWER_S} s") from None
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise NoDescriptorError(
+                f"its node ended the handover: {why}", is_for_now=True
+            ) from None
+
+
+def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) -> int:
+    """Raises OSError, NotHandedError."""
+    nonce = _taken(sock.recv(protocol.HEAD_BYTES + 1))
+    hello = HandoverHello(
+        segment.uuid,
+        segment.generation,
+        segment.holder,
+        handover.rights,
+        secrets.token_bytes(protocol.NONCE_BYTES),
+    )
+    raw = protocol.pack_hello(hello, handover.key, nonce)
+    sock.send(raw)
+    answer, ancillary, _, _ = sock.recvmsg(
+        protocol.HEAD_BYTES + 1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+    )
+    fds: list[int] = [
+        _FD.unpack(data)[0]
+        for level, kind, data in ancillary
+        if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.size)
+    ]
+    try:
+        proof = _taken(answer)
+        if not protocol.is_of_node(proof, handover.key, raw):
+            raise NoDescriptorError("the other end of its node's socket is not its node")
+        if not fds:
+            raise NoDescriptorError("no descriptor is left in this process", is_for_now=True)
+        return fds.pop()
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _taken(raw: bytes) -> bytes:
+    """What a greeting or an answer has besides its status.
+
+    Raises:
+        ConnectionError: the node has ended the connection.
+        NotHandedError
+    """
+    if not raw:
+        raise ConnectionResetError("connection closed")
+    head = protocol.unpack_head(raw)
+    status, rest = head or (HandoverStatus.BAD_REQUEST, b"")
+    if status is not HandoverStatus.OK:
+        raise NoDescriptorError(WHY[status], is_for_now=status is HandoverStatus.GONE)
+    return rest

@@ -1,0 +1,186 @@
+"""Hands descriptors of the node's memory to clients on its host that the master has authenticated.
+
+``kvstore.security.descriptor_protocol`` has the protocol, ``kvstore.memory.shared_descriptors``
+says what a descriptor can do. A peer costs one task that ends within ``PEER_S``; of too many the
+oldest makes room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.shm_entries import socket_name, unlink_entry, unlink_own
+from kvstore.runtime.host import SHM_DIRECTORY
+from kvstore.runtime.limiter import Limiter
+from kvstore.security import descriptor_protocol as protocol
+from kvstore.security.descriptor_protocol import HandoverStatus
+
+log = logging.getLogger("kvstore.node")
+
+PEERS_MAX: Final = 64
+"""Peers at once. An honest one stays for less than a millisecond."""
+
+PEER_S: Final = 2.0
+"""How long a peer may take over its hello."""
+
+BACKLOG: Final = 128
+
+ACCEPT_AGAIN_S: Final = 0.1
+"""Pause after a failure to accept: no descriptor is left."""
+
+
+class DescriptorServer:
+    """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
+
+    def __init__(self, segment: OwnedSegment, *, group: int = -1, needs_all: bool = False) -> None:
+        """Binds its socket; peers wait until it serves.
+
+        Args:
+            segment: stays the caller's, who owns its name until after ``close``.
+            group: id of the group whose members may connect, besides its own user and root; -1:
+                none.
+            needs_all: as ``handover.access``.
+
+        Raises:
+            OSError: there is no socket, or the memory cannot be opened again.
+        """
+        self.handed = 0
+        """Descriptors that were handed over since the start."""
+        self.refused = 0
+        """Peers that got none."""
+        self._segment = segment
+        self._needs_all = needs_all
+        self._peers = Limiter[asyncio.Task[None]]("handover", PEERS_MAX)
+        self._again: asyncio.TimerHandle | None = None
+        self._refused: set[int] = set()
+        """Holders that were revoked since the mount ``_refused_in``, whose keys end with it."""
+        self._refused_in = segment.generation
+        self._lent = segment.share()
+        self.name: Final = socket_name(segment.shm_name)
+        """Entry in ``/dev/shm``. It is ours while we own the segment of that name."""
+        self._path = f"{SHM_DIRECTORY}/{self.name}"
+        try:
+            self._listener = _listening(self._path, group)
+        except BaseException:
+            self._lent.close()
+            raise
+        log.info("descriptor_server_started socket=%s fixed=%s", self.name, self._lent.is_fixed)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener, self._accept)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._listener)
+            if self._again is not None:
+                self._again.cancel()
+            peers = list(self._peers)
+            for peer in peers:
+                peer.cancel()
+            await asyncio.gather(*peers, return_exceptions=True)
+
+    def reject_holders(self, holders: Iterable[int]) -> None:
+        """Hands nothing to these holders any more. Their keys have no end of their own, so they are
+        remembered until the segment is mounted anew."""
+        if self._refused_in != self._segment.generation:
+            self._refused_in = self._segment.generation
+            self._refused.clear()
+        self._refused.update(holders)
+
+    def close(self) -> None:
+        """Not while ``serving``. Descriptors that were handed over stay valid."""
+        unlink_own(self._path)
+        self._listener.close()
+        self._lent.close()
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno == errno.ECONNABORTED:
+                return
+            log.warning("handover_accept_failed error=%s", error)
+            loop.remove_reader(self._listener)
+            self._again = loop.call_later(
+                ACCEPT_AGAIN_S, loop.add_reader, self._listener, self._accept
+            )
+            return
+        sock.setblocking(False)
+        peer = loop.create_task(self._serve(sock))
+        self._peers.wait(peer, peer.cancel)
+        peer.add_done_callback(functools.partial(self._served, sock))
+
+    def _served(self, sock: socket.socket, peer: asyncio.Task[None]) -> None:
+        self._peers.release(peer)
+        sock.close()  # a task that is cancelled before its first step has not done so
+
+    async def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # also TimeoutError; or the peer has gone
+            nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+            sock.send(protocol.pack_greeting(HandoverStatus.OK, nonce))
+            async with asyncio.timeout(PEER_S):
+                raw = await asyncio.get_running_loop().sock_recv(sock, protocol.HELLO_BYTES + 1)
+            status, key, writes = self._authorize(raw, nonce)
+            if status is HandoverStatus.OK:
+                fd = self._lent.to_write if writes else self._lent.to_read
+                socket.send_fds(sock, [protocol.pack_answer(status, key, raw)], [fd])
+                self.handed += 1
+            else:
+                self.refused += 1
+                log.warning(
+                    "descriptor_request_refused status=%s count=%d", status.name, self.refused
+                )
+                sock.send(protocol.pack_answer(status))
+
+    def _authorize(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
+        """The answer to a hello, the peer's key, and whether it may write."""
+        segment = self._segment
+        hello = protocol.unpack_hello(raw)
+        if hello is None:
+            return HandoverStatus.BAD_REQUEST, b"", False
+        uuid, generation, holder, rights, _ = hello
+        if uuid != segment.uuid or generation != segment.generation:
+            return HandoverStatus.GONE, b"", False
+        key = protocol.map_key(segment.token, uuid, generation, holder, rights)
+        if holder in self._refused or not protocol.is_proven(raw, key, nonce):
+            return HandoverStatus.DENIED, b"", False
+        status, writes = protocol.access(rights, needs_all=self._needs_all)
+        return status, key, writes
+
+
+def _listening(path: str, group: int) -> socket.socket:
+    """A socket to which the own user, and the members of ``group`` unless that is -1, may connect.
+    Takes the place of one that a killed process has left. Raises OSError."""
+    unlink_entry(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.setblocking(False)
+        os.fchmod(listener.fileno(), 0o600)  # the mode with which ``bind`` makes the entry
+        listener.bind(path)
+        try:
+            if group >= 0:
+                os.chown(path, -1, group)
+                os.chmod(path, 0o660)
+            listener.listen(BACKLOG)
+            return listener
+        except BaseException:
+            unlink_entry(path)
+            raise
+    except BaseException:
+        listener.close()
+        raise

@@ -1,0 +1,30 @@
+"""The number by which a data server knows an identity: the holder of capabilities."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+from typing import Final
+
+from kvstore.security.identity import Identity
+from kvstore.security.revocation_list import normalize_serial
+
+_REMEMBERED: Final = 2_048
+
+
+def holder_of(who: Identity) -> int:
+    """It follows from the number of the certificate, so a master knows the holders that it
+    revokes."""
+    return holder_by(normalize_serial(who.number) or who.uri)
+
+
+@functools.lru_cache(_REMEMBERED)
+def holder_by(said: str) -> int:
+    """The holder whose certificate has this number, in the form of ``normalize_serial``."""
+    digest = hmac.digest(b"holder", said.encode(), "sha256")
+    return int.from_bytes(digest[:8], "little") >> 1 | 1
+
+
+def shown(holder: int) -> str:
+    """For logs, metrics and ``kvstore auth show``."""
+    return f"{holder:016x}"

@@ -1,0 +1,96 @@
+"""The identities that are revoked: a file with a number per line, which ``kvstore auth revoke``
+writes.
+
+A list that is missing, cut, unreadable or older than the one before must not let in a revoked
+identity. No process starts with a list that cannot be read; one that runs keeps the list in use,
+and reports the other one.
+"""
+
+from __future__ import annotations
+
+from string import hexdigits
+from typing import Final
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.watched_files import WatchedFile, read_file
+from kvstore.security.identity import Identity
+
+FILE_BYTES_MAX: Final = 16 << 20
+
+_NONE: Final[frozenset[str]] = frozenset()
+
+
+class RevocationList:
+    """Numbers of revoked certificates. Threads: any; one for ``recent``."""
+
+    def __init__(self, path: str, *, kept_s: float = 0.0) -> None:
+        """
+        Args:
+            path: the file. Empty: nothing is ever revoked.
+            kept_s: for how long ``recent`` names a number.
+
+        Raises:
+            ConfigError: the file cannot be read, is cut, or has something else than numbers.
+        """
+        self._file = (
+            WatchedFile("auth_revoked", path, lambda: _read(path), accept=_accept) if path else None
+        )
+        self._kept_s = kept_s
+        self._lately: dict[str, float] = {}
+        """Until when each is named, in their order."""
+        self._named = self._numbers()
+
+    def has(self, who: Identity) -> bool:
+        numbers = self._numbers()
+        return bool(numbers) and normalize_serial(who.number) in numbers
+
+    def recent(self) -> list[str]:
+        """The numbers that came into the file within ``kept_s``, the newest last; not those that
+        were there at the first look."""
+        now, numbers = uptime(), self._numbers()
+        if numbers is not self._named:
+            self._lately |= dict.fromkeys(sorted(numbers - self._named), now + self._kept_s)
+            self._named = numbers
+        while self._lately and next(iter(self._lately.values())) <= now:
+            del self._lately[next(iter(self._lately))]
+        return list(self._lately)
+
+    def _numbers(self) -> frozenset[str]:
+        return _NONE if self._file is None else self._file.value
+
+
+def _accept(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
+    """Raises ConfigError: numbers are missing in the new list."""
+    if lacking := len(before - now):
+        raise ConfigError(f"it lacks {lacking} numbers of the list in use, so it may be older")
+    return now
+
+
+def _read(path: str) -> frozenset[str]:
+    """The numbers of a file. Raises ConfigError."""
+    content = read_file(
+        path, "auth_revoked", bytes_max=FILE_BYTES_MAX,
+        advice="Copy it from the folder of the authority (kvstore auth init), where it is empty "
+        "until somebody is revoked; or leave --auth-revoked out.",
+    )  # fmt: skip
+    lines = content.decode(errors="replace").splitlines()
+    numbers = frozenset(normalize_serial(line.split("#")[0]) for line in lines) - {""}
+    what = ""
+    if content and not content.endswith(b"\n"):
+        what = "ends within a line, so it may be cut"
+    for number in numbers:
+        if not all(digit in hexdigits for digit in number):
+            what = f"has a line that is no number: {number[:40]!r}"
+    if what:
+        raise ConfigError(
+            f"auth_revoked {path} {what}",
+            advice="Copy it again from the folder of the authority.",
+            path=path,
+        )
+    return numbers
+
+
+def normalize_serial(number: str) -> str:
+    """One form of what tools write differently: ``0A:1B`` (openssl), ``0xa1b``, ``a1b``."""
+    return number.strip().lower().removeprefix("0x").replace(":", "").lstrip("0")

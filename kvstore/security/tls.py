@@ -1,0 +1,82 @@
+"""TLS of servers whose files are replaced while they serve."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.watched_files import WatchedFile, read_file
+
+T = TypeVar("T")
+
+
+def reloading_context(
+    content: Callable[[], T], load: Callable[[T], ssl.SSLContext]
+) -> ssl.SSLContext:
+    """The context of a server, each handshake of which uses the content of its files.
+
+    Args:
+        content: of the files, without waiting for a disk.
+        load: makes a context of it.
+    """
+    used = content()
+    current = load(used)
+
+    def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        del name, first
+        nonlocal used, current
+        if (found := content()) != used:
+            used, current = found, load(found)
+        connection.context = current
+
+    context = load(used)
+    context.sni_callback = choose  # is called even if the client sends no server name
+    return context
+
+
+class Certificate(WatchedFile[tuple[bytes, bytes]]):
+    """What a port for HTTP shows browsers: a key and the chain of its certificate, as PEM."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """
+        Raises:
+            ConfigError: a file cannot be read, is no PEM, or the two do not belong together.
+        """
+
+        def load() -> tuple[bytes, bytes]:
+            pair = read_file(key, "http_key"), read_file(cert, "http_cert")
+            try:
+                load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *pair)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+                what = "do not belong together" if mismatch else f"are no PEM of both: {error}"
+                raise ConfigError(
+                    f"http_cert {cert} and http_key {key} {what}",
+                    advice="Both are files of PEM, the key without a passphrase.",
+                    key="http_cert",
+                ) from None
+            return pair
+
+        super().__init__("http_cert", cert, load, files=lambda: (cert, key))
+
+
+def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
+    """``ssl`` loads keys from files only: this one is in memory, and nobody else's.
+
+    Raises:
+        ssl.SSLError, OSError, ValueError: they cannot be used.
+    """
+    descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, key + b"\n" + chain)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)
+    finally:
+        os.close(descriptor)
+
+
+def _no_passphrase() -> str:
+    """Instead of a question at the terminal, for a key that has one."""
+    raise ValueError("the key has a passphrase")

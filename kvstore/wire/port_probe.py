@@ -1,0 +1,140 @@
+"""Finds out what listens on a port that was given as a master's and does not answer as one.
+
+A master has a port for gRPC, one for the lane and one for HTTP, and a node has two more. A client
+that is given the wrong one gets an error of gRPC that names none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterable
+from typing import Final
+
+from kvstore.config import DEFAULT_PORT
+from kvstore.errors import ProtocolError
+from kvstore.runtime import resolver
+from kvstore.runtime.addresses import ETCD_SCHEME, parse_etcd, shown_place, split_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.host import is_loopback
+from kvstore.runtime.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
+from kvstore.wire.frames import ERROR, FrameReader
+from kvstore.wire.status import NO_TLS
+
+ASK_S: Final = 0.5
+"""How long a port may take to answer."""
+
+GRPC: Final = "a gRPC server"
+LANE: Final = "the lane of a master"
+HTTP: Final = "a port for HTTP, as masters and nodes have one"
+DATA: Final = "the data port of a node"
+TLS: Final = "a port for TLS"
+
+NO_MASTER: Final = "that is "
+"""A reason that begins so names what listens instead."""
+
+REFUSED: Final = "connection refused"
+"""gRPC's words for a port on which no process listens."""
+
+_STRANGE: Final = ("http/2", "connection reset", "socket closed", "goaway")
+"""Parts of what gRPC says of a port that takes connections and speaks something else. It may say
+so of a master that ends at that moment, too."""
+
+_QUESTION: Final = b"GET /healthz HTTP/1.0\r\nX-Asks: %s\r\n\r\n" % b"which port".ljust(
+    HELLO_BYTES, b"."
+)
+"""A request that each of our servers refuses or answers in its own way."""
+
+_ANSWER_BYTES: Final = 512
+_SETTINGS: Final = 4
+_TLS_ALERT: Final = b"\x15\x03"
+
+
+def identify_service(address: str, timeout_s: float = ASK_S) -> str:
+    """What listens at ``address``, as one of the constants above; empty: nothing, or another
+    program. Blocks for ``timeout_s`` at most."""
+    until = uptime() + timeout_s
+    host, port = split_address(address, default_port=DEFAULT_PORT)
+    answer = b""
+    is_there = False
+    with contextlib.suppress(OSError), resolver.connect(host, port, until) as asked:
+        is_there = True
+        asked.settimeout(max(until - uptime(), 0.001))
+        asked.sendall(_QUESTION)
+        answer = asked.recv(_ANSWER_BYTES)
+    found = _read(answer)
+    return TLS if not found and is_there and _has_tls(host, port, until) else found
+
+
+def _has_tls(host: str, port: int, until: float) -> bool:
+    """Whether the port answers a greeting of TLS, whoever it is; a port of gRPC says no word to
+    those who speak without."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with contextlib.suppress(OSError), resolver.connect(host, port, until) as asked:
+        asked.settimeout(max(until - uptime(), 0.001))
+        with context.wrap_socket(asked):
+            return True
+    return False
+
+
+def is_protocol_mismatch(details: str) -> bool:
+    """Whether ``details`` of a failed gRPC call may come from a port that speaks no gRPC."""
+    return any(sign in details.lower() for sign in _STRANGE)
+
+
+def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
+    """What to do about ``masters`` (as a user gives them), each of which failed for a reason."""
+    reasons = list(reasons)
+    if NO_MASTER + TLS in reasons:
+        return (
+            f"The master at {shown_place(masters)} requires identities: give --auth FILE, or "
+            "KVSTORE_AUTH=FILE (kvstore auth issue writes it)"
+        )
+    if NO_TLS in reasons:
+        return (
+            f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
+            "or remove --auth (KVSTORE_AUTH) here"
+        )
+    if any(reason.startswith(NO_MASTER) for reason in reasons):
+        return (
+            "Clients and nodes need the gRPC port of a master, which it prints when it starts "
+            f"({DEFAULT_PORT}, unless --port says otherwise)"
+        )
+    if reasons and all(reason == REFUSED for reason in reasons):
+        return (
+            f"No process listens there: start {start_command(masters)}, or name a running master "
+            "with --master or KVSTORE_MASTER"
+        )
+    return f"kvstore doctor --master {masters} tests the way to it, step by step"
+
+
+def start_command(masters: str) -> str:
+    """What starts the first of ``masters`` on its host."""
+    if masters.startswith(ETCD_SCHEME):
+        return f"kvstore-master --etcd {parse_etcd(masters).endpoints[0]}"
+    host, port = split_address(masters.partition(",")[0], default_port=DEFAULT_PORT)
+    where = "" if is_loopback(host) else f"--host {host} "
+    return f"kvstore-master {where}--port {port}"
+
+
+def _read(answer: bytes) -> str:
+    if answer.startswith(b"HTTP/"):
+        return HTTP
+    if answer.startswith(_TLS_ALERT):
+        return TLS
+    if answer[:2] == b"\0\0" and answer[3:5] == bytes((_SETTINGS, 0)):
+        return GRPC
+    if len(answer) == STATUS_BYTES and unpack_status(answer) is not None:
+        return DATA
+    reader = FrameReader(_ANSWER_BYTES)
+    space = reader.space()
+    count = min(len(answer), len(space))
+    space[:count] = answer[:count]
+    reader.received(count)
+    with contextlib.suppress(ProtocolError):
+        frame = reader.next()
+        if frame is not None and frame[:2] == (0, ERROR):
+            return LANE
+    return ""
