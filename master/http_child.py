@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from kvstore.errors import KVStoreError, StartupError
+from kvstore.errors import ConfigError, KVStoreError, StartupError
 from kvstore.master.ipc_channel import SERVED, Answers, MasterChannel
 from kvstore.runtime.cancellation import CancelToken
 from kvstore.runtime.child_process import Child
@@ -41,7 +42,7 @@ async def supervise_http_child(
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed`` gives the child its events; ``served``: the other fields of
-    ``kvstore.console.master_server.Served`` that it does not find out by itself.
+    ``HttpChildOptions`` that it does not find out by itself.
     """
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterChannel()
@@ -95,6 +96,16 @@ def _ends() -> tuple[socket.socket, socket.socket]:
         return socket.socketpair()
     except OSError as error:
         raise StartupError(f"its child needs sockets: {error.strerror}") from error
+
+
+def is_installed(*, required: bool) -> bool:
+    """Whether the console is part of this installation. If ``required``, raises ConfigError."""
+    if importlib.util.find_spec("kvstore.console") is not None:
+        return True
+    if required:
+        raise ConfigError("http_port is given, and kvstore.console is not installed")
+    log.warning("no_console: no metrics and no dashboard, kvstore.console is not installed")
+    return False
 
 
 async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:

@@ -144,8 +144,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
     breaking = loop.create_task(broken.wait())
     child: Child | None = None
     try:
-        if config.http_port:
-            given = "http_port" in config.model_fields_set
+        given = "http_port" in config.model_fields_set
+        if config.http_port and http_child.is_installed(required=given):
             listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
             master.serves_http(listener.getsockname()[1])
         endpoints = master.endpoints

@@ -76,6 +76,31 @@ def test_the_files_of_the_dashboard_are_shipped() -> None:
     assert there == listed
 
 
+def test_the_store_works_without_what_is_built_on_it(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns("console", "connectors", "proxy", "__pycache__")
+    shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=left_out)
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CONSOLE], cwd=tmp_path, env=environ, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == f"{tmp_path} b'value'\n", done.stderr
+
+
+WITHOUT_CONSOLE = """
+import re, signal, subprocess, sys, kvstore
+flags = "--port", "0", "--memory", "16MiB"
+with subprocess.Popen(
+    [sys.executable, "-m", "kvstore.cli.master", *flags], stdout=subprocess.PIPE, text=True
+) as master:
+    address = re.search(r"listening on (\\S+)", master.stdout.readline())[1]
+    with kvstore.Client(address) as client:
+        client.put("key", b"value")
+        print(kvstore.__path__[0].removesuffix("/kvstore"), client.get("key"))
+    master.send_signal(signal.SIGTERM)
+"""
+
+
 def test_types_are_announced_and_shipped() -> None:
     data: dict[str, list[str]] = SETUPTOOLS["package-data"]
     assert (ROOT / "kvstore" / "py.typed").is_file()
@@ -108,7 +133,7 @@ def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
 def test_every_package_can_be_imported(package: str) -> None:
-    engine = package.removeprefix("kvstore.connectors.")
+    engine = package.removeprefix("kvstore.connectors.").partition(".")[0]
     if engine in ENGINES:
         pytest.importorskip(ENGINES[engine])
     with warnings.catch_warnings():  # of engines and torch, to each other
