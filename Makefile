@@ -16,6 +16,14 @@ BIN := $(VENV)/bin
 # Tests of real processes wait most of their time, so more of them run at once than there are cores.
 BESIDE = --numprocesses $(JOBS) --dist worksteal
 QUICK = $(addprefix tests/,unit conformance model simulation stories)
+# What belongs to one room: ROOM=master, ROOM=connectors/vllm.
+ROOM ?=
+OF_ROOM = $(wildcard tests/unit/$(firstword $(subst /, ,$(ROOM)))) $(addprefix tests/,$(OF_$(firstword $(subst /, ,$(ROOM)))))
+OF_master = model conformance/test_rpc_servers.py
+OF_node = conformance/test_node_agent.py conformance/test_node_stream.py
+OF_transport = conformance/test_transports.py
+OF_client = conformance/test_objects.py
+OF_connectors = unit/common conformance/test_mooncake.py conformance/test_mooncake_store.py
 QUICK_JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? 2 * cores : cores)))
 # Engines compute.
 ENGINE_JOBS ?= 2
@@ -46,8 +54,8 @@ help: ## Show this list
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
-test: $(VENV)/.test ## Run the quick tests: what the store promises (ARGS='-k lease' chooses some)
-	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(QUICK) $(ARGS)
+test: $(VENV)/.test ## Run the quick tests: what the store promises (ROOM=master: those of one room)
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(if $(ROOM),$(OF_ROOM),$(QUICK)) $(ARGS)
 
 test-all: $(VENV)/.dev ## Run all tests that need no engine (its first line names Debian packages that are missing)
 	@tests/needs.sh
