@@ -26,7 +26,7 @@ UNSEEN: Final = ("Status", "Join")
 Counts = Sequence[int]
 
 
-class Sample(NamedTuple):
+class HistorySample(NamedTuple):
     """What a master has counted since its start, or since its term began. As a point: what it
     counted since the sample before it."""
 
@@ -49,10 +49,10 @@ class Sample(NamedTuple):
     """How long a point is; 0 for a sample."""
 
 
-def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
+def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> HistorySample:
     """``measured``: the master's answer to ``measures``; ``status``: None if it is not known."""
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
-    return Sample(
+    return HistorySample(
         at_ms=at_ms,
         epoch=measured["epoch"],
         leads=measured["leads"] and status is not None,
@@ -73,10 +73,10 @@ class HistoryPoints:
     """The points of the last hour. A master that stands by adds none."""
 
     def __init__(self) -> None:
-        self._points: deque[Sample] = deque(maxlen=POINTS_MAX)
-        self._before: Sample | None = None
+        self._points: deque[HistorySample] = deque(maxlen=POINTS_MAX)
+        self._before: HistorySample | None = None
 
-    def add(self, now: Sample) -> None:
+    def add(self, now: HistorySample) -> None:
         """Takes a sample, and adds a point if the sample before it was recent enough."""
         before, self._before = self._before, now if now.leads else None
         if before is None or not now.leads or before.epoch != now.epoch:
@@ -105,7 +105,7 @@ class HistoryPoints:
             )
         )
 
-    def lately(self, now_ms: int, within_s: float) -> list[Sample]:
+    def lately(self, now_ms: int, within_s: float) -> list[HistorySample]:
         """The points of the last ``within_s`` seconds."""
         return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
 
@@ -160,7 +160,7 @@ class HistoryPoints:
         return sorted(rows, key=lambda row: -row["per_s"])
 
 
-def added(points: Sequence[Sample]) -> Mapping[str, int]:
+def added(points: Sequence[HistorySample]) -> Mapping[str, int]:
     """By how much each counter has grown in these points."""
     total = Counter[str]()
     for each in points:

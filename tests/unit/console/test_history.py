@@ -11,7 +11,7 @@ from kvstore.console.diagnostics.history import (
     EVERY_S,
     POINTS_MAX,
     HistoryPoints,
-    Sample,
+    HistorySample,
     added,
     sample,
 )
@@ -45,7 +45,7 @@ def status(**counters: int) -> ClusterStatus:
     return ClusterStatus(7, "1", 0, nodes, [NamespaceStatus("n", 3, 30)], counted)
 
 
-def taken(*samples: Sample) -> HistoryPoints:
+def taken(*samples: HistorySample) -> HistoryPoints:
     history = HistoryPoints()
     for each in samples:
         history.add(each)
@@ -83,7 +83,9 @@ def test_a_point_holds_what_happened_between_two_samples() -> None:
         (sample(-5, measured(), status()), "the clock was set back"),
     ],
 )
-def test_no_point_is_made_where_the_difference_means_nothing(second: Sample, why: str) -> None:
+def test_no_point_is_made_where_the_difference_means_nothing(
+    second: HistorySample, why: str
+) -> None:
     history = taken(sample(0, measured(), status(matched_objects=9)), second)
     assert history.as_columns(EVERY_MS)["at_ms"] == [], why
     assert second.leads == (why not in ("it stands by", "the store could not be asked"))
