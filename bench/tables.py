@@ -206,7 +206,7 @@ def _missing(module: str) -> str | None:
 OURS: Final = "kvstore"
 MOONCAKE: Final = "Mooncake"
 PACKAGES: Final = ("numpy", "grpcio", "xxhash")
-STORE: Final = System(own_store, "kvstore.bench.kvstore_driver:OurDriver")
+STORE: Final = System(own_store, "kvstore.bench.kvstore_driver:KVStoreDriver")
 BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
 
 

@@ -92,7 +92,7 @@ class StoreDriver:
     def remove(self, keys: Sequence[str]) -> None:
         """Remove these objects now."""
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         """Wait until the memory of all removed objects is free; nothing where it is at once."""
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Session:
             for number in range(pieces):
                 work.check(work.call(number))
         self.driver.remove(keys)
-        self.driver.settle()
+        self.driver.wait_until_free()
 
     def measure(
         self,
@@ -254,7 +254,7 @@ class Session:
 
     def _free_space(self, needed: int) -> None:
         if self._kept + self._spent + needed > self._pool * USED_PART:
-            self.driver.settle()
+            self.driver.wait_until_free()
             self._spent = 0
         self._spent += needed
 

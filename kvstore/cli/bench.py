@@ -151,7 +151,7 @@ def _show(
             f"{found['p50_us']:,.1f}", f"{found['p99_us']:,.1f}", f"{found['processor_us']:,.1f}",
         )  # fmt: skip
 
-    system = System(start, "kvstore.bench.kvstore_driver:OurDriver", target.options)
+    system = System(start, "kvstore.bench.kvstore_driver:KVStoreDriver", target.options)
     table = Table(name="host", title="", rows=tuple(rows), systems={"kvstore": system})
     live = Live(shown, console=console_of_names(fits=True), vertical_overflow="visible",
                 refresh_per_second=2)  # fmt: skip

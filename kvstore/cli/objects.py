@@ -81,7 +81,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
         "version": f"{detail.version.epoch}.{detail.version.counter}",
         "idle_ms": detail.idle_ms,
         "content": content_of(header.descriptor) if header is not None else None,
-        "places": [
+        "locations": [
             {"node": nodes.get(segment, ""), "segment": segment, "offset": offset}
             for segment, offset in zip(places.segments, places.offsets, strict=True)
         ],

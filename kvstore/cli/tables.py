@@ -55,7 +55,7 @@ def print_fields(fields: dict[str, Any]) -> None:
     """Prints the fields of one object, for ``kvstore stat``."""
     table = table_of("", "", show_header=False)
     for name, value in fields.items():
-        if name == "places":
+        if name == "locations":
             text = ", ".join(
                 f"{p['node']} segment {p['segment']} at {p['offset']:#x}" for p in value
             )

@@ -82,7 +82,7 @@ def counters() -> dict[str, int]:
     """Lines since the start that were not written, by name of a metric."""
     return {
         "log_lines_dropped": sum(writer.dropped for writer in _writers),
-        "log_lines_left_out": limit.left_out,
+        "log_lines_suppressed": limit.left_out,
     }
 
 

@@ -78,16 +78,16 @@ def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path)
 MEET = """
 from kvstore.runtime.clock import uptime
 from kvstore.calls import EngineAddress, SegmentInfo
-from kvstore.transport.common import Move
+from kvstore.transport.common import RangeCopy
 from kvstore.transport.mooncake.engine import EngineSettings
-from kvstore.transport.mooncake.engine_session import Buffer
+from kvstore.transport.mooncake.engine_session import ChunkBuffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 mover = MooncakeTransport(EngineSettings("tcp", metadata_server={url!r}))
 info = {info}
-assert mover.reaches(info)
+assert mover.can_reach(info)
 written, read = bytes(range(256)) * 12345, bytearray(256 * 12345)
-mover.write(info, [Move(1 << 20, memoryview(written))], uptime() + 30)
-mover.read(info, [Move(1 << 20, memoryview(read))], uptime() + 30)
+mover.write(info, [RangeCopy(1 << 20, memoryview(written))], uptime() + 30)
+mover.read(info, [RangeCopy(1 << 20, memoryview(read))], uptime() + 30)
 assert read == written
 mover.close()
 print("met")

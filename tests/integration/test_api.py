@@ -72,7 +72,7 @@ def test_one_object(store: Store) -> None:
     told = json.loads(found.text)
     assert (told["size"], told["depth"], told["state"]) == (2, 1, "complete")
     assert (told["key"], told["parent"]) == (KEYS[1].hex(), KEYS[0].hex())
-    assert [place["node"] for place in told["places"]] == [store.node.name]
+    assert [place["node"] for place in told["locations"]] == [store.node.name]
     assert get(store.port, f"{STAT_PATH}?key={KEYS[1].hex()}").status == 404
     assert get(store.port, f"{STAT_PATH}?key=xyz") == (
         400,

@@ -20,7 +20,7 @@ from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY
 GIB = 1 << 30
 POOL = 256 << 20
 MEMORY = 64 << 16
-OURS = "kvstore.bench.kvstore_driver:OurDriver"
+OURS = "kvstore.bench.kvstore_driver:KVStoreDriver"
 MOONCAKE = "bench.mooncake:MooncakeDriver"
 REDIS = "bench.redis:RedisDriver"
 MISSING = mooncake.missing()

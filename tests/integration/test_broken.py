@@ -17,7 +17,7 @@ import sys
 from kvstore.node import agent, main
 async def beat(self, link, accepted):
     raise MemoryError("no more")
-agent.NodeAgent._beat = beat
+agent.NodeAgent._send_heartbeat = beat
 from kvstore.runtime import logs
 logs.configure("info")
 sys.exit(main.run(main.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))

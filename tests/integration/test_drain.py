@@ -143,7 +143,7 @@ def test_nobody_who_reads_notices(store: Cluster) -> None:
         reader.stop()
     assert done.code == 0
     assert done.told["moved"] == len(keys)
-    assert (done.told["left"], done.told["corrupt"], done.told["has_left"]) == (0, 0, True)
+    assert (done.told["remaining"], done.told["corrupt"], done.told["has_departed"]) == (0, 0, True)
     assert store.state_of(old) == "gone"
     all_right(store, keys)
 
@@ -193,8 +193,8 @@ def test_taken_back_it_is_used_again(store: Cluster) -> None:
     assert store.state_of(node) == "alive"
     done = drain(store, node, "--evict")  # nowhere to go
     assert done.code == 1
-    assert done.told["left"] == len(keys)
-    assert not done.told["has_left"]
+    assert done.told["remaining"] == len(keys)
+    assert not done.told["has_departed"]
     assert store.state_of(node) == "draining"
     shown = run_python(*KVSTORE, "status", "--master", store.address, check=True).stdout
     assert f"{node.name}  draining" in " ".join(shown.split("\n")).replace("   ", "  ")
@@ -221,14 +221,14 @@ def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     assert store.state_of(old) == "alive"
     for options in (["--evict"], ["--evict"]):  # a second drain spares what the first one moved
         done = drain(store, old, *options)
-        assert (done.code, done.told["evicted"], done.told["has_left"]) == (1, 0, False)
+        assert (done.code, done.told["evicted"], done.told["has_departed"]) == (1, 0, False)
         assert all(client.exists(key) for key in keys)
         until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
     done = drain(store, old, "--discard")
     assert done.code == 0
-    assert done.told["left"] >= 34
+    assert done.told["remaining"] >= 34
     has_left(old)
-    assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["left"]
+    assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["remaining"]
 
 
 def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:

@@ -167,7 +167,7 @@ def allowed(lie: TamperedMessage, node: str) -> bool:
         case calls.NodeJoin():
             # What was removed while other memory was away, memory alone remembers: so any
             # node may say that others were away.
-            return field.startswith("segments.0.mark")
+            return field.startswith("segments.0.removal_watermark")
     return False
 
 

@@ -62,17 +62,17 @@ def test_the_answers_are_those_of_the_command_and_described(cluster: Cluster, po
         assert cause["code"] == "other_fingerprint"
         assert cause["fields"] == ["dtype: bfloat16 writes, float16 asks"]
         (party,) = [each for each in found["groups"] if there in each["namespaces"]]
-        assert [row["client"] for row in party["asks"]] == ["decode-1"]
+        assert [row["client"] for row in party["readers"]] == ["decode-1"]
         assert party["missed"]["text"].startswith("hex:0101")
         assert found["notes"] == []
     assert asked(port, f"{WHY_PATH}?namespace=nowhere").status == 404
     assert asked(port, f"{WHY_PATH}?namespace=a&model=m").status == 400
     traffic = told(port, TRAFFIC_PATH)
-    counted = ("put", "put_bytes", "asked", "found")
+    counted = ("put", "put_bytes", "queries", "found")
     rows = {row["client"]: [row[each] for each in counted] for row in traffic["engines"]}
     assert rows["prefill-1"] == [8, 8, 0, 0]
     assert rows["decode-1"] == [0, 0, 8, 0]
-    none = {row["name"]: row["none"] for row in traffic["namespaces"]}
+    none = {row["name"]: row["queries_without_hit"] for row in traffic["namespaces"]}
     assert (none[here], none[there]) == (0, 1)
     assert FLEET_NAMESPACE not in none
     paths = told(port, OPENAPI_PATH)["paths"]

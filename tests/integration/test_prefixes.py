@@ -58,10 +58,10 @@ def test_two_conversations_branch_after_their_system_prompt(cluster: Cluster, po
 
     answer = told(port, query(CHAINS_PATH, namespace="chat"))
     trunk, often, once = answer["branches"]
-    assert answer["whole"]
+    assert answer["complete"]
     assert (trunk["above"], often["above"], once["above"]) == (0, 1, 1)
     assert (trunk["first"], trunk["last"]) == (key_text(SYSTEM[0]), key_text(SYSTEM[-1]))
-    assert (trunk["matched"], trunk["ended"], trunk["children"]) == (6, 0, 2)
+    assert (trunk["matched"], trunk["matches_ended"], trunk["children"]) == (6, 0, 2)
     assert (often["matched"], often["size"]) == (5, 200)
     assert trunk["nodes"] == {cluster.nodes[0].name: 4}
 

@@ -498,7 +498,7 @@ def test_sigterm_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
         assert await w.ended() == 0
         await held.cancelled.wait()
 
-    play(tmp_path, scenario, constants={"app:GRACE_S": 0.1})
+    play(tmp_path, scenario, constants={"main:GRACE_S": 0.1})
 
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_client_believes_no_promise_of_before(
         if transport == "shm":
             one.ask("workers.update(view=client.get('key', copy=False, kind='numpy'))")
             one.ask("workers.update(own=client.allocate(100, kind='numpy'))")
-            held = ["client.lease(workers['view']).held", "client.lease(workers['own']).held"]
+            held = ["client.lease(workers['view']).is_held", "client.lease(workers['own']).is_held"]
         assert all(one.ask(each) for each in held)
         cluster.master_server.freeze()
         try:

@@ -78,7 +78,7 @@ import sys
 from kvstore import Client
 client = Client({store.address!r})
 view = client.get("w", copy=False, kind={kind!r})
-assert client.lease(view).held
+assert client.lease(view).is_held
 try:
     view *= 100
 except ValueError:

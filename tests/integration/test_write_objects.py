@@ -76,7 +76,7 @@ def test_a_node_is_drained_and_leaves(tmp_path: Path) -> None:
         drained(store, first, "kept")
         assert cluster.state_of(first) == "draining"
         told = store.ask("GET", f"{DRAIN_PATH}?node={first.name}").json
-        assert (told["left"], told["moved"]) == (10, 0)
+        assert (told["remaining"], told["moved"]) == (10, 0)
         assert store.ask("POST", UNDRAIN_PATH, {"node": first.name}).status == 204
         assert cluster.state_of(first) == "alive"
 

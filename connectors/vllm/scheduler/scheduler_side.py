@@ -194,7 +194,7 @@ class SchedulerSide:
 
     def _identify(self) -> bool:
         """Asks the workers for their identity; returns whether it has changed."""
-        hellos = self._identity.start(self._on_worker, self._options, "hello")
+        hellos = self._identity.start(self._on_worker, self._options, "worker_identity")
         if self._identity.is_off:
             return False
         self._take_adapters({hello.rank: hello.adapters for hello in hellos})

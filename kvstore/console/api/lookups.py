@@ -138,7 +138,7 @@ class StatResponse(Shape):
     text: KeyText = Field(description="The key as kvstore ls shows it.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
     version: str
-    replicas: list[ReplicaLocation]
+    locations: list[ReplicaLocation]
 
 
 class LookupsAPI:
@@ -192,7 +192,7 @@ class LookupsAPI:
             "text": row.key,
             "parent": detail.parent.hex() or None,
             "version": f"{detail.version.epoch}.{detail.version.counter}",
-            "places": [
+            "locations": [
                 ReplicaLocation(node=names.get(segment, ""), segment=segment, offset=offset)
                 for segment, offset in places
             ],

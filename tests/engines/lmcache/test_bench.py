@@ -32,7 +32,7 @@ def measured(
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode
     options = {"on_mooncake": on_mooncake}
-    settings = Settings("bench.lmcache:Driver", options, mode, address, POOL // 2, 64 << 16)
+    settings = Settings("bench.lmcache:LMCacheDriver", options, mode, address, POOL // 2, 64 << 16)
     with contextlib.closing(ClientProcess(children, f"{on_mooncake}-{mode}", settings)) as client:
         for row in rows:
             assert len(client.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id

@@ -19,7 +19,7 @@ SIZE = 64 << 10
 def test_pages_are_set_got_and_found(mode: str) -> None:
     with own_store(POOL) as store, Children() as children:
         settings = Settings(
-            "bench.hicache:Driver",
+            "bench.hicache:HiCacheDriver",
             {"on_mooncake": False},
             mode,
             store.address(),

@@ -62,7 +62,7 @@ class Shelf(StoreDriver):
         for key in keys:
             del self.held[key]
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         self.settled += 1
 
 

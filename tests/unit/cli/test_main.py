@@ -239,7 +239,7 @@ def test_stat(kv: KV, store: FakeClient) -> None:
     assert found["size"] == 5
     assert found["content"]["dtype"] == "bfloat16"
     assert found["parent"] == "hex:01"
-    assert found["places"] == [{"node": "host-a", "segment": 1, "offset": 4096}]
+    assert found["locations"] == [{"node": "host-a", "segment": 1, "offset": 4096}]
     text = kv("stat", "k").out
     assert "size       5 B" in text
     assert "host-a segment 1 at 0x1000" in text

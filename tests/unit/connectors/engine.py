@@ -110,7 +110,7 @@ class Asked:
         """Request, number of hashes, expected tokens."""
         self.known: set[str] = set()
 
-    def want(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> str:
+    def request(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> str:
         self.wanted.append((request_id, len(hashes), expected_tokens))
         self.known.add(request_id)
         return request_id
@@ -185,7 +185,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.asked = Asked()
-        self.identity = SimpleNamespace(fingerprint="f", draft="d", is_certain=True)
+        self.identity = SimpleNamespace(fingerprint="f", draft="d", is_verified=True)
         self.events = BlockEvents(self.groups, wanted=self.events_wanted)
         self.side = SchedulerLogic(
             self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ class Workers:
         self.seem_equal = [True, True]
         self.number = 0
 
-    def ask(self, function: Any, *arguments: object) -> list[Any]:
+    def call(self, function: Any, *arguments: object) -> list[Any]:
         return [function(rank, *arguments) for rank in (0, 1)]
 
     def hello(self, rank: int) -> WorkerIdentity:

@@ -483,7 +483,7 @@ def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
     def broken(lookup: PendingLookup) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(lookups, "_look", broken)
+    monkeypatch.setattr(lookups, "_run_queries", broken)
     first = lookups.request("r", hashes(1))
     assert answered(lookups, first) == 0
     assert first.failed

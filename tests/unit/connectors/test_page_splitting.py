@@ -186,7 +186,7 @@ def test_zeros_are_written_to_pieces_that_have_such_objects() -> None:
 
     def piece(name: str) -> Any:
         return SimpleNamespace(
-            layout="", block_bytes={0: 8}, mark=None,
+            layout="", block_bytes={0: 8}, record_event=None,
             zero=lambda group, blocks, after, deadline: told.append((name, list(blocks))),
         )  # fmt: skip
 

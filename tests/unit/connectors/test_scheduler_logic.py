@@ -415,11 +415,11 @@ def test_a_save_under_the_old_weights_is_no_event() -> None:
 def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_computed() -> None:
     engine = Engine()
     request = engine.add("r", 13)
-    engine.identity.is_certain = False
+    engine.identity.is_verified = False
     assert engine.step({"r": 8}).saves == []
     assert engine.side.pinned_blocks == 2
     assert engine.side.finished(request) == {"stored_tokens": 8}, "promised, as it will be stored"
-    engine.identity.is_certain = True
+    engine.identity.is_verified = True
     orders = engine.step({"r": 5})
     assert saved(orders) == {0: [0, 1, 2]}
     assert len(orders.saves) == 2
@@ -431,9 +431,9 @@ def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_com
 def test_saves_that_wait_are_dropped_when_the_weights_are_others(fingerprint: str) -> None:
     engine = Engine()
     engine.add("r", 13)
-    engine.identity.is_certain = False
+    engine.identity.is_verified = False
     engine.step({"r": 8})
-    engine.identity.is_certain = bool(fingerprint)
+    engine.identity.is_verified = bool(fingerprint)
     engine.move(fingerprint)
     assert engine.step().saves == []
     assert not engine.side.has_pinned
@@ -442,12 +442,12 @@ def test_saves_that_wait_are_dropped_when_the_weights_are_others(fingerprint: st
 def test_saves_that_wait_are_dropped_when_blocks_have_to_be_free() -> None:
     engine = Engine()
     request = engine.add("r", 13)
-    engine.identity.is_certain = False
+    engine.identity.is_verified = False
     engine.step({"r": 8})
     engine.side.drained(set())
     assert not engine.side.has_pinned
     assert engine.side.finished(request) is None
-    engine.identity.is_certain = True
+    engine.identity.is_verified = True
     assert saved(engine.step({"r": 5})) == {0: [0, 1, 2]}, "made again"
 
 
@@ -873,7 +873,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule(certain=st.booleans())
     def doubt(self, certain: bool) -> None:
-        self.engine.identity.is_certain = certain
+        self.engine.identity.is_verified = certain
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -881,7 +881,7 @@ class Scheduling(RuleBasedStateMachine):
         assert self.engine.side.pinned_blocks <= 0.2 * 120
 
     def teardown(self) -> None:
-        self.engine.identity.is_certain = True
+        self.engine.identity.is_verified = True
         self.engine.step()
         for request in list(self.engine.requests.values()):
             self.engine.finish(request)

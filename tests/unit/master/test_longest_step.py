@@ -48,7 +48,7 @@ from tests.unit.master.cluster import BEFORE, EPOCH, NAMESPACE, Cluster
 LINES_MAX = 300_000
 """4 ms compiled."""
 
-WALK = ("reach", "lost", "complete")
+WALK = ("is_reachable", "lost", "complete")
 """The walk up a chain, and what it asks of each record."""
 
 RING_LINES_MAX = 1_200_000

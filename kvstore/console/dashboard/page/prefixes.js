@@ -254,7 +254,7 @@ async function openBlock(block, namespace) {
       found.parent ? `continues ${found.parent}` : "the first block of its chain", few(found.children, "continuation", "continuations"),
       `unused for ${time(found.idle_ms / 1000)}`, found.leased_ms ? `leased for ${time(found.leased_ms / 1000)} more` : "not leased",
       block.pinned_ms ? `pinned for ${time(block.pinned_ms / 1000)} more` : "no pin of its own",
-      ...found.replicas.map((place) => `on ${shown(place.node)}, segment ${place.segment} at ${place.offset.toLocaleString("en")}`),
+      ...found.locations.map((place) => `on ${shown(place.node)}, segment ${place.segment} at ${place.offset.toLocaleString("en")}`),
     ].join(" · "));
   } catch (error) {
     put($("block-text"), `Block ${shown(block.text)}: ${shown(error.message)}`);
