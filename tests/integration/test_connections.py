@@ -81,7 +81,8 @@ def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:
     program = (
         "import resource, sys; from kvstore.runtime import descriptors; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1]))); "
-        "print(descriptors.raise_limit(int(sys.argv[2])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "raised = descriptors.raise_limit(int(sys.argv[2])); "
+        "print(raised, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     high = 4_096 if hard == resource.RLIM_INFINITY else min(4_096, hard)
