@@ -1,4 +1,4 @@
-"""The caller's registered memory, by address: engines hand over addresses, not buffers."""
+"""The caller's registered memory, by address: engines pass addresses, not buffers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _NO_BYTES = memoryview(b"")
 
 
 class RegisteredBuffers:
-    """Lends parts of registered memory. Threads: any."""
+    """Registered memory of one client. Threads: any."""
 
     def __init__(self) -> None:
         self._regions = Regions()
         self._devices: dict[int, Device] = {}
-        """The device that a region is on, by the region's address; none for memory of the host."""
+        """The device of a region, by the region's address; absent for host memory."""
         self._changing = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
-        """Raises InvalidArgumentError: it overlaps registered memory."""
+        """Register host memory. Raises InvalidArgumentError: it overlaps registered memory."""
         if memory.nbytes:
             self._add(Region.of(memory), None)
 
     def add_of(self, device: Device, start: int, size: int) -> None:
-        """Adds memory of a device. Raises as ``add``."""
+        """Register device memory. Raises as ``add``."""
         self._add(Region(start, start + size, _NO_BYTES), device)
 
     def _add(self, region: Region, device: Device | None) -> None:
@@ -45,19 +45,14 @@ class RegisteredBuffers:
             self._regions.add(region)
 
     def take(self, start: int) -> memoryview | None:
-        """Unregisters the memory that begins at this address, and returns it if it is the host's;
-        None: there is none."""
+        """Unregister the memory at this address; returns host memory, otherwise None."""
         with self._changing:
             region = self._regions.take(start)
             is_of_host = self._devices.pop(start, None) is None
         return region.memory if region is not None and is_of_host else None
 
     def at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes of the host's memory at this address, within one region.
-
-        Raises:
-            InvalidArgumentError: they are not within one region, or are on a device.
-        """
+        """Return host memory of one region. Raises InvalidArgumentError: it is none."""
         region = self._region_containing(address, size)
         if region.start in self._devices:
             raise InvalidArgumentError(
@@ -68,8 +63,9 @@ class RegisteredBuffers:
         return region.memory[address - region.start : address - region.start + size]
 
     def payload(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """A value, or memory to fill, that is several runs of registered memory, all of them of the
-        host or all of one device. Runs of no bytes are left out.
+        """Return a value of several registered runs, all on the host or all on one device.
+
+        Empty runs are skipped.
 
         Raises:
             InvalidArgumentError: a run is not within one region, or not where the first one is.

@@ -1,4 +1,4 @@
-"""Follows the events of a store over HTTP: the client of ``GET /api/v1/events``."""
+"""Object events over HTTP: the client of ``GET /api/v1/events``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvstore.runtime.cancellation import current
 from kvstore.security.credentials import MASTER_NAME, Credentials
 
 CONNECT_S: Final = 2.0
-"""How long a connection may take: a firewall that drops packets never answers."""
+"""Connection timeout: a firewall may drop packets."""
 
 SILENT_S: Final = 7.0
-"""A stream that is silent for so long is dead: heartbeats come every 2 s."""
+"""A stream that is silent for this long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
-"""Pause between two attempts to connect."""
+"""Pause between attempts to connect."""
 
 BLOCK_BYTES_MAX: Final = 1 << 20
-"""Bytes of one event; a stream with a longer one is no stream of events."""
+"""Maximum bytes of one event."""
 
 _UNAVAILABLE: Final = 503
 _MISDIRECTED: Final = 421
@@ -42,8 +42,8 @@ class StreamEvent(NamedTuple):
     name: str
     """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
     data: dict[str, Any]
-    """``stored`` has ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``
-    and ``depth``; ``removed`` has ``namespace`` and ``key``."""
+    """``stored``: ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size`` and
+    ``depth``; ``removed``: ``namespace`` and ``key``."""
     position: str
     """``EPOCH-NUMBER``, to resume after; empty: none yet."""
 
@@ -62,34 +62,32 @@ def follow(
     heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[StreamEvent]:
-    """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
-    under a ``kvstore.runtime.cancellation.CancelToken``, setting the ``CancelToken`` ends the
-    present connection.
+    """Yield events across restarts of masters and elections. Blocks.
+
+    Setting the ``CancelToken`` of the thread closes the present connection.
 
     Args:
-        addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
-            leads is found. Or an iterator that says where to connect next; when it ends, so does
-            ``follow``.
+        addresses: ``host:port`` or ``https://host:port`` of each master's HTTP, one of which leads.
+            Or an iterator of addresses to try; when it ends, so does ``follow``.
         namespace: only objects of this namespace; empty: of all.
-        under: only objects of namespaces whose names begin so.
-        whole: begin with all that is visible, and again whenever events were missed (``cleared``,
-            ``stored`` ..., ``whole``); applied in order, the events give the exact set.
-        since: resume after this place.
-        patience_s: how long no master may answer; None: for ever.
-        token: the token of these ports, if they want one.
-        cacert: file with the certificates (PEM) that the masters' certificates are checked against;
-            empty: those of the system.
-        auth: the file that proves our identity to masters with authentication, whose addresses are
-            ``https`` then; their certificates must be of its authority. Empty: none.
-        heard: called when a connection shows that it lives: every 2 s, or more often.
+        under: only namespaces with this prefix.
+        whole: begin with a snapshot of all visible objects, and repeat it whenever events were
+            missed (``cleared``, ``stored`` ..., ``whole``); applied in sequence, the events give
+            the exact set.
+        since: resume after this position.
+        patience_s: how long no master may reply; None: forever.
+        token: the HTTP token of these ports, if required.
+        cacert: PEM file of the trusted CAs; empty: those of the system.
+        auth: the certificate file for masters with authentication; their addresses are ``https``,
+            and their certificates must be of its CA. Empty: none.
+        heard: called at each sign of life, at least every 2 s.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
-        UnavailableError: ``patience_s`` is over, or a master has no events;
-        PermissionDeniedError: the token is missing or wrong;
-        InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
-        ConfigError: ``auth`` cannot be used;
-        ClosedError: the thread's ``CancelToken`` is set.
+        UnavailableError: ``patience_s`` is over, or a master has no events; PermissionDeniedError:
+            the token is missing or wrong; InvalidArgumentError: ``since``, ``cacert`` or an address
+            is wrong; ConfigError: ``auth`` cannot be used; ClosedError: the thread's
+            ``CancelToken`` is set.
     """
     tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
     name = MASTER_NAME if auth else ""
@@ -131,8 +129,8 @@ def _read(
     tls: Callable[[], ssl.SSLContext],
     name: str,
 ) -> Iterator[tuple[StreamEvent | None, str]]:
-    """Reads one connection. Yields each event (None: a heartbeat), and the place after it.
-    ``name``: the name in the master's certificate; empty: that in ``address``."""
+    """Yield each event of one connection (None: a heartbeat) and its position. ``name``: expected
+    in the master's certificate; empty: that in ``address``."""
     connection = _connect(address, tls, name)
     with contextlib.closing(connection), _cut_by_stop(connection.sock):
         host, port = connection.sock.getpeername()[:2]

@@ -1,4 +1,4 @@
-"""Allocations: the flows of ``allocate``, and of the put that makes an object of one.
+"""Allocations: the flows of ``allocate`` and of the put of an allocation.
 
 ``allocate`` leases memory of the pool, and the program computes into it. The put writes the header
 in front of the payload, commits the allocation under its key, and renews the lease.
@@ -38,12 +38,13 @@ log = logging.getLogger("kvstore.client")
 def allocate(
     context: Context, namespace: Namespace, descriptor: bytes, size: int, wait_ms: int
 ) -> Flow[Value]:
-    """Allocates space for a value of ``size`` payload bytes, on this host, and leases it. Until it
-    is put, it counts for the tenant of ``namespace``.
+    """Allocate and lease space for ``size`` payload bytes on this host.
+
+    The tenant of ``namespace`` is charged for it until it is put.
 
     Raises:
-        NodeUnreachableError: there is no segment on this host that the client may write to in
-            place. Otherwise as ``write``.
+        NodeUnreachableError: this host has no segment that is writable in place. Otherwise as
+            ``write``.
     """
     granted, until = yield from grant(context, namespace, size, wait_ms)
     segment = granted.segment
@@ -62,7 +63,7 @@ def allocate(
             advice="Start a kvstore-node here, or pass memory= to the client.",
             node=segment.node,
         )
-    # ``np.frombuffer`` refuses to be empty.
+    # ``np.frombuffer`` rejects empty memory.
     array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
     value = decode(descriptor, array)
     watched = array, array.ctypes.data, granted, until, None, value
@@ -73,8 +74,7 @@ def allocate(
 def grant(
     context: Context, namespace: Namespace, size: int, wait_ms: int
 ) -> Flow[tuple[AllocationLease, float]]:
-    """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
-    grant, and until when the client holds it.
+    """Request space for ``size`` payload bytes and wipe its header; returns the grant and its end.
 
     Raises:
         As ``write``.
@@ -104,10 +104,10 @@ def grant(
 
 
 def refuse_lost(context: Context, items: Items) -> None:
-    """Raises ReservationLostError if an item is an allocation that this client has lost."""
+    """Raise ReservationLostError if an item is an allocation that this client has lost."""
     if not context.views.allocated:
         return
-    parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
+    parts = cast("Sequence[list[memoryview]]", items.parts)  # host memory
     for part in itertools.chain.from_iterable(parts):
         lease = context.views.allocation(part)
         if lease is not None and not lease.is_held:
@@ -117,10 +117,9 @@ def refuse_lost(context: Context, items: Items) -> None:
 def put(
     context: Context, lease: Lease, item: Items, options: PutOptions
 ) -> Flow[PutOutcome | None]:
-    """Puts the object whose payload was computed in an allocation.
+    """Put the object whose payload was computed in an allocation.
 
-    Returns:
-        None: the allocation has become another object, from which the payload must be copied.
+    Returns None if the allocation became another object, from which the payload must be copied.
 
     Raises:
         ReservationLostError: the client does not hold the allocation any more.
@@ -156,9 +155,9 @@ def put(
 
 
 def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | None, float]]:
-    """Returns the object that an allocation has become by a commit without an answer, or None if it
-    is still an allocation; and until when the client holds it. (That commit may still arrive. Its
-    object is leased until then, too.)
+    """Resolve a commit without a reply: return the object, or None for an allocation, and its end.
+
+    The commit may still arrive, so its object is leased until then, too.
 
     Raises:
         ReservationLostError: it is neither.
@@ -188,14 +187,13 @@ def commit(
     deadline: float,
     written: bytearray,
 ) -> Flow[PutOutcome]:
-    """Gives an allocation its key. Its payload is in place already, so no payload byte moves.
+    """Give an allocation its key. Its payload is in place, so none is copied.
 
     Args:
-        item: a single one, whose payload is in one part.
-        deadline: until when the client holds the allocation.
-        written: the header that an earlier commit of it has written, or empty; set to the new one.
-            An equal header is not written again: the earlier commit may have been executed, and
-            its object removed and wiped since.
+        item: a single item, whose payload is in one part.
+        deadline: end of the client's hold on the allocation.
+        written: the header of an earlier commit, or empty; set to the new one. An equal header is
+            not written again: that commit may have been executed, and its object removed and wiped.
     """
     epoch, token, segment, offset, _, _ = granted
     (key,), (size,), (parts,), (descriptor,), _ = item
@@ -207,7 +205,7 @@ def commit(
     )  # fmt: skip
     end = pack_into(head, header, segment.seed, offset)
     if head != written:
-        written.clear()  # until the new header is whole
+        written.clear()  # until the new header is complete
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
         move = RangeCopy(offset, memoryview(head), extent=granted.extent)
         errors = yield [Transfer(segment, [move], True, deadline)]
@@ -224,8 +222,8 @@ def commit(
     )  # fmt: skip
     context.placements.forget(options.namespace, key)
     if committed.header_mac and end + len(committed.header_mac) <= HEADER_BYTES:
-        # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
-        # the next master, or the next start of its node, does not find it.
+        # The object is leased until ``deadline``. Without a header MAC it is stored, but not
+        # recovered after a restart of the master or its node.
         move = RangeCopy(offset + end, memoryview(committed.header_mac), extent=granted.extent)
         errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
@@ -235,7 +233,7 @@ def commit(
 
 
 def _renewal(named: ObjectLease, place: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
-    """The call that asks whether an allocation has become this object."""
+    """Return the call that checks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
         [place.uuid], [place.offset],

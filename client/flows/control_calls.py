@@ -1,4 +1,4 @@
-"""The flows that move no payloads: matching, existence, removal, pins, status, traffic, stat."""
+"""Flows without payloads: matches, existence, removals, pins, status, traffic, stat."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ from kvstore.transport.common import RangeCopy, extent_of
 
 
 class PrefixMatchResult(NamedTuple):
-    """How much of a chain is stored, in one namespace."""
+    """Match of a chain in one namespace."""
 
     matched: int
     """Leading keys that are present, and leased."""
     being_written: int
-    """How many keys after the matched ones are being written at this moment, as far as the last
-    request looked."""
+    """Keys after those that are being written, as far as the last request looked."""
 
 
 class EngineMatchResult(NamedTuple):
-    """How much of a chain is stored in every namespace of an engine."""
+    """Match of a chain in every namespace of an engine."""
 
     matched: int
     """Leading keys that all of its chains have, leased; all keys, if it has no chains."""
     being_written: bool
-    """Whether keys after those are being written at this moment."""
+    """Whether keys after those are being written."""
     state: int
-    """Leading keys up to the last one, among the matched, at which all namespaces of states have an
-    object, leased; 0: there is none."""
+    """Leading matched keys up to the last with an object in all state namespaces; 0: none."""
     lease: ReadLease
-    """The lease of all that was found, for ``Client.release_match``."""
+    """The lease on all of it, for ``Client.release_match``."""
 
 
 def match_all(
@@ -56,7 +54,6 @@ def match_all(
     states: Sequence[Namespace],
     keys: Sequence[Key],
 ) -> Flow[EngineMatchResult]:
-    """One call, unless there are more keys than a request may have."""
     lease = context.leases.new()
     state: int | None = None
     if states and namespaces and len(keys) <= keys_per_request(keys):
@@ -75,8 +72,7 @@ def match_all(
 
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
-    """As ``calls.MatchPrefixReply.state``, for any number of keys: asks from the end of the
-    chain."""
+    """As ``calls.MatchPrefixReply.state``, for any number of keys; searches from the end."""
     end, most = len(keys), keys_per_request(keys)
     while end > 0:
         start = max(0, end - most)
@@ -91,7 +87,7 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLea
 def match_prefix(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
 ) -> Flow[list[PrefixMatchResult]]:
-    """How much of a chain each namespace has; leased until the last blocks found were read."""
+    """Match a chain in each namespace; leased until the last blocks found are read."""
     lease = context.leases.new()
     matches = yield from _match(context, namespaces, keys, lease)
     tips = {
@@ -107,9 +103,8 @@ def match_prefix(
 def _match(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
 ) -> Flow[list[PrefixMatchResult]]:
-    """Matches as many keys as a request may have, from the front, as long as any namespace has all
-    of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
-    the next call."""
+    """Match from the front in requests of the maximum size, while any namespace has all keys of
+    one. Matched keys are leased, so the prefix stays complete during the next call."""
     found = [PrefixMatchResult(0, 0)] * len(namespaces)
     whole = list(range(len(namespaces)))
     most = keys_per_request(keys)
@@ -156,7 +151,7 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
 
 
 def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bool]]:
-    """Keeps objects from eviction; per key, whether it is there and is pinned now."""
+    """Protect objects from eviction; per key, whether it is stored and now pinned."""
     pinned: list[bool] = []
     for start in range(0, len(keys), PIN_KEYS_MAX):
         request = calls.Pin(namespace, keys[start : start + PIN_KEYS_MAX], hold_ms)
@@ -173,18 +168,18 @@ def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
 
 
 CLEAR_STEP = 1_024
-"""Objects removed per call: a few milliseconds of the master, one order to each node."""
+"""Objects removed per call: a few milliseconds of the master, one wipe request per node."""
 
 
 def clear_page(context: Context, namespace: str) -> Flow[calls.ClearReply]:
-    """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
+    """Remove some objects of a namespace ("": all); repeat until none is removed."""
     cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.ClearReply)
     context.placements.clear()
     return cleared
 
 
 def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
-    """Repeats the call for up to a second: a new master has no node yet to record the removal."""
+    """Repeat the call for up to a second: a new master has no node yet to record the removal."""
     for pause_s in (0.05, 0.15, 0.3, 0.5):
         try:
             return (yield from ask(request, expected))
@@ -196,7 +191,6 @@ def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
 
 
 def status() -> Flow[calls.ClusterStatus]:
-    """As ``Client.status``."""
     status = yield from ask(calls.Status(), calls.ClusterStatus)
     while status.next_cursor:
         page = yield from ask(calls.Status(status.next_cursor), calls.ClusterStatus)
@@ -205,7 +199,7 @@ def status() -> Flow[calls.ClusterStatus]:
 
 
 def traffic(namespace: str) -> Flow[calls.TrafficReport]:
-    """As ``Client.traffic``; "": of every namespace."""
+    """As ``Client.traffic``; "": all namespaces."""
     report = yield from ask(calls.Traffic(namespace), calls.TrafficReport)
     while report.next_cursor:
         request = calls.Traffic(namespace, report.next_cursor)
@@ -214,15 +208,14 @@ def traffic(namespace: str) -> Flow[calls.TrafficReport]:
 
 
 def ping_leader() -> Flow[None]:
-    """The cheapest question to the master that leads. It names no namespace, so that an engine may
-    ask it whatever its namespaces are."""
+    """Call the leader without a namespace, so that any identity of an engine may do so."""
     yield from ask(calls.DescribeSegments(()), calls.DescribeSegmentsReply)
 
 
 class ObjectStat(NamedTuple):
     detail: calls.ObjectDetail
     header: Header | None
-    """The header of the first replica; None: it is being written, or cannot be read now."""
+    """The header of the first replica; None: it is being written, or is unreadable."""
 
 
 def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:

@@ -1,12 +1,9 @@
-"""Copying objects from node to node: the flows of ``move_page`` and ``repair_page``.
+"""Copies of objects between nodes: the flows of ``move_page`` and ``repair_page``.
 
-    start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
-                                                     │ no: given back; corrupt if it is still there
-
-An object of a draining node gets a new version at its new place; an additional replica keeps the
-version. ``put_end`` refuses both if the object was removed or replaced during the copy. So it is
-enough to verify the bytes that were read, and the copy needs no lease. Without one, the object can
-be evicted while it is read: wrong bytes are bad memory only under a header that is still there.
+An object of a draining node gets a new version; an additional replica keeps its version.
+``put_end`` rejects both if the object was removed or replaced during the copy, so the copy only
+verifies what it read and needs no lease. Without one, the object can be evicted meanwhile: wrong
+bytes are bad memory only if the header is still there.
 """
 
 from __future__ import annotations
@@ -32,33 +29,30 @@ from kvstore.transport.common import RangeCopy, extent_of
 log = logging.getLogger("kvstore.client")
 
 OBJECTS_MAX = 128
-"""Objects moved by one call. The master finds, and makes, room for each one: some 10 ms."""
+"""Maximum objects per call. The master allocates, and evicts, for each: some 10 ms."""
 
 BYTES_MAX = 64 << 20
-"""Bytes moved by one call, unless one object is larger: the client holds them in memory."""
+"""Bytes per call, unless one object is larger: the client buffers them."""
 
 REPAIRED_BYTES_MAX = 16 << 20
-"""The same for one call of ``repair_page``: the memory of a node's process may be limited to little
-more than its segment."""
+"""The same for ``repair_page``: a node's process may have little more memory than its segment."""
 
 
 class MoveProgress(NamedTuple):
-    """The result of one step of a pass over a node's objects."""
-
     next_cursor: int
-    """Where the next step begins; 0: the pass is over."""
+    """Start of the next step; 0: the pass is complete."""
     objects: int
     size: int
     """Payload bytes of the moved objects."""
     failed: int
-    """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
+    """Objects that could not be moved now: replaced, removed, or a node did not reply."""
     remaining: int
-    """Objects for which other nodes have no space but that of objects that may not be evicted."""
+    """Objects for which other nodes have no space without disallowed evictions."""
     remaining_size: int
     evicted: int
-    """Less recently used objects on other nodes that were evicted to make room."""
+    """Less recently used objects on other nodes, evicted to free space."""
     corrupt: int
-    """Objects whose bytes do not match their checksum; they stay where they are."""
+    """Objects that do not match their checksum; they stay where they are."""
 
 
 @dataclass(slots=True)
@@ -70,20 +64,20 @@ class _Copy:
     new_version: tuple[int, int]
     token: int
     source: tuple[int, int, bytes]
-    """Segment, offset, and the capability for the extent."""
+    """Segment, offset and capability of the extent."""
     targets: list[tuple[int, int, bytes]]
-    """The same, with the stamp behind the capability, if there is one."""
+    """The same; the capability is followed by the header MAC, if there is one."""
     head: bytearray
     data: bytearray
     hasher: xxh3_64
     header: Header | None = None
-    """The header, once it has been read and verified."""
+    """Set when read and verified."""
 
 
 def move_page(
     context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
 ) -> Flow[MoveProgress]:
-    """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
+    """Move some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
 
     Raises:
         InvalidArgumentError: there is no such node, or it is not being drained.
@@ -97,7 +91,7 @@ def move_page(
 
 
 def repair_page(context: Context, node: str) -> Flow[MoveProgress]:
-    """Copies some objects of this node to other nodes, if the master wants more replicas.
+    """Copy some objects of this node to other nodes, if the master wants more replicas.
 
     Raises:
         InvalidArgumentError: there is no such node, or the master does not repair.
@@ -176,7 +170,7 @@ def _read(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """Fills ``data`` of each copy, and ``header`` if all is right. Returns how many are corrupt."""
+    """Set ``data`` and (if valid) ``header`` of each copy; returns the corrupt objects' number."""
     transfers = _reads(copies, segments, deadline, payload=True)
     failed = yield from carry_out(context, transfers)
     wrong: list[_Copy] = []
@@ -201,7 +195,7 @@ def _reads(
     *,
     payload: bool,
 ) -> dict[int, Transfer]:
-    """The reads of each segment: of every header and, if ``payload``, of the payload after it."""
+    """Build the reads per segment: every header and, with ``payload``, the payload after it."""
     transfers: dict[int, Transfer] = {}
     for copy in copies:
         segment_id, offset, capability = copy.source
@@ -219,7 +213,7 @@ def _reads(
 
 
 def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
-    """The header that was read, if it is that of the version to copy."""
+    """Return the header that was read, if it is that of the version to copy."""
     segment_id, offset, _ = copy.source
     header = unpack(copy.head, segments[segment_id].seed, offset)
     if header is None or (header.epoch, header.counter) != copy.version:
@@ -233,9 +227,9 @@ def _count_corrupt(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """How many of these are still there, so that their memory is bad. The others were removed
-    between their header and their payload: without a lease their memory may be given to another
-    object, but not before their header is wiped."""
+    """Count the objects that are still stored, so that their memory is bad. Others were removed
+    during the read: without a lease their memory may be reused, but only after their header was
+    wiped."""
     failed = yield from carry_out(context, _reads(wrong, segments, deadline, payload=False))
     corrupt = 0
     for copy in wrong:
@@ -253,7 +247,7 @@ def _write(
     epoch: int,
     deadline: float,
 ) -> Flow[list[_Copy]]:
-    """Writes the copies and ends their puts; returns the copies that succeeded."""
+    """Write the copies and end their puts; returns the copies that succeeded."""
     transfers: dict[tuple[int, Namespace], ObjectWrites] = {}
     for copy in copies:
         assert copy.header is not None

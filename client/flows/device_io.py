@@ -1,20 +1,15 @@
-"""Whole objects between a segment and the memory of a device.
+"""Complete objects between a segment and the memory of a device.
 
-Where the segment is mapped and the device's driver has locked its pages, the device copies straight
-between its memory and the extents: one copy each way. Elsewhere the bytes take two steps, through
-the ring of page-locked memory or, if they do not fit there, through ordinary memory; the second
-step is the usual transfer of the same rows.
+If the segment is mapped and the driver has locked its pages, the device copies directly between its
+memory and the extents. Otherwise the bytes pass through the ring of page-locked memory or, if they
+do not fit, ordinary memory, and the usual transfer follows. A transfer begins when work queued
+before the call has ended (``WaitForDevice``).
 
-The work that was queued before the call has ended when a transfer begins (the step
-``WaitForDevice``).
+If the segment is in the memory of the same device, the device copies within it, and also to the
+ring if the host needs a checksum.
 
-A segment may be in the memory of the same device, which then copies within its memory. The
-processor has to see the bytes for their checksum, so those that are written, and those that are
-read and verified, are copied to the ring as well: once over the bus, as without such a segment.
-
-Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
-the device copies the next. They are right because of the lease, as for any reader: while it holds,
-the bytes in the pool do not change between the copy and the checksum.
+The host computes checksums over the bytes in the pool, of one group while the device copies the
+next. The lease guarantees that these bytes do not change in between.
 """
 
 from __future__ import annotations
@@ -56,8 +51,7 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> WaitForDevice:
-    """The step that waits for the events of the payloads (``DeviceMemory.after``). If a payload has
-    none, or a stream is given, it also waits for the work queued on the stream before the call."""
+    """Return the step that waits for the payloads' events, or without one for the stream."""
     memories = [payload for payload in payloads if not isinstance(payload, list)]
     events = [event for memory in memories for event in memory.after]
     if stream is not None or not all(memory.after for memory in memories):
@@ -66,7 +60,7 @@ def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) ->
 
 
 class DeviceReads(ObjectReads):
-    """``ObjectReads`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+    """Reads into the memory of one device; each row holds a ``DeviceMemory``."""
 
     __slots__ = ()
 
@@ -95,7 +89,7 @@ class DeviceReads(ObjectReads):
                     for part in _groups(group, device.ring.slot_bytes):
                         outcomes += self._staged(part, device, transport, deadline)
         if locked is not None:
-            transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
+            transport.memory(self.segment)  # raises if the segment was unmounted
         self.outcomes = outcomes
 
     def _straight(
@@ -105,7 +99,7 @@ class DeviceReads(ObjectReads):
         transport: Transport,
         locked: LockedSegment,
     ) -> list[Outcome]:
-        """Lets the device copy the payloads, and verifies them meanwhile."""
+        """Let the device copy the payloads, and verify them meanwhile."""
         memory = transport.memory(self.segment)
         bare = _bare(group)
         found = headers(memory, self.segment, self.namespace, bare)
@@ -119,7 +113,7 @@ class DeviceReads(ObjectReads):
     def _within(
         self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> list[Outcome]:
-        """The device copies within its memory, after the headers have been checked."""
+        """Check the headers, then let the device copy within its memory."""
         with (
             transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
             _DeviceCopies(device, deadline) as under_way,
@@ -143,8 +137,7 @@ class DeviceReads(ObjectReads):
 
 
 class DeviceHeaderChecks(ObjectReads):
-    """Checks, without a copy, objects in the memory of a device that a program is to use there. The
-    rows have no buffers; the ``outcomes`` are those of any read."""
+    """Header checks of objects that a program is to use in device memory. Rows have no buffers."""
 
     __slots__ = ("lent",)
 
@@ -154,7 +147,6 @@ class DeviceHeaderChecks(ObjectReads):
         """Per row the memory of the object; None: it was not found."""
 
     def run(self, transport: Transport, deadline: float) -> None:
-        """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""
         self.lent = [None] * len(self.rows)
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
@@ -171,7 +163,7 @@ class DeviceHeaderChecks(ObjectReads):
 
 
 class DeviceWrites(ObjectWrites):
-    """``ObjectWrites`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+    """Writes from the memory of one device; each row holds a ``DeviceMemory``."""
 
     __slots__ = ()
 
@@ -195,7 +187,7 @@ class DeviceWrites(ObjectWrites):
                 if locked is not None and _lock(device, locked, group, self.segment):
                     self._begin(group, under_way, transport, locked)
                     unsealed.append(group)
-                    if len(unsealed) > 1:  # checksums of one are computed while the next is copied
+                    if len(unsealed) > 1:  # one is hashed while the next is copied
                         under_way.wait_for_copies(all_but=1)
                         self._write_headers(unsealed.popleft(), transport, deadline)
                 else:
@@ -208,7 +200,7 @@ class DeviceWrites(ObjectWrites):
     def _within(
         self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> None:
-        """The device copies within its memory. The checksums are of the bytes in the segment."""
+        """Let the device copy within its memory; checksums cover the bytes in the segment."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
         with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
@@ -229,14 +221,14 @@ class DeviceWrites(ObjectWrites):
         transport: Transport,
         locked: LockedSegment,
     ) -> None:
-        """Wipes the headers, and lets the device copy the payloads to their places."""
+        """Wipe the headers, and let the device copy the payloads."""
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
         under_way.copy(Direction.SAVE, group, locked.base, locked)
 
     def _write_headers(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
-        """Writes the headers of objects whose payloads are in their places."""
+        """Write the headers of objects whose payloads are complete."""
         transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
 
     def _staged(
@@ -256,7 +248,7 @@ def _headers_on(
     deadline: float,
     check: Callable[[], None],
 ) -> list[Header | None]:
-    """The headers of these rows on a device; None: another object is there."""
+    """Return the headers of these rows on a device; None: another object is there."""
     heads = [bytearray(HEADER_BYTES) for _ in group]
     moves = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
     ranges.read(moves, deadline, check)
@@ -274,8 +266,7 @@ def _checked_on(
     deadline: float,
     check: Callable[[], None],
 ) -> list[Outcome]:
-    """The outcomes of these rows, with the payloads compared with their checksums where the reads
-    verify."""
+    """Return the outcomes of these rows; verifies payloads if the reads do."""
     bad: set[int] = set()
     if reads.verify:
         pairs = zip(group, found, strict=True)
@@ -294,13 +285,13 @@ def _checked_on(
 
 
 class _DeviceCopies:
-    """Copies that the device makes at this moment; when the ``with`` block ends, so have they."""
+    """Copies in progress on the device; leaving the ``with`` block waits for them."""
 
     def __init__(self, device: Device, deadline: float) -> None:
         self.deadline = deadline
         self._device = device
         self._events: deque[Event | None] = deque()
-        """One per group, in their order; None: a group without bytes."""
+        """One per group, in sequence; None: a group without bytes."""
 
     def __enter__(self) -> Self:
         return self
@@ -311,10 +302,10 @@ class _DeviceCopies:
     def copy(
         self, way: Direction, rows: Sequence[Any], base: int, locked: LockedSegment | None = None
     ) -> None:
-        """Queues the copies between the memory of these rows and their extents.
+        """Queue the copies between the memory of these rows and their extents.
 
         Args:
-            base: the address of the segment, where it is mapped or on the device.
+            base: address of the segment, mapped or on the device.
             locked: the segment, if it is mapped.
         """
         with_bytes = [row for row in rows if row[1]]
@@ -326,7 +317,7 @@ class _DeviceCopies:
         self._events.append(event)
 
     def wait_for_copies(self, all_but: int = 0) -> None:
-        """Waits for the copies of all groups but the last ``all_but``."""
+        """Wait for the copies of all groups except the last ``all_but``."""
         while len(self._events) > all_but:
             if (event := self._events[0]) is not None:
                 self._device.wait_for_copies(event, self.deadline)
@@ -344,7 +335,7 @@ class _HostMemory:
     def copy(
         self, way: Direction, group: Sequence[Any], wanted: Sequence[bool], deadline: float
     ) -> None:
-        """Copies the payloads of the wanted rows between the device and this memory."""
+        """Copy the payloads of the ``wanted`` rows between the device and this memory."""
         base = address_of(self.memory)
         values: list[DeviceMemory] = []
         places: list[int] = []
@@ -361,7 +352,7 @@ class _HostMemory:
 
 @contextmanager
 def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
-    """A slot of the ring of page-locked memory; ordinary memory, if ``size`` exceeds a slot."""
+    """Yield a slot of the page-locked ring; ordinary memory, if ``size`` exceeds a slot."""
     if size > device.ring.slot_bytes:
         ordinary = np.empty(size, np.uint8)
         yield _HostMemory(device, memoryview(ordinary), False)  # type: ignore[arg-type]
@@ -374,7 +365,7 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
 def _straight(
     device: Device, transport: Transport, segment: SegmentInfo
 ) -> Iterator[LockedSegment | None]:
-    """The mapped segment, for copies by the device itself; None: it is not mapped here."""
+    """Yield the mapped segment, for direct copies by the device; None: it is not mapped."""
     is_mounted: Callable[[], bool] | None = (
         transport.mount_checker(segment) if transport.maps else None
     )
@@ -389,7 +380,7 @@ def _lock(
     device: Device, locked: LockedSegment, group: Sequence[ReadRow] | Sequence[WriteRow],
     segment: SegmentInfo,
 ) -> bool:  # fmt: skip
-    """Locks the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
+    """Lock the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
     for row in group:
         offset, size = row[:2]
         if offset < SUPERBLOCK_BYTES or offset + HEADER_BYTES + size > segment.size:
@@ -398,7 +389,7 @@ def _lock(
 
 
 def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
-    """The rows in groups of at most so many payload bytes; a larger row is a group of its own."""
+    """Group the rows by total payload size; a larger row is a group of its own."""
     group: list[RowT] = []
     size = 0
     for row in rows:
@@ -416,7 +407,7 @@ def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
 
 
 def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where each row's object begins, and how many bytes it has with its header."""
+    """Return offset and length (with header) of each row's object."""
     return [(row[0], HEADER_BYTES + row[1]) for row in rows]
 
 
@@ -425,7 +416,7 @@ def _payload_bytes(rows: Sequence[Any]) -> int:
 
 
 def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
-    """The rows with host memory in the place of the device's, end to end."""
+    """Return the rows with host memory instead of device memory, end to end."""
     made = []
     at = 0
     for row in rows:
@@ -436,5 +427,5 @@ def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
 
 
 def _bare(rows: Sequence[Any]) -> list[Any]:
-    """The rows without buffers: their payloads stay in their places in the segment."""
+    """Return the rows without buffers: their payloads stay in the segment."""
     return [(*row[:5], None, *row[6:]) for row in rows]

@@ -1,7 +1,7 @@
-"""Getting values: the flows of ``get`` and its siblings.
+"""Reads of values: the flows of ``get`` and its siblings.
 
-``get_ranges`` reads header and parts in one go. A checksum covers a whole payload, so for a part
-only the header is checked: it says that this version of the object is there, and was complete.
+``get_ranges`` reads header and ranges together. A checksum covers a complete payload, so for ranges
+only the header is verified: this version is stored and complete.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow
 
 
 def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Gets values as ``options`` say: as copies, or as views of the pool."""
+    """Get values as copies, or as views of the pool."""
     if options.copy:
         return read_values(context, keys, options)
     view = views.view_tensors if options.device else views.view_values
@@ -91,14 +91,14 @@ def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
 
 
 class ObjectParts(ReadTarget):
-    """Parts of one object to read, and the caller's memory for them."""
+    """Ranges of one object to read, and the caller's memory for them."""
 
     __slots__ = ("head", "ranges")
 
     def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
         super().__init__(key)
         self.ranges = ranges
-        """Where each begins in the payload, and its memory; none is empty."""
+        """Offset in the payload and memory of each; none is empty."""
         self.head = bytearray(HEADER_BYTES)
 
 
@@ -143,7 +143,7 @@ class PartReads(ObjectReads):
         self.check()
 
     def check(self) -> None:
-        """Sets ``outcomes`` by the headers that were read."""
+        """Set ``outcomes`` from the headers that were read."""
         for row, head in zip(self.rows, self.heads, strict=True):
             header = header_of(head, self.segment.seed, self.namespace, row)
             self.outcomes.append(STALE if header is None else header.descriptor)
@@ -156,9 +156,6 @@ def get_ranges(
     timeout_ms: int | None = None,
 ) -> Flow[list[int | None]]:
     """As ``Client.get_ranges``.
-
-    Args:
-        timeout_ms: as for ``get``.
 
     Raises:
         BufferMismatchError: a range is not within its object; nothing of that batch was read.

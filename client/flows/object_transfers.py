@@ -1,4 +1,4 @@
-"""Whole objects of one segment, read or written together: header, payload, checksum.
+"""Transfers of complete objects of one segment: header, payload, checksum.
 
 A table of *rows* describes the work. All transports give the same outcomes, which
 ``tests/conformance/test_objects.py`` checks.
@@ -20,7 +20,7 @@ from kvstore.transport.base import Transport
 from kvstore.transport.common import batch_ended
 
 Outcome = bytes | int
-"""The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
+"""The descriptor of an object that was read, ``STALE`` or ``CORRUPT``."""
 
 
 class ReadRequest(Protocol):
@@ -32,38 +32,35 @@ class ReadRequest(Protocol):
 
 
 class ObjectReads(Transfer):
-    """Objects to read from one segment. Flows ``add`` rows, and read ``outcomes`` after the
-    transfer has succeeded."""
+    """Reads of objects from one segment. Flows ``add`` rows and use ``outcomes`` after success."""
 
     __slots__ = ("namespace", "outcomes", "rows", "verify")
 
     is_partial: ClassVar[bool] = False
-    """Whether only parts of the objects are read, so that leases of earlier lookups go on."""
+    """Whether only ranges are read, so that leases of earlier lookups continue."""
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
-        """``verify``: check payloads as well as headers."""
         super().__init__(segment, [], write=False)
         self.namespace = namespace
         self.verify = verify
         self.rows: list[ReadRow] = []
         self.outcomes: list[Outcome] = []
-        """One per row, once it has run."""
+        """One per row, after the run."""
 
     def add(
         self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
     ) -> None:
-        """``capability``: as in ``ReadRow``.
+        """Add a row. ``capability``: as in ``ReadRow``.
 
         Raises:
             BufferMismatchError: as ``Target.make_room``.
         """
         size, epoch, counter, _, _, _ = placed
         room = target.allocate(size)
-        views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
+        views = cast("list[memoryview]", room)  # ``DeviceReads`` have device memory there
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 
     def size(self) -> int:
-        """As ``Transfer.size``, without headers."""
         return sum([size for _, size, *_ in self.rows])
 
     def run(self, transport: Transport, deadline: float) -> None:
@@ -92,10 +89,10 @@ def headers(
     *,
     verify: bool = False,
 ) -> list[Outcome]:
-    """One outcome per row, of objects that stay where they are.
+    """Return one outcome per row, of objects that stay where they are.
 
     Args:
-        verify: hash their payloads, too; otherwise only their headers are checked.
+        verify: hash their payloads, too.
 
     Raises:
         SegmentGoneError, InvalidRangeError

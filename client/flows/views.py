@@ -1,4 +1,4 @@
-"""Views: the flows of ``get(copy=False)``, whose values are the pool's own memory, leased."""
+"""Views: the flows of ``get(copy=False)``, whose values are leased memory of the pool."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class _HeaderChecks(NamedTuple):
 
     segment: SegmentInfo
     shown: memoryview
-    """``TransportSelector.readonly_memory``."""
     rows: list[ReadRow]
     of: list[tuple[int, LeasedLocation, Replica]]
 
 
 def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Values over the pool's own memory, leased; copies of objects that are not mapped here, or not
-    found in their places twice: the copying flow tries other replicas, and reports bad memory."""
+    """Return leased views; copies of objects that are not mapped, or were twice not at their
+    location: the copying flow tries other replicas and reports bad memory."""
     namespace = options.namespace
     views: list[Found] = [None] * len(keys)
     todo = list(range(len(keys)))
@@ -84,7 +83,7 @@ def _copy(
     rows: Sequence[int],
     views: list[Found],
 ) -> Flow[None]:
-    """Puts copies of these objects into ``views``."""
+    """Store copies of these objects in ``views``."""
     if rows:
         values = yield from read_values(context, [keys[index] for index in rows], options)
         for index, value in zip(rows, values, strict=True):
@@ -97,8 +96,7 @@ def _look(
     looks: _HeaderChecks,
     views: list[Found],
 ) -> list[int]:
-    """Puts values over the segment into ``views``. Returns the indexes of objects that are not in
-    their places now."""
+    """Store values over the segment in ``views``. Returns the indexes of missing objects."""
     segment, shown, rows, of = looks
     namespace, kind = options.namespace, options.kind
     try:
@@ -149,8 +147,7 @@ def _look(
 
 
 def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Tensors over the pool's own memory, leased, of objects that are in the memory of this
-    device; copies of all others, and of those that are not found there after all."""
+    """Return leased tensors over objects in the memory of this device, and copies of all others."""
     namespace, device = options.namespace, context.pool.devices.of(options.device)
     views: list[Found] = [None] * len(keys)
     here: dict[int, tuple[DeviceHeaderChecks, list[tuple[int, LeasedLocation, int]]]] = {}
@@ -185,7 +182,7 @@ def _lend(
     of: Sequence[tuple[int, LeasedLocation, int]],
     views: list[Found],
 ) -> None:
-    """Puts tensors over the objects that were found into ``views``, and watches them."""
+    """Store tensors over the objects that were found in ``views``, and watch them."""
     held: list[Watched] = []
     now = context.clock()
     rows = zip(of, looks.outcomes, looks.lent, strict=True)

@@ -1,7 +1,7 @@
-"""Writing objects: the flow under ``put`` and its siblings.
+"""Writes of objects: the flow under ``put`` and its siblings.
 
 After put_start, each replica is wiped, then gets its payload, then its header; put_end follows. A
-grant that fails (a node died, the master changed) is revoked, and the flow asks for another.
+failed grant (a node died, the master changed) is revoked, and another one requested.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
-"""Grants of one put before it is refused."""
+"""Grants of one put before it is rejected."""
 
 SHOWN_MAX = 3
-"""Failed nodes whose errors the message of a failed put repeats."""
+"""Failed nodes whose errors a failed put reports."""
 
 OUTCOMES = {int(each): each for each in PutOutcome}
-"""By number: calling the enum takes 20 times as long."""
+"""By number: 20 times as fast as calling the enum."""
 
 
 class Items(NamedTuple):
-    """Objects to write, column by column: a Python object for each would cost more than the work on
-    it."""
+    """Objects to write, in columns: a Python object each would cost more than the work."""
 
     keys: Sequence[Key]
     sizes: Sequence[int]
@@ -54,10 +53,9 @@ class Items(NamedTuple):
     parts: Sequence[Payload]
     descriptors: Sequence[bytes]
     device: Device | None = None
-    """Where the payloads are; None: in the host's memory."""
+    """None: the payloads are in host memory."""
 
     def select(self, rows: Sequence[int]) -> Items:
-        """The items with these indexes."""
         keys, sizes, parts, descriptors, device = self
         return Items(
             [keys[row] for row in rows],
@@ -80,23 +78,21 @@ class PutOptions(NamedTuple):
     replicas: int = 1
     overwrite: bool = False
     partial: bool = False
-    """Store what there is room for, and say NO_SPACE of the rest."""
+    """Store what fits; the outcome of the rest is NO_SPACE."""
     ttl_ms: int = 0
-    """How long the objects live once they are stored; 0: no end."""
+    """TTL once stored; 0: none."""
     wait_ms: int = 0
-    """How long the master waits for leases to end where there is no room."""
+    """Maximum wait of the master for leases to end if there is no space."""
 
 
 def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutOutcome]]:
-    """Stores every item that is missing. Returns one outcome each: STORED, FOUND or BEING_WRITTEN;
-    with ``options.partial`` also NO_SPACE.
+    """Store every missing item; one outcome each: STORED, FOUND, BEING_WRITTEN or NO_SPACE.
 
-    Without ``partial``, room is granted for all of a piece of ``PUT_KEYS_MAX`` items or for none;
-    an error may come after some pieces were stored.
+    Without ``partial``, space is granted for all of a chunk of ``PUT_KEYS_MAX`` items or for none;
+    earlier chunks may be stored when an error is raised.
 
     Raises:
-        PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
-            those nodes.
+        PutRefusedError: ATTEMPTS grants failed, or all possible nodes did; names them.
         NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
     """
     keys = items.keys
@@ -104,7 +100,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         return []
     outcomes = [PutOutcome.REFUSED] * len(keys)
     failures: list[_Failure] = []
-    quick: set[bytes] = set()  # segments that failed at once, and may soon work again
+    quick: set[bytes] = set()  # segments that failed fast, and may soon work again
     attempts = 0
     error: KVStoreError | None = None
     try:
@@ -153,7 +149,7 @@ def _put_error(
     failures: Sequence[_Failure],
     attempts: int,
 ) -> KVStoreError:
-    """The error of a put: the nodes that failed, and when they are tried again."""
+    """Build the error of a put: the failed nodes, and the time of the next attempt."""
     refused = outcomes.count(PutOutcome.REFUSED)
     what = f"put: {refused} of {len(outcomes)} objects not stored"
     last = {segment.node: error for segment, error in failures}
@@ -181,8 +177,7 @@ def _put_error(
 
 
 def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
-    """The refused items in groups to request together, of at most ``PUT_KEYS_MAX``; in a chain,
-    each contiguous piece is a group."""
+    """Group refused items into requests; in a chain, of contiguous items."""
     if len(outcomes) <= PUT_KEYS_MAX and outcomes.count(PutOutcome.REFUSED) == len(outcomes):
         return [list(range(len(outcomes)))]
     runs: list[list[int]] = []
@@ -197,16 +192,16 @@ def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
 
 
 class _GrantedItems(NamedTuple):
-    """Items of a put that the master has answered for together."""
+    """Items of a put that were granted or refused together."""
 
     run: Sequence[int]
     """Their indexes."""
     items: Items
     parent: Key | None
     grants: calls.Grants | None
-    """None: there is no room for them."""
+    """None: there is no space for them."""
     at: float
-    """The clock before the request."""
+    """Time before the request."""
 
 
 def _start(
@@ -217,9 +212,9 @@ def _start(
     wait_ms: int,
     avoid: Sequence[bytes],
 ) -> Flow[list[_GrantedItems]]:
-    """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
-    asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
-    written before all is granted, because stored objects could be evicted for the next ones."""
+    """Request space for the items of ``run``. If it is insufficient, a partial put bisects: it
+    requests the first half, then the second if that may fit, 2 log2(n) times. Nothing is written
+    before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
     some = items if len(run) == len(keys) else items.select(run)
@@ -266,8 +261,7 @@ def _start(
 def _finish(
     context: Context, started: _GrantedItems, options: PutOptions, failures: list[_Failure]
 ) -> Flow[list[PutOutcome]]:
-    """Carries out the transfers of a grant, and ends it; returns the outcomes. Adds to
-    ``failures``."""
+    """Run the transfers of a grant and end it; returns the outcomes and adds to ``failures``."""
     _, items, parent, grants, at = started
     if grants is None:
         return [PutOutcome.NO_SPACE] * len(items.keys)
@@ -308,7 +302,9 @@ def _finish(
                 yield from unreachable(context, transfer.segment, error)
             except KVStoreError as raised:  # these keys would be blocked until the deadline
                 if isinstance(raised, DeviceError):
-                    error.fields.setdefault("settled", 1)  # its copies have ended, or it says no
+                    error.fields.setdefault(
+                        "settled", 1
+                    )  # its copies have ended, unless the error says otherwise
                 yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
                 raise
     whole = not lost and len(writes) == len(distinct_ids)
@@ -331,9 +327,9 @@ def _finish(
             ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEndReply)
             break
         except UnavailableError as error:
-            # The put may or may not be complete. If it is not, another put_end completes it. If it
-            # is, or the master has changed, the put_end is refused, and then a new put_start finds
-            # the object, or the flow writes it again.
+            # The put may or may not be complete. If not, another put_end completes it. Otherwise,
+            # or after a change of master, the put_end is rejected, and a new put_start finds the
+            # object, or the flow writes it again.
             log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), str(error))
     for number, outcome in zip(written, ended.outcomes, strict=True):
         outcomes[granted[number]] = OUTCOMES[outcome]
@@ -350,7 +346,7 @@ def _rows(
     chain: bool,
     grants: calls.Grants,
 ) -> list[WriteRow]:
-    """One per extent of the items that were granted, in their order."""
+    """Build one row per extent of the granted items."""
     root, replicas, tokens = parent or b"", grants.replicas, grants.tokens
     count = len(items.keys)
     parents = [root, *items.keys[:-1]] if chain else [root] * count
@@ -368,10 +364,7 @@ def _rows(
 
 
 def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
-    """Gives grants up. A missing answer does no harm: the grants also end at their deadline.
-
-    ``why``: errors of their transfers, which say what may still land, and on which connections.
-    """
+    """Revoke grants; a lost reply is harmless. ``why``: transfer errors, which name connections."""
     unsettled = [error for error in why if not error.fields.get("settled")]
     connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
     if 0 in connections:

@@ -11,7 +11,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 def siphash(key: bytes, data: bytes, /) -> bytes:
-    """The MAC of ``data``, 16 bytes. Takes some 40 us for 56 bytes.
+    """Return the MAC of ``data``, 16 bytes. Takes some 40 us for 56 bytes.
 
     Raises:
         ValueError: the key has not ``KEY_BYTES``.

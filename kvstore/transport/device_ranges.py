@@ -1,7 +1,8 @@
-"""Ranges of a segment in the memory of a device, to and from memory of the host.
+"""Copies between ranges of a segment in device memory and host memory.
 
-The bytes go through a slot of a ring of page-locked memory (``kvstore.device.staging_ring``). Its
-halves take turns: the device copies one while the processor copies and hashes the other."""
+The bytes pass through a slot of page-locked memory (``kvstore.device.staging_ring``): the device
+copies one half while the processor copies and hashes the other.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from kvstore.memory.process_memory import address_of
 from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
 PIECES_MAX: Final = 4_096
-"""Copies that are queued at once."""
+"""Copies queued at once."""
 
 _Taking = Callable[[int, int, memoryview], None]
-"""Gets the index of a range, where in the range a piece begins, and the piece's bytes."""
+"""Gets the index of a range, the offset of a chunk in it, and the chunk's bytes."""
 
 
 class _Window(NamedTuple):
-    """Pieces that the device copies into a half of a slot, end to end."""
+    """Chunks that the device copies into half a slot, end to end."""
 
     event: Event | None
     """None: they have no bytes."""
@@ -35,14 +36,12 @@ class _Window(NamedTuple):
 
 
 class DeviceRanges:
-    """See the module. The caller has checked that the ranges are within the segment. However a call
-    ends, no copy of it is under way afterwards, unless the device has failed.
-
-    Threads: any.
+    """Ranges in device memory, within the segment. No copy is in progress after a call, unless the
+    device has failed. Threads: any.
 
     Raises, in all methods:
-        DeadlineExceededError: no part of the ring was free by the deadline.
-        DeviceError: the driver refused, or the device has failed.
+    DeadlineExceededError: no part of the ring was free by the deadline.
+    DeviceError: the driver refused, or the device has failed.
     """
 
     def __init__(self, device: Device, base: int) -> None:
@@ -51,8 +50,7 @@ class DeviceRanges:
         self.base: Final = base
 
     def read(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Fills the moves' buffers. ``check`` is called before the device gets work; if it raises,
-        the call ends."""
+        """Fill the buffers. ``check`` is called before the device gets work, and may raise."""
 
         def take(index: int, start: int, data: memoryview) -> None:
             move = moves[index]
@@ -65,13 +63,13 @@ class DeviceRanges:
     def hashed(
         self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
     ) -> list[xxh3_64]:
-        """The hash of each range (offset, length). ``check``: as ``read``."""
+        """Return the hash of each range (offset, length). ``check``: as ``read``."""
         hashers = [xxh3_64() for _ in ranges]
         self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
         return hashers
 
     def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Writes the moves' buffers, in their order. ``check``: as ``read``."""
+        """Write the buffers, in sequence. ``check``: as ``read``."""
         lengths = [len(move.buffer) for move in moves]
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
@@ -139,7 +137,7 @@ class DeviceRanges:
         return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
     def _wait_for_copies(self, events: list[Event], deadline: float) -> None:
-        """Waits for events, and takes each from the list when it has passed."""
+        """Wait for events; removes each from the list after it has occurred."""
         while events:
             self.device.wait_for_copies(events[0], deadline)
             del events[0]
@@ -152,7 +150,7 @@ class DeviceRanges:
 
 
 class _CopyBatch:
-    """Copies that may run in any order, because their places on the device are disjoint."""
+    """Copies that may run in any order, because their device ranges are disjoint."""
 
     def __init__(self, base: int) -> None:
         """``base``: the address of the host's memory."""
@@ -161,17 +159,17 @@ class _CopyBatch:
         self._end = 0
 
     def may_overlap(self, place: int) -> bool:
-        """Whether the range at ``place`` begins before the end of one that is here."""
+        """Return whether the range at ``place`` begins before the end of one in the batch."""
         return place < self._end
 
     def add(self, place: int, at: int, size: int) -> None:
-        """Copies between ``place`` on the device and ``at`` bytes behind ``base``."""
+        """Add a copy between ``place`` on the device and ``at`` bytes after ``base``."""
         if size:
             self._rows.append((place, self._base + at, size))
             self._end = max(self._end, place + size)
 
     def taken(self) -> CopyList | None:
-        """The copies, which are no longer here; None: there are none."""
+        """Remove and return the copies; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
         if not rows:
             return None
@@ -180,7 +178,7 @@ class _CopyBatch:
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Each piece, and where it begins if they lie end to end."""
+    """Yield each piece with its offset if they lie end to end."""
     at = 0
     for piece in pieces:
         yield at, piece

@@ -1,8 +1,8 @@
 """Transport over tcp: the client's end of ``tcp_protocol``, with a pool of connections.
 
-A connection serves one call at a time and returns to the pool after success. After any error it is
-reset, so that unsent bytes do not leave this host. Bytes that have left it may still land: so a
-write's error names the connection, and the node ends it before the extent is wiped.
+A connection serves one call at a time and returns to the pool after success. After an error it is
+reset, so that unsent bytes do not leave this host. Sent bytes may still arrive, so a write's error
+names the connection, and the node closes it before the extent is wiped.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8
-"""Connections per segment; further calls wait for one. One stream saturates what one core can
-receive and hash, so several of them only help calls from several threads."""
+"""Connections per segment. One stream saturates a core; more help several threads."""
 
 LOOK_AGAIN_S: Final = 0.1
-"""How often a call that waits for a connection looks whether the transport was closed."""
+"""Interval in which a call that waits for a connection checks whether the transport was closed."""
 
 ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -43,7 +42,7 @@ class _Connections:
 
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
-        """The last one was used most recently, and is used next; nodes end those that grow old."""
+        """The last one was used most recently, and is used next; nodes close old ones."""
         self.lent: set[ClientConnection] = set()
         self.waiting = 0
         self.returned: SimpleQueue[None] = SimpleQueue()
@@ -62,11 +61,12 @@ class TcpTransport(Transport):
         stall_s: float = STALL_S,
         tls: ClientTls | None = None,
     ) -> None:
-        """
+        """Create the transport.
+
         Args:
-            client_number: of the client that writes; see ``tcp_protocol.Hello``.
-            stall_s: the longest that no byte may move while a call waits for a node.
-            tls: our identity, for nodes that encrypt; None: we have none.
+            client_number: of the writing client; see ``tcp_protocol.Hello``.
+            stall_s: maximum time without a byte while a call waits for a node.
+            tls: our identity for nodes that encrypt, or None.
         """
         self._tls = tls
         self._client_number = client_number
@@ -77,7 +77,7 @@ class TcpTransport(Transport):
         self._closed = False
 
     def can_reach(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.can_reach``; only the first call shows whether the node answers."""
+        """As ``Transport.can_reach``; only the first call shows whether the node replies."""
         return bool(segment.address) and not self._closed
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
@@ -118,7 +118,7 @@ class TcpTransport(Transport):
                 connection.write_objects(namespace, batch, deadline)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls under way go on and their connections close after them."""
+        """As ``Transport.forget``; calls in progress continue."""
         self._drop([key for key in self._keys() if key[1] == segment.uuid])
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class TcpTransport(Transport):
 
     @contextmanager
     def lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
-        """A connection for one call, which ``close`` interrupts, as the call's stop does.
+        """Yield a connection for one call, which ``close`` and the call's cancellation interrupt.
 
         Raises:
             ClosedError, DeadlineExceededError: none was free by then.
@@ -198,8 +198,7 @@ class TcpTransport(Transport):
                 raise deadline_exceeded(segment)
 
     def _connection(self, pool: _Connections, segment: SegmentInfo) -> ClientConnection | None:
-        """One that is free, or a new one if there may be more of them. The caller holds the
-        lock."""
+        """Return a free connection, or a new one below the maximum. The caller holds the lock."""
         if pool.idle:
             connection = pool.idle.pop()
         elif len(pool.lent) < self._connections_max:
@@ -241,8 +240,7 @@ class TcpTransport(Transport):
 def _batches(
     segment: SegmentInfo, items: list[ItemT], lengths: list[int], items_max: int
 ) -> Iterator[list[ItemT]]:
-    """Items of these ``lengths`` in requests that a server takes: at most ``items_max`` items, and
-    as many bytes as the segment has."""
+    """Group items into requests by number, and by the segment's size in bytes."""
     if len(items) <= items_max and sum(lengths) <= segment.size:
         if items:
             yield items

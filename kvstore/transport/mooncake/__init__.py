@@ -1,8 +1,8 @@
-"""Transport over Mooncake's transfer engine: RDMA where there is a card, TCP to test it without.
+"""Transport over Mooncake's transfer engine: RDMA, or TCP for tests.
 
-``engine`` loads the optional package and wraps one engine, ``server`` is a node's end,
-``transport`` a client's, ``probe`` reports which parts are installed. Importing these modules does
-not import the engine, which takes 150 ms and needs system libraries: its first use does.
+``engine`` wraps the optional package, ``server`` is the node's end, ``transport`` the client's,
+``probe`` reports the installed parts. The engine is imported at its first use, because that takes
+150 ms and needs system libraries.
 """
 
 from kvstore.transport.mooncake.probe import ProbeFinding, probe

@@ -1,9 +1,8 @@
-"""One read or write of a client: its moves as batches of the engine, two under way at a time.
+"""One read or write of a client: its copies as batches, two in progress at a time.
 
-    write: copy and hash into a chunk ─► batch ─► …      read: batch ─► copy and hash out of a chunk
+write: copy and hash into a chunk ─► batch ─► …      read: batch ─► copy and hash out of a chunk
 
-While one batch moves, the next is prepared or the last one taken out. Registered memory is moved
-without a copy, and only hashed here.
+Registered memory is transferred without a copy, and only hashed here.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ RANGES_MAX: Final = 512
 """Ranges in one batch."""
 
 DIRECT_BYTES_MIN: Final = PIECE_BYTES
-"""Smaller registered memory is copied, too: together with its header it is one range, not two."""
+"""Smaller registered memory is copied, too: with its header it is one range instead of two."""
 
 LOOK_S: Final = 0.1
-"""How often a call that waits looks whether the transport was closed."""
+"""Interval in which a waiting call checks whether the transport was closed."""
 
 
 class TransferFailedError(Exception):
-    """The engine could not carry a batch out. Some of it may have happened, or may still."""
+    """Failure of a batch. Some of it may have happened, or may still."""
 
 
 class _ChunkPiece(NamedTuple):
     data: memoryview
     offset: int
-    """The offset in the buffer; -1: the memory is moved without a copy."""
+    """Offset in the buffer; -1: the memory is transferred without a copy."""
     hasher: xxh3_64 | None
 
 
 class _ChunkTransfer:
-    """Ranges that are moved together, and the chunk that is lent to them."""
+    """Ranges that are transferred together, and their chunk."""
 
     def __init__(self) -> None:
         self.ours: list[int] = []
@@ -61,7 +60,7 @@ class _ChunkTransfer:
         self.moving: Future[bool] | None = None
 
     def add(self, ours: int, theirs: int, length: int) -> None:
-        """Adds a range. Neighbours become one: each range costs the engine 70 us over tcp."""
+        """Add a range. Adjacent ones are merged: each range costs the engine 70 us over tcp."""
         self.bytes += length
         if (
             self.lengths
@@ -76,7 +75,7 @@ class _ChunkTransfer:
 
 
 class EngineCall:
-    """One read or write: made, ``run`` once, and dropped, in one thread."""
+    """One read or write: created, ``run`` once, and dropped, in one thread."""
 
     def __init__(
         self,
@@ -103,16 +102,16 @@ class EngineCall:
         self._under_way: deque[_ChunkTransfer] = deque()
         self._batch = _ChunkTransfer()
         self.is_settled = True
-        """Whether no byte of this call can be on its way any more."""
+        """Whether no byte of this call can be in transit any more."""
         self.in_doubt: list[memoryview] = []
         """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[RangeCopy]) -> None:
-        """Returns when all moves are done.
+        """Carry out all copies.
 
         Raises:
             TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise. The
-                station must be retired unless ``is_settled``.
+                session must be retired unless ``is_settled``.
         """
         try:
             for wave in _waves(moves) if self._is_write else [moves]:
@@ -157,7 +156,7 @@ class EngineCall:
             at += take
 
     def _take_chunk(self) -> int:
-        """A chunk for the batch at hand. Finishes own batches before it waits for other calls."""
+        """Take a chunk. Finishes own batches before it waits for other calls."""
         while True:
             self._check()
             try:
@@ -169,8 +168,7 @@ class EngineCall:
                     self._finish()
 
     def _submit(self, *, is_last: bool = False) -> None:
-        """Lets the present batch be moved. If it is the last of its wave, of one range, and nothing
-        else is under way, this thread moves it: a hand-over takes as long as a small range."""
+        """Start the present batch; in this thread if it is a single range and nothing else runs."""
         batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return
@@ -245,7 +243,7 @@ class EngineCall:
         return ClosedError("the transport was closed")
 
     def _leave_running(self) -> None:
-        """Gives up the batches under way. Those that have not begun never will."""
+        """Abandon the batches in progress. Those that have not begun never will."""
         begun = []
         for batch in self._under_way:
             if batch.moving is not None and batch.moving.cancel():
@@ -265,8 +263,7 @@ class EngineCall:
 
 
 def _waves(moves: Sequence[RangeCopy]) -> list[Sequence[RangeCopy]]:
-    """The moves in groups, each ended before the next begins: the engine moves the ranges of a
-    batch in any order, so ranges that overlap go one by one."""
+    """Group the copies: a batch has no sequence, so overlapping ranges need separate batches."""
     spans = sorted((each.offset, each.offset + len(each.buffer)) for each in moves if each.buffer)
     are_apart = all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     return [moves] if are_apart else [[move] for move in moves]

@@ -1,4 +1,4 @@
-"""Which parts of the transfer engine are installed, for ``kvstore doctor``; starts no engine."""
+"""Installed parts of the transfer engine, for ``kvstore doctor``; starts no engine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class ProbeFinding(NamedTuple):
     ok: bool
     found: str
     advice: str = ""
-    """What to do where it is not ``ok``."""
+    """What to do unless it is ``ok``."""
 
 
 def probe() -> list[ProbeFinding]:
-    """Package, system libraries, protocols, kinds of metadata server, cards: in that order, up to
-    the first part that is missing. Imports the engine where it is installed."""
+    """Check all parts, up to the first missing one. Imports the engine."""
     library = find_package()
     if library is None:
         advice = f"pip install {PACKAGE}"

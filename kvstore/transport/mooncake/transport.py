@@ -1,15 +1,14 @@
-"""The client side of the transfer engine, behind the interface of all transports.
+"""The client side of the transfer engine.
 
-The engine moves the bytes. The node's data server authorizes that, over a tcp connection for each
-call, which carries no payload (``ClientConnection.handshake``):
+The node's data server authorizes transfers, over a tcp connection for each call without payload
+(``ClientConnection.handshake``):
 
-* before a call, the server has confirmed segment, generation and token, because a one-sided access
+- before a call, the server has confirmed segment, generation and token, because a one-sided access
   checks none of them;
-* while the connection is open, none of them has changed: a node that fences cuts it, a node that
-  dies ends it;
-* after a failure the client asks the server again, and its answer gives the reason.
+- while the connection is open, none of them has changed: a node that fences or dies closes it;
+- after a failure the client calls the server again for the reason.
 
-docs/decisions/fencing.md says how late writes are kept from memory of other objects.
+docs/decisions/fencing.md explains the protection against late writes.
 """
 
 from __future__ import annotations
@@ -44,36 +43,30 @@ from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
-"""Batches that are moved at once, each by a thread of its own; further ones wait."""
+"""Concurrent batches, each in a thread of its own; further ones wait."""
 
 IDLE_S: Final = 3.0
-"""A connection of the engine's that was not used for so long is not used again over tcp: its node
-cuts those that are idle for twice as long (``server.STALL_S``), because it cannot tell them from
-writers that were stopped. A new engine takes a millisecond there."""
+"""Maximum idle time of an engine's tcp connection: its node closes those idle for twice as long
+(``server.STALL_S``), because it cannot tell them from stopped writers. A new engine takes a
+millisecond."""
 
 RETIRED_MAX: Final = 4
-"""Engines that wait for their last call to return, each with its buffer; with so many of them,
-calls that need a new engine are refused."""
+"""Engines that wait for their last call; beyond these, calls that need a new one are rejected."""
 
 BROKEN_S: Final = 10.0
-"""How long an engine that did not start is not tried again; other transports do the work."""
+"""Pause before an engine that did not start is retried; other transports are used."""
 
 UNREACHED_S: Final = 5.0
-"""How long an engine that fails although its node answers is not tried again: a port may be
-closed."""
+"""Pause for an engine that fails although its node replies: a port may be closed."""
 
 SETTLE_S: Final = 0.5
-"""How long a read that failed waits for its engine to end, so that the caller's memory is its own
-again; a batch that failed has returned, and only calls of other threads are waited for."""
+"""Wait of a failed read for its engine to end, so that the caller's memory is free."""
 
 log = logging.getLogger("kvstore.mooncake")
 
 
 class MooncakeTransport(Transport):
-    """Reaches segments whose node has an engine of the same protocol and metadata server.
-
-    The engine is made when the first such segment is met. Threads: any.
-    """
+    """Reaches segments with an engine of the same protocol and metadata server. Threads: any."""
 
     name: str = "mooncake"
 
@@ -84,11 +77,8 @@ class MooncakeTransport(Transport):
         host: Callable[[], str] = lambda: "127.0.0.1",
         buffer_bytes: int = 64 << 20,
     ) -> None:
-        """
-        Args:
-            host: tells our own address, as nodes reach it.
-            buffer_bytes: of the registered memory that unregistered bytes pass through.
-        """
+        """``host``: returns our address, as nodes reach it. ``buffer_bytes``: for unregistered
+        memory."""
         self._settings = settings
         self._host = host
         self._buffer_bytes = buffer_bytes
@@ -97,27 +87,26 @@ class MooncakeTransport(Transport):
         self._station: EngineSession | None = None
         self._retired: list[EngineSession] = []
         self._registered = Regions()
-        """The caller's memory that transfers may use as it is."""
+        """The caller's memory that transfers may use in place."""
         self._in_doubt: list[tuple[Region, EngineSession]] = []
-        """Caller's memory that may be written to until that station has ended."""
+        """Caller's memory that may be written to until that session has ended."""
         self._tcp = TcpTransport()
-        """Connections to data servers, which carry no payload: see the module."""
+        """Connections to data servers, without payload: see the module."""
         self._broken_until = 0.0
         self._has_started = False
         self._unreached: dict[str, float] = {}
-        """Engines that failed although their nodes answered, and until when others do the work."""
+        """Engines that failed although their nodes replied, and the time of the next attempt."""
         self._is_closed = False
 
     def start(self) -> None:
-        """Makes the engine now. Raises TransferEngineError: it cannot be made."""
+        """Create the engine now. Raises TransferEngineError: it cannot be created."""
         with self._changing:
             if self._station is None:
                 self._station = self._new_station(None)
                 self._has_started = True
 
     def can_reach(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.can_reach``; makes the engine the first time. If that fails, it is
-        logged, and no segment is reached for a while."""
+        """As ``Transport.can_reach``; creates the engine the first time. Failures are logged."""
         engine = segment.engine
         if (
             engine is None
@@ -142,7 +131,7 @@ class MooncakeTransport(Transport):
         return True
 
     def register(self, buffer: memoryview) -> None:
-        """Let transfers use this memory as it is, until ``unregister`` or ``close``.
+        """Let transfers use this memory in place, until ``unregister`` or ``close``.
 
         Raises:
             TransferEngineError: the engine refuses it.
@@ -156,8 +145,8 @@ class MooncakeTransport(Transport):
             self._registered.add(one)
 
     def unregister(self, buffer: memoryview) -> None:
-        """Ends the registration. Returns when no transfer can touch this memory any more: at most
-        the engine's own time-out after one that was given up. Unknown memory is ignored."""
+        """Unregister memory; returns when no transfer can touch it any more, at most the engine's
+        own timeout after an aborted one. Unknown memory is ignored."""
         start = address_of(buffer)
         with self._changing:
             found = self._registered.take(start)
@@ -174,9 +163,9 @@ class MooncakeTransport(Transport):
         """As ``Transport.read``; ``settled`` is always 1.
 
         Raises:
-            BusyError: too many engines wait for their end, or as ``TcpTransport``.
-            MemoryQuarantinedError: a transfer into registered memory was given up, this one or an
-                earlier one, and may still land there.
+            BusyError: too many engines are being closed, or as ``TcpTransport``.
+            MemoryQuarantinedError: a transfer into registered memory was abandoned, by this call or
+                an earlier one, and may still arrive there.
         """
         self._run(segment, moves, deadline, is_write=False)
 
@@ -185,11 +174,11 @@ class MooncakeTransport(Transport):
         self._run(segment, moves, deadline, is_write=True)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls under way go on."""
+        """As ``Transport.forget``; calls in progress continue."""
         self._tcp.forget(segment)
 
     def close(self) -> None:
-        """As ``Transport.close``: calls under way fail within ``LOOK_S``."""
+        """As ``Transport.close``: calls in progress fail within ``LOOK_S``."""
         with self._changing:
             self._is_closed = True
             station, self._station = self._station, None
@@ -206,8 +195,7 @@ class MooncakeTransport(Transport):
         self._tcp.drop_connections()
 
     def close_after_fork(self) -> None:
-        """As ``Transport.close_after_fork``. Keep the transport: ending its engine would touch what
-        the parent shares."""
+        """Keep the transport: closing its engine would touch what the parent shares."""
         self._tcp.close_after_fork()
 
     def _run(
@@ -225,7 +213,7 @@ class MooncakeTransport(Transport):
         with self._tcp.lend(segment, deadline) as witness:
             witness.handshake(deadline)
             self._move(segment, moves, deadline, witness, is_write=is_write)
-            if not witness.is_open:  # the node fenced, left, or only ended a connection
+            if not witness.is_open:  # the node fenced, left, or only closed a connection
                 witness.handshake(deadline)
 
     def _move(
@@ -245,7 +233,7 @@ class MooncakeTransport(Transport):
                 deadline,
                 is_write=is_write,
                 threads=self._threads,
-                # What the engine writes to registered memory cannot be cut short.
+                # The engine's writes to registered memory cannot be interrupted.
                 is_closed=lambda: (
                     self._is_closed or (stop is not None and stop.is_set and not self._registered)
                 ),
@@ -259,7 +247,7 @@ class MooncakeTransport(Transport):
             except (DeadlineExceededError, ClosedError) as refused:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
-            except BaseException:  # such as a signal's; the caller does not wait any longer
+            except BaseException:  # such as a signal's; the caller stops waiting
                 if not is_write:
                     self._quarantine(call.in_doubt, station)
                 raise
@@ -281,7 +269,7 @@ class MooncakeTransport(Transport):
 
     @contextmanager
     def _acquire_session(self, segment: SegmentInfo) -> Iterator[EngineSession]:
-        """The present station, or a new one if that must not be used any more."""
+        """Yield the present session, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
             station = self._station
@@ -303,7 +291,7 @@ class MooncakeTransport(Transport):
             station.leave()
 
     def _new_station(self, old: EngineSession | None) -> EngineSession:
-        """A station in the place of ``old``, which ends now or with its last user."""
+        """Return a session to replace ``old``, which ends now or with its last user."""
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
             raise BusyError(
@@ -335,7 +323,7 @@ class MooncakeTransport(Transport):
         log.error("transfer_engine_not_used error=%s", error)
 
     def _retire(self, station: EngineSession) -> None:
-        """Called when a transfer failed or was given up: no part of the station is used again."""
+        """Retire a session after a failed or abandoned transfer: no part of it is used again."""
         with self._changing:
             if station.is_retired:
                 return
@@ -349,7 +337,7 @@ class MooncakeTransport(Transport):
     def _failure_reason(
         self, segment: SegmentInfo, witness: ClientConnection, deadline: float
     ) -> KVStoreError:
-        """The error for a transfer that failed, as the node's data server explains it."""
+        """Return the error for a failed transfer, as the node's data server explains it."""
         try:
             witness.close()
             witness.handshake(deadline)
