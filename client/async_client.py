@@ -100,7 +100,6 @@ class AsyncClient:
 
     @classmethod
     async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
-        """As ``Client.embedded``."""
         client = cls.__new__(cls)
         client._begin(await asyncio.to_thread(Client.embedded, memory, **settings))
         return client
@@ -156,7 +155,6 @@ class AsyncClient:
     async def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> AsyncIterator[calls.ObjectRow]:
-        """As ``Client.list_objects``."""
         cursor: int | None = 0
         while cursor is not None:
             page = await self.list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
@@ -171,7 +169,6 @@ class AsyncClient:
         progress: Callable[[int, int], None] | None = None,
         timeout_ms: int | None = None,
     ) -> int:
-        """As ``Client.clear``."""
         if progress is not None and not callable(progress):
             raise InvalidArgumentError("progress is a function of two numbers")
         removed = 0
@@ -184,7 +181,6 @@ class AsyncClient:
                 return removed
 
     async def close(self) -> None:
-        """As ``Client.close``."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -192,7 +188,6 @@ class AsyncClient:
         self._threads.close(CLOSE_S)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As ``Client.__reduce__``."""
         config = self.config.model_copy(update={"memory": 0})
         return functools.partial(type(self), config=config), ()
 
@@ -242,7 +237,7 @@ class AsyncClient:
             if call.is_cancelled:
                 raise DeadlineExceededError(
                     f"the call timed out after {timeout_s:.1f} s: {CALLS_AT_ONCE} calls of this "
-                    f"client were under way"
+                    "client were in progress"
                 )
             return call.result()
         except asyncio.CancelledError:

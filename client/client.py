@@ -122,7 +122,7 @@ class Client:
         self._state = ClientResources(self.config)
         self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
-        self._is_cut = False
+        self._is_interrupted = False
         """Whether a foreign exception interrupted a call: the next call reconnects."""
         fork_support.watch(self)
         try:
@@ -426,9 +426,9 @@ class Client:
                 of the batch may be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted = validation.per_key(keys, buffers, "buffers")
+        targets = validation.per_key(keys, buffers, "buffers")
         options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
-        return self._run(get.get_into(self._context, wanted, options, stream), timeout_ms)
+        return self._run(get.get_into(self._context, targets, options, stream), timeout_ms)
 
     def get_ranges(
         self,
@@ -453,15 +453,15 @@ class Client:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted = [
-            get.ObjectParts(key, validation.parts(each))
-            for key, each in validation.per_key(keys, ranges, "lists of ranges")
+        targets = [
+            get.ObjectParts(key, validation.parts(parts))
+            for key, parts in validation.per_key(keys, ranges, "lists of ranges")
         ]
         validation.check_no_overlap(
-            [(each.key, [view for _, view in each.ranges]) for each in wanted]
+            [(parts.key, [view for _, view in parts.ranges]) for parts in targets]
         )
         space = self._namespace(namespace)
-        return self._run(get.get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
+        return self._run(get.get_ranges(self._context, space, targets, timeout_ms), timeout_ms)
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
         """Register memory of the caller until ``unregister`` or ``close``.
@@ -689,7 +689,7 @@ class Client:
         check_count(count, limits.CHAINS_MAX, "chains")
         checked = validation.key_list(keys, limits.CHAINS_MAX)
         if checked and namespace is None:
-            raise InvalidArgumentError("blocks are looked for in one namespace: name it")
+            raise InvalidArgumentError("blocks belong to one namespace: give its name")
         request = calls.Chains(_one_or_all(namespace), checked, count)
         return self._run(ask(request, calls.ChainsReply), timeout_ms)
 
@@ -957,11 +957,11 @@ class Client:
         longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
         if wait_ms is None:
             return min(PUT_WAIT_MS, longest // 2)
-        wanted = validation.check_integer(
+        requested = validation.check_integer(
             "wait_ms", wait_ms, 0, validation.SIZE_MAX, "milliseconds"
         )
         # The master must reply before the call's own timeout, so that its error gives the reason.
-        return min(wanted, longest * 9 // 10)
+        return min(requested, longest * 9 // 10)
 
     def _get_options(
         self,
@@ -1003,8 +1003,8 @@ class Client:
             deadline = min(deadline, stop.deadline)
             call, pause = _waiting(stop, call), _waiting(stop, pause)
         try:
-            if self._is_cut:
-                self._is_cut = False
+            if self._is_interrupted:
+                self._is_interrupted = False
                 self._state.drop_connections()
             step = next(flow)
             while True:
@@ -1030,7 +1030,7 @@ class Client:
         except (KVStoreError, CallCancelledError):
             raise
         except BaseException:
-            self._is_cut = True
+            self._is_interrupted = True
             flow.close()
             raise
 

@@ -38,10 +38,8 @@ LEASE_MARGIN_S: Final = 0.2
 """Subtracted from each lease for clock drift: a fifth of the shortest lease."""
 
 CLOSING_S: Final = 0.2
-"""Maximum time to release leases when a client closes."""
 
 PROGRAM_MAX: Final = 32
-"""Displayed characters of a program's name."""
 
 
 def program() -> str:
@@ -58,7 +56,6 @@ class MasterHTTP(NamedTuple):
     """The HTTP endpoint of a master, as reported when this client joined it."""
 
     host: str
-    """The host at which this client reaches the master."""
     address: str
     """``host:port``; empty: HTTP is disabled."""
     has_events: bool
@@ -66,14 +63,11 @@ class MasterHTTP(NamedTuple):
 
 
 class ClientStats(NamedTuple):
-    """Statistics of a client since its creation."""
-
     counters: Mapping[str, int]
     """Events by name: ``stale_reads``, ``checksum_mismatches``, ``failed_transfers`` and so on."""
     placements: int
     """Leased objects in the location cache."""
     views: int
-    """Live views and allocations."""
     epoch: int
     """Epoch of the last joined master; 0 before the first."""
     transports: Mapping[str, int]
@@ -81,7 +75,6 @@ class ClientStats(NamedTuple):
     read_bytes: Mapping[str, int]
     """Bytes of objects, or of ranges of them, read by each transport."""
     contacted: bool = False
-    """Whether a master has replied."""
     not_mapped: Mapping[str, str] = MappingProxyType({})
     """Reasons why nodes of this host are not mapped, by node; another transport is used instead."""
 
@@ -150,9 +143,7 @@ class ClientResources:
         self.movers.reset_after_fork(context.client_number)
 
     def drop_connections(self) -> None:
-        """Drop all connections after a foreign exception interrupted a call; the next calls
-        reconnect. Views and calls of other threads continue; grants of the call end at their
-        deadline."""
+        """Reconnect at the next calls, after a foreign exception interrupted a call."""
         self.stub.reset_after_fork()
         self.context.segments = SegmentTable()
         self.context.placements = PlacementCache(self.config.placements_max)

@@ -23,11 +23,7 @@ class ClientDevices:
         self._changing = threading.Lock()
 
     def of(self, name: str) -> Device:
-        """Return a device by its torch name: ``cuda:0``, or ``cuda`` for the current one.
-
-        Raises:
-            DeviceError: it cannot be used.
-        """
+        """Return a device by its torch name, such as ``cuda:0``. Raises DeviceError."""
         name = full_name(name)
         device = self._devices.get(name)
         if device is None:
@@ -40,17 +36,16 @@ class ClientDevices:
 
     def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
         """Return the memory of a contiguous device tensor; None: kvstore cannot copy it."""
-        place = value.device
-        if place.type != "cuda":
+        location = value.device
+        if location.type != "cuda":
             return None
         try:
-            device = self.of(f"cuda:{place.index or 0}")
+            device = self.of(f"cuda:{location.index or 0}")
         except DeviceError:  # another kind of accelerator: torch copies
             return None
         return memory_of(device, value)
 
     def sweep(self) -> None:
-        """Unlock the memory of departed segments."""
         for device in list(self._devices.values()):
             device.locks.sweep()
 

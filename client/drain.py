@@ -1,7 +1,4 @@
-"""Drains of nodes: move all objects, then let the node leave; for ``kvstore drain`` and HTTP.
-
-The draining process copies the objects as any client does. A drain can be stopped and resumed.
-"""
+"""Drains of nodes, for ``kvstore drain`` and HTTP; they can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ PAUSE_S: Final = 0.2
 class DrainOutcome:
     node: str
     moved: int = 0
-    """Objects."""
     moved_bytes: int = 0
     corrupt: int = 0
     """Objects of the last pass that do not match their checksum."""
     remaining: int = 0
-    """Objects for which other nodes have no space."""
     remaining_bytes: int = 0
     evicted: int = 0
     """Less recently used objects on other nodes, evicted to free space."""
@@ -40,23 +35,21 @@ class DrainOutcome:
 
 
 def check_room(found: ClusterStatus, node: str) -> None:
-    """Check that the other nodes have space for the node's objects, for a drain without losses.
-
-    Does nothing for an unknown node.
-
-    Raises:
-        NoSpaceError: the other nodes have less.
-    """
-    holds = sum(_used_bytes(each) for each in found.nodes if each.name == node)
-    others = [each for each in found.nodes if each.name != node and each.state == "alive"]
-    free = sum(each.size - each.used for each in others)
+    """Raise NoSpaceError if the other nodes lack space for the node's objects."""
+    holds = sum(_used_bytes(node_status) for node_status in found.nodes if node_status.name == node)
+    remaining_nodes = [
+        node_status
+        for node_status in found.nodes
+        if node_status.name != node and node_status.state == "alive"
+    ]
+    free = sum(node_status.size - node_status.used for node_status in remaining_nodes)
     if holds <= free:
         return
     raise NoSpaceError(
-        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free: "
-        f"nothing was moved, and {node} goes on as before",
-        advice="Start another node. Or say which objects to lose: with --evict those on other "
-        "nodes that were used longer ago, with --discard those that find no space.",
+        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free. "
+        f"Nothing was moved, and {node} stays in service.",
+        advice="Start another node. Or allow losses: --evict (less recently used objects on "
+        "other nodes) or --discard (objects that do not fit).",
         node=node,
         missing_bytes=holds - free,
     )
@@ -64,7 +57,7 @@ def check_room(found: ClusterStatus, node: str) -> None:
 
 def _used_bytes(node: NodeStatus) -> int:
     """Return the bytes of the node's objects, and of puts in progress on it."""
-    return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
+    return sum(segment.used - segment.quarantined - segment.reclaim for segment in node.segments)
 
 
 def drain_node(

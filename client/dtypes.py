@@ -53,7 +53,7 @@ def torch_dtype(module: ModuleType, name: object) -> torch.dtype:
     found = vars(module).get(str(name))
     if not isinstance(found, module.dtype):
         raise UnsupportedValueError(
-            f"this torch has no dtype {name!r}", advice='Ask for kind="numpy" or kind="bytes".'
+            f"this torch has no dtype {name!r}", advice='Use kind="numpy" or kind="bytes".'
         )
     return cast("torch.dtype", found)
 

@@ -19,8 +19,6 @@ _NO_BYTES = memoryview(b"")
 
 
 class RegisteredBuffers:
-    """Registered memory of one client. Threads: any."""
-
     def __init__(self) -> None:
         self._regions = Regions()
         self._devices: dict[int, Device] = {}
@@ -33,13 +31,14 @@ class RegisteredBuffers:
             self._add(Region.of(memory), None)
 
     def add_of(self, device: Device, start: int, size: int) -> None:
-        """Register device memory. Raises as ``add``."""
         self._add(Region(start, start + size, _NO_BYTES), device)
 
     def _add(self, region: Region, device: Device | None) -> None:
         with self._changing:
             if self._regions.overlap(region):
-                raise InvalidArgumentError("this memory is registered already, in part or whole")
+                raise InvalidArgumentError(
+                    "this memory is registered already, partly or completely"
+                )
             if device is not None:
                 self._devices[region.start] = device
             self._regions.add(region)
@@ -58,22 +57,17 @@ class RegisteredBuffers:
             raise InvalidArgumentError(
                 f"{size} bytes at {address:#x} are memory of {self._devices[region.start].name}, "
                 "which this call cannot use",
-                advice="Put and get whole values there.",
+                advice="Put and get complete values there.",
             )
         return region.memory[address - region.start : address - region.start + size]
 
     def payload(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """Return a value of several registered runs, all on the host or all on one device.
-
-        Empty runs are skipped.
-
-        Raises:
-            InvalidArgumentError: a run is not within one region, or not where the first one is.
-        """
+        """Return registered runs as one value. Raises InvalidArgumentError: a run is not
+        registered, or not where the first one is."""
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
-        parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
-        devices = {self._devices.get(self._region_containing(*each).start) for each in parts}
+        parts = [part for part in zip(addresses, sizes, strict=True) if part[1]]
+        devices = {self._devices.get(self._region_containing(*part).start) for part in parts}
         if len(devices) > 1:
             raise InvalidArgumentError(
                 "the runs of a value are in different memories",
@@ -81,7 +75,7 @@ class RegisteredBuffers:
             )
         device = devices.pop() if devices else None
         if device is None:
-            return [self.at(*each) for each in parts]
+            return [self.at(*part) for part in parts]
         from kvstore.device.memory import DeviceMemory
 
         return DeviceMemory(device, *np.ascontiguousarray(np.array(parts, np.int64).T))

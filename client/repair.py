@@ -1,7 +1,4 @@
-"""Repairs: copy a node's objects to other nodes when the master wants more replicas.
-
-A thread of the node copies as a client of the store, from its own memory to granted space.
-"""
+"""Repairs: a thread of the node adds replicas of its objects, as a client of the store."""
 
 from __future__ import annotations
 
@@ -44,13 +41,11 @@ class Repairer:
         self._client: Client | None = None
 
     def wake(self) -> None:
-        """Start copying. Returns at once."""
         self._woken.set()
         if (self._thread is None or not self._thread.is_alive()) and not self._stopped:
             self._thread = start_thread("repair", self._run)
 
     def stop(self) -> None:
-        """Stop copying."""
         self._stopped = True
         self._woken.set()
         client = self._client

@@ -27,18 +27,14 @@ SILENT_S: Final = 7.0
 """A stream that is silent for this long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
-"""Pause between attempts to connect."""
 
 BLOCK_BYTES_MAX: Final = 1 << 20
-"""Maximum bytes of one event."""
 
 _UNAVAILABLE: Final = 503
 _MISDIRECTED: Final = 421
 
 
 class StreamEvent(NamedTuple):
-    """One event of the stream."""
-
     name: str
     """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
     data: dict[str, Any]
@@ -96,21 +92,21 @@ def follow(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     place = since
     last = time.monotonic()
-    why = "no master answers"
+    reason = "no master replies"
     for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
-            for told, after in _read(address, path, place, headers, tls, name):
+            for event, after in _read(address, path, place, headers, tls, name):
                 place = after
                 heard()
-                if told is not None:
-                    yield told
+                if event is not None:
+                    yield event
                 last = time.monotonic()
-            why = f"{address} has ended its stream"
+            reason = f"{address} has ended its stream"
         except (OSError, http.client.HTTPException) as error:
-            why = f"{address}: {error}"
-        failed(why)
+            reason = f"{address}: {error}"
+        failed(reason)
         if patience_s is not None and time.monotonic() - last > patience_s:
-            raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
+            raise UnavailableError(f"no events for {patience_s:.0f} s: {reason}")
         time.sleep(PAUSE_S)
 
 
@@ -135,38 +131,38 @@ def _read(
     with contextlib.closing(connection), _cut_by_stop(connection.sock):
         host, port = connection.sock.getpeername()[:2]
         headers = headers | ({"Last-Event-ID": since} if since else {})
-        answer = _ask(connection, path, headers)
-        if answer.status == _MISDIRECTED:
+        response = _ask(connection, path, headers)
+        if response.status == _MISDIRECTED:
             # The master does not know the name in the ``Host`` header. An address always passes.
-            answer.read()
-            answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
-        if answer.status != http.client.OK:
-            said = answer.read(1_000).decode(errors="replace").strip()
-            if answer.status == _UNAVAILABLE:
-                raise OSError(said)
-            if answer.status == http.client.FORBIDDEN:
-                raise PermissionDeniedError(f"{address}: {said}")
-            if answer.status == http.client.UNAUTHORIZED:
+            response.read()
+            response = _ask(connection, path, headers | {"Host": join_address(host, port)})
+        if response.status != http.client.OK:
+            text = response.read(1_000).decode(errors="replace").strip()
+            if response.status == _UNAVAILABLE:
+                raise OSError(text)
+            if response.status == http.client.FORBIDDEN:
+                raise PermissionDeniedError(f"{address}: {text}")
+            if response.status == http.client.UNAUTHORIZED:
                 raise PermissionDeniedError(
                     f"{address}: the token is missing or wrong",
                     advice=f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
                 )
-            if answer.status == http.client.BAD_REQUEST:
-                raise InvalidArgumentError(f"{address}: {said}")
+            if response.status == http.client.BAD_REQUEST:
+                raise InvalidArgumentError(f"{address}: {text}")
             raise UnavailableError(
-                f"{address}: {said}", advice="Start the master with --events on."
+                f"{address}: {text}", advice="Start the master with --events on."
             )
         buffer = b""
-        while data := answer.read1(1 << 16):
+        while data := response.read1(1 << 16):
             *blocks, buffer = (buffer + data).split(b"\n\n")
             if len(buffer) > BLOCK_BYTES_MAX:
-                raise OSError("what it sends is no stream of events")
+                raise OSError("it sends no event stream")
             for block in blocks:
                 try:
-                    told, since = _parsed(block.decode(), since)
+                    event, since = _parsed(block.decode(), since)
                 except ValueError as error:
-                    raise OSError(f"what it sends is no stream of events: {error}") from None
-                yield told, since
+                    raise OSError(f"it sends no event stream: {error}") from None
+                yield event, since
 
 
 def _connect(
@@ -202,15 +198,15 @@ def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
         yield
 
 
-def _parsed(block: str, place: str) -> tuple[StreamEvent | None, str]:
+def _parsed(block: str, position: str) -> tuple[StreamEvent | None, str]:
     name, data = "", ""
     for line in block.split("\n"):
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if field == "id":
-            place = value
+            position = value
         elif field == "event":
             name = value
         elif field == "data":
             data = value
-    return (StreamEvent(name, json.loads(data), place) if data else None), place
+    return (StreamEvent(name, json.loads(data), position) if data else None), position

@@ -90,17 +90,14 @@ class TransportSelector:
         self.registered = RegisteredBuffers()
         self.moved: dict[str, int] = {}
         self.read_bytes: dict[str, int] = {}
-        """Bytes read, by transport."""
         self._workers = ThreadPool("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
 
     def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
-        """Run all transfers, those of different nodes in parallel; one result each.
-
-        The caller's memory is not touched afterwards. The thread's ``CancelToken`` aborts them.
-        """
+        """Run all transfers, those of nodes in parallel; one result each. The thread's
+        ``CancelToken`` aborts them. The caller's memory is not touched afterwards."""
         if len(transfers) == 1:
             return [self._move_one(transfers[0], deadline)]
         stop = current() or CancelToken()
@@ -125,11 +122,7 @@ class TransportSelector:
         return None
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """Return the mapped memory of a segment.
-
-        Raises:
-            SegmentGoneError: it was unmounted or mounted again.
-        """
+        """Return the mapped memory of a segment. Raises SegmentGoneError."""
         for transport in self._transports:
             if transport.maps and transport.can_reach(segment):
                 try:
@@ -140,12 +133,7 @@ class TransportSelector:
         raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """Return writable memory of the segment, or None where it is not mapped so.
-
-        Raises:
-            SegmentGoneError: it was unmounted or mounted again.
-            InvalidRangeError
-        """
+        """Return writable memory, or None. Raises SegmentGoneError, InvalidRangeError."""
         if not any(each.maps and each.can_write(segment) for each in self._transports):
             return None
         memory = self.memory(segment)
@@ -173,8 +161,14 @@ class TransportSelector:
 
     @property
     def not_mapped(self) -> dict[str, str]:
-        mapping = [each for each in self._transports if isinstance(each, ShmTransport)]
-        return {node: why for each in mapping for node, why in list(each.not_mapped.items())}
+        mapping = [
+            transport for transport in self._transports if isinstance(transport, ShmTransport)
+        ]
+        return {
+            node: reason
+            for transport in mapping
+            for node, reason in list(transport.not_mapped.items())
+        }
 
     def register(self, memory: memoryview) -> None:
         """As ``Client.register``; only the transfer engine needs it."""

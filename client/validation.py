@@ -62,13 +62,13 @@ KINDS: Final = ("torch", "numpy", "bytes")
 def check_integer(name: str, value: object, least: int, most: int, unit: str = "") -> int:
     if type(value) is int and least <= value <= most:  # fast path
         return value
-    wanted = f"{name} is a whole number{unit and f' of {unit}'}"
+    expected = f"{name} is a whole number{unit and f' of {unit}'}"
     if isinstance(value, bool | np.bool_):
-        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}")
+        raise InvalidArgumentError(f"{expected}, not {_shown(value)}")
     try:
         number = operator.index(cast("SupportsIndex", value))
     except TypeError:
-        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}") from None
+        raise InvalidArgumentError(f"{expected}, not {_shown(value)}") from None
     if not least <= number <= most:
         raise InvalidArgumentError(f"{name} is {least} to {most}, not {_shown(number)}")
     return number
@@ -133,7 +133,6 @@ def text(name: str, value: object) -> str:
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless it is one of these texts."""
     if not isinstance(value, str) or value not in allowed:
         raise InvalidArgumentError(
             f"{name} is {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, "
@@ -142,17 +141,13 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[object]:
-    """Return the argument as a sequence: iterators become lists, a single text is rejected.
-
-    Raises:
-        BatchTooLargeError: an iterator yields more than ``most``.
-    """
+    """Return a sequence; a single text is rejected. Raises BatchTooLargeError."""
     if type(value) is list or type(value) is tuple:  # fast path
         return value
     if isinstance(value, _TEXTS):
         raise InvalidArgumentError(
             f"{name} is a sequence, and this is one {type(value).__name__}: {_shown(value)}",
-            advice="For a single one, put it between brackets.",
+            advice="Put a single one in brackets.",
         )
     if isinstance(value, Sequence):
         return value
@@ -170,7 +165,6 @@ def key_list(keys: object, most: int = BATCH_KEYS_MAX) -> list[Key]:
 
 
 def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
-    """Return the keys, which must be distinct, and the values."""
     given = items.items() if isinstance(items, Mapping) else items
     several = cast("Sequence[tuple[AnyKey, Storable]]", sequence("items", given, BATCH_KEYS_MAX))
     try:
@@ -254,9 +248,9 @@ def check_no_overlap(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
     return devices.pop() if devices else None
 
 
-def _not_apart(what: str) -> InvalidArgumentError:
+def _not_apart(subject: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{what} share memory: the bytes of one value would overwrite those of another",
+        f"{subject} overlap: the bytes of one value would overwrite those of another",
         advice="Give each value memory of its own.",
     )
 
@@ -264,10 +258,10 @@ def _not_apart(what: str) -> InvalidArgumentError:
 def _shown(value: object) -> str:
     """Format a value for an error: its type, and its text if that is short."""
     try:
-        shown = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
+        text = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
     except Exception:  # noqa: BLE001  # the program's own class
-        shown = ""
+        text = ""
     of = type(value).__name__
-    if not shown or len(shown) > 60 or not shown.isprintable():
+    if not text or len(text) > 60 or not text.isprintable():
         return f"{'an' if of[0] in 'aeiou' else 'a'} {of}"
-    return shown if value is None or isinstance(value, bool | int | float) else f"{shown} ({of})"
+    return text if value is None or isinstance(value, bool | int | float) else f"{text} ({of})"

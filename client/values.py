@@ -67,7 +67,6 @@ Payload = Union[list[memoryview], "DeviceMemory"]
 
 
 UNREADABLE = (CorruptObjectError, UnsupportedValueError)
-"""Errors of objects that cannot be decoded here."""
 Unreadable = CorruptObjectError | UnsupportedValueError
 Found = Union[View, None, Unreadable]
 """A value, a miss (None), or the reason why there is no value."""
@@ -88,18 +87,14 @@ class EncodedValue(NamedTuple):
 
 
 class EncodedBatch(NamedTuple):
-    """Values as bytes, one per row."""
-
     sizes: list[int]
     parts: list[Payload]
     """All in host memory, or all on one device; an empty value has no parts."""
     descriptors: list[bytes]
     device: Device | None = None
-    """None: host memory."""
 
 
 _DIMENSIONS_MAX: Final = 64
-"""numpy's limit."""
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -213,11 +208,7 @@ def as_writable(
 
 
 def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
-    """Return memory to fill as flat views, and its dtype ("" for raw bytes).
-
-    Raises:
-        BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
-    """
+    """Return flat views to fill, and the dtype ("": raw bytes). Raises BufferMismatchError."""
     views: list[memoryview] = []
     dtypes: set[str] = set()
     for buffer in buffers if isinstance(buffers, list | tuple) else [buffers]:
@@ -258,10 +249,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
 def _encode_tensor(
     torch: ModuleType, tensor: torch.Tensor, on_devices: ClientDevices | None
 ) -> EncodedValue:
-    why = _reject_reason(torch, tensor)
-    if why:
+    reason = _reject_reason(torch, tensor)
+    if reason:
         raise UnsupportedValueError(
-            f"a tensor cannot be stored: {why}",
+            f"a tensor cannot be stored: {reason}",
             advice="Put the dense tensors that it is made of, or value.as_subclass(torch.Tensor).",
             type=type(tensor).__name__,
         )
@@ -282,10 +273,10 @@ def _encode_tensor(
 
 def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Return the dtype. Raises BufferMismatchError: the memory is not the tensor's plain values."""
-    why = _reject_reason(torch, tensor)
-    if why or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    reason = _reject_reason(torch, tensor)
+    if reason or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise BufferMismatchError(
-            f"a tensor to fill must be dense and contiguous{why and f': {why}'}",
+            f"a tensor to fill must be dense and contiguous{reason and f': {reason}'}",
             advice="Pass tensor.contiguous(), or get into another tensor and copy.",
         )
     return torch_name(tensor.dtype)
@@ -370,16 +361,12 @@ def _flat_array(size: int) -> bytes:
 
 
 _BYTES: Final = ValueDescription("bytes", "", ())
-_AS_BYTES: Final = 'Ask for kind="bytes", or remove the object and put it again.'
+_AS_BYTES: Final = 'Use kind="bytes", or remove the object and put it again.'
 
 
 @lru_cache(maxsize=4096)
 def read_descriptor(descriptor: bytes) -> ValueDescription:
-    """Parse a descriptor; its dtype need not exist.
-
-    Raises:
-        CorruptObjectError: it has another format.
-    """
+    """Parse a descriptor; its dtype need not exist. Raises CorruptObjectError."""
     try:
         read = json.loads(descriptor)
         kind = read["kind"]
@@ -413,12 +400,12 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     if kind == "bytes":
         return data.tobytes()
     described = read_descriptor(descriptor)
-    wanted = kind or described.kind
-    if wanted == "bytes":
+    requested = kind or described.kind
+    if requested == "bytes":
         return data.tobytes()
     if described.kind == "bytes":
         described = ValueDescription("numpy", "uint8", (data.size,))
-    if wanted == "torch":
+    if requested == "torch":
         flat = import_torch().from_numpy(data if data.size else np.empty(0, np.uint8))
         return decode_tensor(descriptor, flat)
     dtype = numpy_dtype(described.dtype)
@@ -446,8 +433,7 @@ def _readable(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def array_over(
     descriptor: bytes, kind: Kind | None, memory: memoryview, offset: int, size: int
 ) -> NDArray[np.generic]:
-    """Return a new array over part of ``memory``, which it keeps alive: the value, or its bytes if
-    that is no numpy array.
+    """Return an array over part of ``memory``: the value, or its bytes if it is no numpy array.
 
     Raises:
         UnsupportedValueError: the dtype is not available here.
@@ -551,7 +537,7 @@ def import_torch() -> ModuleType:
     except ImportError:
         raise UnsupportedValueError(
             "this needs torch, which is not installed here",
-            advice='pip install torch; or ask for kind="numpy" or kind="bytes".',
+            advice='pip install torch; or use kind="numpy" or kind="bytes".',
         ) from None
     return torch
 

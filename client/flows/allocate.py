@@ -1,7 +1,6 @@
 """Allocations: the flows of ``allocate`` and of the put of an allocation.
 
-``allocate`` leases memory of the pool, and the program computes into it. The put writes the header
-in front of the payload, commits the allocation under its key, and renews the lease.
+The put writes the header, commits the allocation under its key, and renews the lease.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def allocate(
             raise NodeUnreachableError(
                 f"the memory of node {segment.node!r} is not mapped here to write, and an "
                 "allocation is written in place",
-                advice="client.stats().not_mapped says why it is not mapped; puts need no mapping.",
+                advice="client.stats().not_mapped has the reason; puts need no mapping.",
                 node=segment.node,
             )
         raise NodeUnreachableError(
@@ -74,11 +73,7 @@ def allocate(
 def grant(
     context: Context, namespace: Namespace, size: int, wait_ms: int
 ) -> Flow[tuple[AllocationLease, float]]:
-    """Request space for ``size`` payload bytes and wipe its header; returns the grant and its end.
-
-    Raises:
-        As ``write``.
-    """
+    """Request space and wipe its header; returns the grant and its end. Raises as ``write``."""
     started = context.clock()
     request = calls.Allocate(
         namespace, size, wait_ms, context.host, context.segments.avoid(), context.here_only,
@@ -89,7 +84,7 @@ def grant(
     segment = segments.get(grants.segments[0])
     if segment is None:
         yield from revoke(grants.epoch, grants.tokens)
-        raise PutRefusedError("the segment went away while it was asked for")
+        raise PutRefusedError("the segment was unmounted during the request")
     until = started + grants.deadline_ms / 1000 - context.lease_margin_s
     granted = AllocationLease(
         grants.epoch, grants.tokens[0], segment, grants.offsets[0], size, grants.capabilities
@@ -117,9 +112,7 @@ def refuse_lost(context: Context, items: Items) -> None:
 def put(
     context: Context, lease: Lease, item: Items, options: PutOptions
 ) -> Flow[PutOutcome | None]:
-    """Put the object whose payload was computed in an allocation.
-
-    Returns None if the allocation became another object, from which the payload must be copied.
+    """Put an allocation. Returns None if it became another object; copy the payload then.
 
     Raises:
         ReservationLostError: the client does not hold the allocation any more.
@@ -147,10 +140,10 @@ def put(
     if outcome is not PutOutcome.STORED:  # quarantined: it is readable until its deadline
         lease.mark_redundant()
         return outcome
-    asked = context.clock()
+    requested_at = context.clock()
     renewed = yield from ask(_renewal(named, granted.place), calls.RenewReply)
     held_s = renewed.lease_ms / 1000 if renewed.keys_leased[0] else 0.0
-    lease.convert_to_object(named, asked + held_s - context.lease_margin_s)
+    lease.convert_to_object(named, requested_at + held_s - context.lease_margin_s)
     return outcome
 
 
@@ -165,11 +158,11 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | N
     named = lease.unanswered
     if named is None:
         return None, context.clock() + lease.remaining_s
-    asked = context.clock()
+    requested_at = context.clock()
     assert isinstance(lease.what, AllocationLease)
     renew = _renewal(named, lease.what.place, [named.counter])
     renewed = yield from ask(renew, calls.RenewReply)
-    until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
+    until = requested_at + renewed.lease_ms / 1000 - context.lease_margin_s
     lease.capability = renewed.capabilities
     if renewed.keys_leased[0] and lease.is_held:
         lease.convert_to_object(named, until)
@@ -207,8 +200,8 @@ def commit(
     if head != written:
         written.clear()  # until the new header is complete
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
-        move = RangeCopy(offset, memoryview(head), extent=granted.extent)
-        errors = yield [Transfer(segment, [move], True, deadline)]
+        header_copy = RangeCopy(offset, memoryview(head), extent=granted.extent)
+        errors = yield [Transfer(segment, [header_copy], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
             raise copy(errors[0])  # no frame refers to the copy
@@ -224,19 +217,21 @@ def commit(
     if committed.header_mac and end + len(committed.header_mac) <= HEADER_BYTES:
         # The object is leased until ``deadline``. Without a header MAC it is stored, but not
         # recovered after a restart of the master or its node.
-        move = RangeCopy(offset + end, memoryview(committed.header_mac), extent=granted.extent)
-        errors = yield [Transfer(segment, [move], True, deadline)]
+        header_copy = RangeCopy(
+            offset + end, memoryview(committed.header_mac), extent=granted.extent
+        )
+        errors = yield [Transfer(segment, [header_copy], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
             log.debug("header_not_signed key=%s error=%s", key.hex(), errors[0])
     return PutOutcome(committed.outcome)
 
 
-def _renewal(named: ObjectLease, place: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
+def _renewal(named: ObjectLease, location: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
     """Return the call that checks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
-        [place.uuid], [place.offset],
+        [location.uuid], [location.offset],
     )  # fmt: skip
 
 

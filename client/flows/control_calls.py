@@ -60,26 +60,26 @@ def match_all(
         request = calls.MatchPrefix(
             namespaces, keys, False, states, lease.number, context.leases.take()
         )
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        matches = [PrefixMatchResult(each.matched, each.being_written) for each in answer.matches]
-        state = answer.state
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        matches = [PrefixMatchResult(match.matched, match.being_written) for match in reply.matches]
+        state = reply.state
     else:
         matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
-    matched = min((each.matched for each in matches), default=len(keys))
+    matched = min((match.matched for match in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
-    return EngineMatchResult(matched, any(each.being_written for each in matches), state, lease)
+    return EngineMatchResult(matched, any(match.being_written for match in matches), state, lease)
 
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
     """As ``calls.MatchPrefixReply.state``, for any number of keys; searches from the end."""
-    end, most = len(keys), keys_per_request(keys)
+    end, keys_max = len(keys), keys_per_request(keys)
     while end > 0:
-        start = max(0, end - most)
+        start = max(0, end - keys_max)
         request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        if answer.state:
-            return start + answer.state
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        if reply.state:
+            return start + reply.state
         end = start
     return 0
 
@@ -106,18 +106,18 @@ def _match(
     """Match from the front in requests of the maximum size, while any namespace has all keys of
     one. Matched keys are leased, so the prefix stays complete during the next call."""
     found = [PrefixMatchResult(0, 0)] * len(namespaces)
-    whole = list(range(len(namespaces)))
-    most = keys_per_request(keys)
-    for start in range(0, len(keys), most):
-        piece = keys[start : start + most] if len(keys) > most else keys
-        asked = [namespaces[index] for index in whole]
+    complete = list(range(len(namespaces)))
+    keys_max = keys_per_request(keys)
+    for start in range(0, len(keys), keys_max):
+        chunk = keys[start : start + keys_max] if len(keys) > keys_max else keys
+        requested = [namespaces[index] for index in complete]
         released = context.leases.take()
-        request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        for index, each in zip(whole, answer.matches, strict=True):
-            found[index] = PrefixMatchResult(start + each.matched, each.being_written)
-        whole = [index for index in whole if found[index].matched == start + len(piece)]
-        if not whole:
+        request = calls.MatchPrefix(requested, chunk, False, (), lease.number, released)
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        for index, match in zip(complete, reply.matches, strict=True):
+            found[index] = PrefixMatchResult(start + match.matched, match.being_written)
+        complete = [index for index in complete if found[index].matched == start + len(chunk)]
+        if not complete:
             break
     return found
 
@@ -131,12 +131,12 @@ def exists(
     request = calls.Exists(namespace, keys, lease.number if lease else 0, context.leases.take())
     existing = yield from ask(request, calls.ExistsReply)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
-    there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
+    stored: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
     if lease is not None:
-        found = {(namespace, Key(key)): None for key in compress(keys, there)}
+        found = {(namespace, Key(key)): None for key in compress(keys, stored)}
         lease.unread = len(found)
         context.leases.expect(lease, found)
-    return there
+    return stored
 
 
 def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
@@ -147,7 +147,7 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     removed = yield from _removing(calls.Remove(namespace, keys), calls.RemoveReply)
     for key in keys:
         context.placements.forget(namespace, key)
-    return [bool(each) for each in removed.removed]
+    return [bool(is_removed) for is_removed in removed.removed]
 
 
 def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bool]]:
@@ -199,7 +199,6 @@ def status() -> Flow[calls.ClusterStatus]:
 
 
 def traffic(namespace: str) -> Flow[calls.TrafficReport]:
-    """As ``Client.traffic``; "": all namespaces."""
     report = yield from ask(calls.Traffic(namespace), calls.TrafficReport)
     while report.next_cursor:
         request = calls.Traffic(namespace, report.next_cursor)
@@ -219,12 +218,12 @@ class ObjectStat(NamedTuple):
 
 
 def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:
-    asked = context.clock()
+    requested_at = context.clock()
     detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
     if detail.row is None:
         return None
     epoch = detail.epoch or detail.version.epoch  # the object's own is wrong after a restart
-    placed = yield from resolve_placements(context, epoch, detail.placements, asked + 1.0)
+    placed = yield from resolve_placements(context, epoch, detail.placements, requested_at + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)
     segment, offset, capability = placed[0].replicas[0]

@@ -43,7 +43,6 @@ class MoveProgress(NamedTuple):
     """Start of the next step; 0: the pass is complete."""
     objects: int
     size: int
-    """Payload bytes of the moved objects."""
     failed: int
     """Objects that could not be moved now: replaced, removed, or a node did not reply."""
     remaining: int
@@ -71,18 +70,12 @@ class _Copy:
     data: bytearray
     hasher: xxh3_64
     header: Header | None = None
-    """Set when read and verified."""
 
 
 def move_page(
     context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
 ) -> Flow[MoveProgress]:
-    """Move some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
-
-    Raises:
-        InvalidArgumentError: there is no such node, or it is not being drained.
-        BusyError, MasterUnreachableError, DeadlineExceededError
-    """
+    """Move some objects of a draining node (``calls.StartMoves``). Raises InvalidArgumentError."""
     request = calls.StartMoves(
         node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number,
         evict_up_to=evict_up_to,
@@ -91,12 +84,7 @@ def move_page(
 
 
 def repair_page(context: Context, node: str) -> Flow[MoveProgress]:
-    """Copy some objects of this node to other nodes, if the master wants more replicas.
-
-    Raises:
-        InvalidArgumentError: there is no such node, or the master does not repair.
-        BusyError, MasterUnreachableError, DeadlineExceededError
-    """
+    """Copy objects that need replicas to other nodes. Raises InvalidArgumentError."""
     avoid = context.segments.avoid()
     request = calls.StartMoves(
         node, 0, OBJECTS_MAX, REPAIRED_BYTES_MAX, avoid, context.client_number, repair=True
@@ -140,8 +128,8 @@ def _copies(reply: calls.StartMovesReply) -> list[_Copy]:
     at = 0
     for row, token in enumerate(grants.tokens):
         width = grants.replicas
-        places = slice(row * width, (row + 1) * width)
-        columns = grants.segments[places], grants.offsets[places], writable[places]
+        own_rows = slice(row * width, (row + 1) * width)
+        columns = grants.segments[own_rows], grants.offsets[own_rows], writable[own_rows]
         targets = zip(*columns, strict=True)
         size = sources.sizes[row]
         version = sources.epochs[row], sources.counters[row]
@@ -207,8 +195,8 @@ def _reads(
         )
         transfer.moves.append(RangeCopy(offset, memoryview(copy.head), extent=extent))
         if payload and copy.size:
-            place, data = offset + HEADER_BYTES, memoryview(copy.data)
-            transfer.moves.append(RangeCopy(place, data, copy.hasher, extent))
+            payload_at, data = offset + HEADER_BYTES, memoryview(copy.data)
+            transfer.moves.append(RangeCopy(payload_at, data, copy.hasher, extent))
     return transfers
 
 
@@ -227,9 +215,7 @@ def _count_corrupt(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """Count the objects that are still stored, so that their memory is bad. Others were removed
-    during the read: without a lease their memory may be reused, but only after their header was
-    wiped."""
+    """Count the objects that are still stored, whose memory is bad."""
     failed = yield from carry_out(context, _reads(wrong, segments, deadline, payload=False))
     corrupt = 0
     for copy in wrong:
@@ -255,11 +241,11 @@ def _write(
         views = [memoryview(copy.data)] if copy.size else []
         for segment_id, offset, capability in copy.targets:
             if segment_id in segments:
-                place = segment_id, copy.namespace
-                if place not in transfers:
+                group = segment_id, copy.namespace
+                if group not in transfers:
                     segment = segments[segment_id]
-                    transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
-                transfers[place].rows.append((
+                    transfers[group] = ObjectWrites(segment, copy.namespace, deadline)
+                transfers[group].rows.append((
                     offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
                     capability,
                 ))  # fmt: skip
@@ -273,8 +259,8 @@ def _write(
         if on <= segments.keys() and not on & lost.keys():
             written.append(copy)
         else:
-            why = [error for segment_id in on for error in lost.get(segment_id, ())]
-            yield from revoke(epoch, [copy.token], why)
+            reasons = [error for segment_id in on for error in lost.get(segment_id, ())]
+            yield from revoke(epoch, [copy.token], reasons)
     if not written:
         return []
     ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEndReply)

@@ -1,15 +1,11 @@
 """Complete objects between a segment and the memory of a device.
 
-If the segment is mapped and the driver has locked its pages, the device copies directly between its
-memory and the extents. Otherwise the bytes pass through the ring of page-locked memory or, if they
-do not fit, ordinary memory, and the usual transfer follows. A transfer begins when work queued
-before the call has ended (``WaitForDevice``).
+If the segment is mapped and its pages are locked, the device copies directly. Otherwise the bytes
+pass through the ring of page-locked memory or ordinary memory, and the usual transfer follows. In
+the memory of the same device it copies there, and also to the ring if the host needs a checksum.
 
-If the segment is in the memory of the same device, the device copies within it, and also to the
-ring if the host needs a checksum.
-
-The host computes checksums over the bytes in the pool, of one group while the device copies the
-next. The lease guarantees that these bytes do not change in between.
+The host hashes one group in the pool while the device copies the next. The lease guarantees that
+these bytes do not change in between.
 """
 
 from __future__ import annotations
@@ -77,14 +73,14 @@ class DeviceReads(ObjectReads):
             self.outcomes = outcomes
             return
         with (
-            _straight(device, transport, self.segment) as locked,
-            _DeviceCopies(device, deadline) as under_way,
+            _direct(device, transport, self.segment) as locked,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
-                    outcomes += self._straight(group, under_way, transport, locked)
-                    under_way.wait_for_copies(all_but=1)
+                    outcomes += self._direct(group, in_progress, transport, locked)
+                    in_progress.wait_for_copies(all_but=1)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         outcomes += self._staged(part, device, transport, deadline)
@@ -92,10 +88,10 @@ class DeviceReads(ObjectReads):
             transport.memory(self.segment)  # raises if the segment was unmounted
         self.outcomes = outcomes
 
-    def _straight(
+    def _direct(
         self,
         group: list[ReadRow],
-        under_way: _DeviceCopies,
+        in_progress: _DeviceCopies,
         transport: Transport,
         locked: LockedSegment,
     ) -> list[Outcome]:
@@ -103,11 +99,11 @@ class DeviceReads(ObjectReads):
         memory = transport.memory(self.segment)
         bare = _bare(group)
         found = headers(memory, self.segment, self.namespace, bare)
-        there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
-        under_way.copy(Direction.LOAD, there, locked.base, locked)
-        if not self.verify or not there:
+        intact = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
+        in_progress.copy(Direction.LOAD, intact, locked.base, locked)
+        if not self.verify or not intact:
             return found
-        deadline = under_way.deadline
+        deadline = in_progress.deadline
         return transport.read_objects(self.segment, self.namespace, bare, True, deadline)
 
     def _within(
@@ -116,23 +112,23 @@ class DeviceReads(ObjectReads):
         """Check the headers, then let the device copy within its memory."""
         with (
             transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
-            _DeviceCopies(device, deadline) as under_way,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
-            there = [row for row, header in zip(group, found, strict=True) if header is not None]
-            under_way.copy(Direction.LOAD, there, ranges.base)
+            intact = [row for row, header in zip(group, found, strict=True) if header is not None]
+            in_progress.copy(Direction.LOAD, intact, ranges.base)
             return _checked_on(self, group, found, ranges, deadline, check)
 
     def _staged(
         self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
     ) -> list[Outcome]:
-        with _room(device, _payload_bytes(group), deadline) as room:
+        with _staging_memory(device, _payload_bytes(group), deadline) as staging:
             reads = ObjectReads(self.segment, self.namespace, verify=self.verify)
-            reads.rows = _into(group, room.memory)
+            reads.rows = _into(group, staging.memory)
             reads.run(transport, deadline)
             outcomes = reads.outcomes
-            there = [isinstance(found, bytes) for found in outcomes]
-            room.copy(Direction.LOAD, group, there, deadline)
+            intact = [isinstance(found, bytes) for found in outcomes]
+            staging.copy(Direction.LOAD, group, intact, deadline)
         return outcomes
 
 
@@ -144,7 +140,6 @@ class DeviceHeaderChecks(ObjectReads):
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[DeviceView | None] = []
-        """Per row the memory of the object; None: it was not found."""
 
     def run(self, transport: Transport, deadline: float) -> None:
         self.lent = [None] * len(self.rows)
@@ -179,21 +174,21 @@ class DeviceWrites(ObjectWrites):
             return
         unsealed: deque[list[WriteRow]] = deque()
         with (
-            _straight(device, transport, self.segment) as locked,
-            _DeviceCopies(device, deadline) as under_way,
+            _direct(device, transport, self.segment) as locked,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
-                    self._begin(group, under_way, transport, locked)
+                    self._begin(group, in_progress, transport, locked)
                     unsealed.append(group)
                     if len(unsealed) > 1:  # one is hashed while the next is copied
-                        under_way.wait_for_copies(all_but=1)
+                        in_progress.wait_for_copies(all_but=1)
                         self._write_headers(unsealed.popleft(), transport, deadline)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         self._staged(part, device, transport, deadline)
-            under_way.wait_for_copies()
+            in_progress.wait_for_copies()
             for group in unsealed:
                 self._write_headers(group, transport, deadline)
 
@@ -204,8 +199,8 @@ class DeviceWrites(ObjectWrites):
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
         with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
-            with _DeviceCopies(device, deadline) as under_way:
-                under_way.copy(Direction.SAVE, group, ranges.base)
+            with _DeviceCopies(device, deadline) as in_progress:
+                in_progress.copy(Direction.SAVE, group, ranges.base)
             payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
             heads = [RangeCopy(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
             hashers = ranges.hashed(payloads, deadline, check)
@@ -217,27 +212,25 @@ class DeviceWrites(ObjectWrites):
     def _begin(
         self,
         group: list[WriteRow],
-        under_way: _DeviceCopies,
+        in_progress: _DeviceCopies,
         transport: Transport,
         locked: LockedSegment,
     ) -> None:
-        """Wipe the headers, and let the device copy the payloads."""
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
-        under_way.copy(Direction.SAVE, group, locked.base, locked)
+        in_progress.copy(Direction.SAVE, group, locked.base, locked)
 
     def _write_headers(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
-        """Write the headers of objects whose payloads are complete."""
         transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
 
     def _staged(
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
     ) -> None:
-        with _room(device, _payload_bytes(group), deadline) as room:
-            room.copy(Direction.SAVE, group, [True] * len(group), deadline)
+        with _staging_memory(device, _payload_bytes(group), deadline) as staging:
+            staging.copy(Direction.SAVE, group, [True] * len(group), deadline)
             writes = ObjectWrites(self.segment, self.namespace, deadline)
-            writes.rows = _into(group, room.memory)
+            writes.rows = _into(group, staging.memory)
             writes.run(transport, deadline)
 
 
@@ -250,8 +243,8 @@ def _headers_on(
 ) -> list[Header | None]:
     """Return the headers of these rows on a device; None: another object is there."""
     heads = [bytearray(HEADER_BYTES) for _ in group]
-    moves = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
-    ranges.read(moves, deadline, check)
+    copies = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+    ranges.read(copies, deadline, check)
     return [
         header_of(head, reads.segment.seed, reads.namespace, row)
         for row, head in zip(group, heads, strict=True)
@@ -270,12 +263,12 @@ def _checked_on(
     bad: set[int] = set()
     if reads.verify:
         pairs = zip(group, found, strict=True)
-        there = [(row, header) for row, header in pairs if header is not None]
-        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+        intact = [(row, header) for row, header in pairs if header is not None]
+        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in intact]
         hashers = ranges.hashed(payloads, deadline, check)
         bad = {
             row[0]
-            for (row, header), hasher in zip(there, hashers, strict=True)
+            for (row, header), hasher in zip(intact, hashers, strict=True)
             if hasher.intdigest() != header.payload_checksum
         }
     return [
@@ -300,20 +293,19 @@ class _DeviceCopies:
         self.wait_for_copies()
 
     def copy(
-        self, way: Direction, rows: Sequence[Any], base: int, locked: LockedSegment | None = None
+        self,
+        direction: Direction,
+        rows: Sequence[Any],
+        base: int,
+        locked: LockedSegment | None = None,
     ) -> None:
-        """Queue the copies between the memory of these rows and their extents.
-
-        Args:
-            base: address of the segment, mapped or on the device.
-            locked: the segment, if it is mapped.
-        """
+        """Queue copies between rows and their extents. ``base``: the segment's address."""
         with_bytes = [row for row in rows if row[1]]
         event = None
         if with_bytes:
-            places = [base + row[0] + HEADER_BYTES for row in with_bytes]
-            copies = layout_copies([row[5] for row in with_bytes], places)
-            event = self._device.copy(way, copies, locked)
+            addresses = [base + row[0] + HEADER_BYTES for row in with_bytes]
+            copies = layout_copies([row[5] for row in with_bytes], addresses)
+            event = self._device.copy(direction, copies, locked)
         self._events.append(event)
 
     def wait_for_copies(self, all_but: int = 0) -> None:
@@ -333,25 +325,25 @@ class _HostMemory:
         self._is_locked = is_locked
 
     def copy(
-        self, way: Direction, group: Sequence[Any], wanted: Sequence[bool], deadline: float
+        self, direction: Direction, group: Sequence[Any], selected: Sequence[bool], deadline: float
     ) -> None:
-        """Copy the payloads of the ``wanted`` rows between the device and this memory."""
+        """Copy the payloads of the ``selected`` rows between the device and this memory."""
         base = address_of(self.memory)
         values: list[DeviceMemory] = []
-        places: list[int] = []
-        for row, is_wanted in zip(group, wanted, strict=True):
-            if is_wanted and row[1]:
+        addresses: list[int] = []
+        for row, is_selected in zip(group, selected, strict=True):
+            if is_selected and row[1]:
                 values.append(row[5])
-                places.append(base)
+                addresses.append(base)
             base += row[1]
         if values:
-            copies = layout_copies(values, places)
+            copies = layout_copies(values, addresses)
             copy = self._device.copy if self._is_locked else self._device.copy_ordinary
-            self._device.wait_for_copies(copy(way, copies), deadline)
+            self._device.wait_for_copies(copy(direction, copies), deadline)
 
 
 @contextmanager
-def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
+def _staging_memory(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
     """Yield a slot of the page-locked ring; ordinary memory, if ``size`` exceeds a slot."""
     if size > device.ring.slot_bytes:
         ordinary = np.empty(size, np.uint8)
@@ -362,7 +354,7 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
 
 
 @contextmanager
-def _straight(
+def _direct(
     device: Device, transport: Transport, segment: SegmentInfo
 ) -> Iterator[LockedSegment | None]:
     """Yield the mapped segment, for direct copies by the device; None: it is not mapped."""
@@ -407,7 +399,6 @@ def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
 
 
 def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return offset and length (with header) of each row's object."""
     return [(row[0], HEADER_BYTES + row[1]) for row in rows]
 
 

@@ -43,8 +43,6 @@ class Replica(NamedTuple):
 
 
 class LeasedLocation(NamedTuple):
-    """The location of a complete object, and the end of its lease."""
-
     size: int
     """Payload bytes."""
     epoch: int
@@ -136,7 +134,6 @@ class SegmentFailure(NamedTuple):
     error: KVStoreError
     at: float
     until: float
-    """Time of the next attempt."""
     pause_s: float
 
     @property
@@ -151,7 +148,6 @@ class SegmentTable:
         self._clock = clock
         self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
         self._failed: dict[bytes, SegmentFailure] = {}
-        """Recently failed segments, by uuid."""
 
     def of(self, epoch: int) -> dict[int, SegmentInfo]:
         """Return the known segments of this epoch, by id; callers add new ones."""
@@ -171,7 +167,6 @@ class SegmentTable:
 
     @property
     def failing(self) -> bool:
-        """Whether any segment failed recently."""
         return bool(self._failed)
 
     def failed(self, segment: SegmentInfo, error: KVStoreError) -> None:
@@ -236,21 +231,14 @@ class SegmentTable:
         placements: Placements,
         until: float,
     ) -> Iterator[LeasedLocation | None]:
-        """Yield one location per row; None: a miss, or no replica's segment is mounted any more.
-
-        Recently failed replicas come last.
-
-        Args:
-            known: segments of the epoch of ``placements``.
-            until: end of the lease of each row.
-        """
+        """Yield one location per row, recently failed replicas last; None: there is none."""
         sizes, epochs, counters, replica_counts, segments, offsets, column = placements
         capabilities = capability_of_each(column, len(segments))
         if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
             infos = list(map(known.get, segments))
             if None not in infos:
-                each = zip(infos, offsets, capabilities, strict=True)
-                replicas = zip(map(_REPLICA, each), strict=True)
+                fields = zip(infos, offsets, capabilities, strict=True)
+                replicas = zip(map(_REPLICA, fields), strict=True)
                 ends = repeat(until), repeat(None)
                 columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
                 yield from map(_PLACED, columns)

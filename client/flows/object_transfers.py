@@ -1,8 +1,4 @@
-"""Transfers of complete objects of one segment: header, payload, checksum.
-
-A table of *rows* describes the work. All transports give the same outcomes, which
-``tests/conformance/test_objects.py`` checks.
-"""
+"""Transfers of complete objects of one segment: tables of rows, with equal outcomes everywhere."""
 
 from __future__ import annotations
 
@@ -45,19 +41,14 @@ class ObjectReads(Transfer):
         self.verify = verify
         self.rows: list[ReadRow] = []
         self.outcomes: list[Outcome] = []
-        """One per row, after the run."""
 
     def add(
         self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
     ) -> None:
-        """Add a row. ``capability``: as in ``ReadRow``.
-
-        Raises:
-            BufferMismatchError: as ``Target.make_room``.
-        """
+        """Add a row. Raises BufferMismatchError."""
         size, epoch, counter, _, _, _ = placed
-        room = target.allocate(size)
-        views = cast("list[memoryview]", room)  # ``DeviceReads`` have device memory there
+        memory = target.allocate(size)
+        views = cast("list[memoryview]", memory)  # ``DeviceReads`` have device memory there
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 
     def size(self) -> int:
@@ -89,14 +80,7 @@ def headers(
     *,
     verify: bool = False,
 ) -> list[Outcome]:
-    """Return one outcome per row, of objects that stay where they are.
-
-    Args:
-        verify: hash their payloads, too.
-
-    Raises:
-        SegmentGoneError, InvalidRangeError
-    """
+    """Return one outcome per row in place. Raises SegmentGoneError, InvalidRangeError."""
     done = steps.read_objects(
         memory, segment.generation, segment.seed, namespace, rows, verify, math.inf, 1
     )

@@ -58,13 +58,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
-"""Lookups of one get before it is a miss."""
 
 
 class GetOptions(NamedTuple):
     namespace: Namespace
     kind: Kind | None = None
-    """None: as put."""
     copy: bool = True
     """False: views of the pool's memory, where it is mapped."""
     device: str = ""
@@ -81,14 +79,12 @@ class ReadTarget:
         self.views = views
         """Caller's memory, filled in sequence; None: memory is allocated once the size is known."""
         self.dtype = dtype
-        """Expected dtype; "": raw bytes."""
         self.descriptor: bytes | None = None
         """Descriptor of the object that was read; None: a miss."""
         self.placed: LeasedLocation | None = None
         self.data: Bytes1D | None = None
         """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
-        """Memory that was allocated here for the payload."""
         self.bad: Sequence[CorruptReplica] = ()
         """Reads under a valid lease that found other bytes."""
 
@@ -151,28 +147,26 @@ def locate(
     fresh: bool = False,
     leases: list[ReadLease] | None = None,
 ) -> Flow[list[LeasedLocation | None]]:
-    """Return locations, leased; from the cache while the lease lasts, unless ``fresh``.
+    """Return leased locations, from the cache unless ``fresh``.
 
-    Args:
-        leases: receives the lease shares that the caller releases after the read. None: leases end
-            by time and the locations are cached, as for recently read objects.
+    ``leases`` receives the lease shares to release; None: leases end by time.
     """
     remembered = context.placements
     placed: list[LeasedLocation | None] = []
-    wanted = keys
+    missing = keys
     if not fresh and len(remembered):
         placed = [remembered.get(namespace, key) for key in keys]
         if leases is not None:
             leases += _leases_of(placed)
         else:
             _keep_by_time(context, namespace, keys, placed)
-        wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
-        if not wanted:
+        missing = [key for key, known in zip(keys, placed, strict=True) if known is None]
+        if not missing:
             return placed
-    parts: list[tuple[Sequence[Key], int]] = [(wanted, 0)]
+    parts: list[tuple[Sequence[Key], int]] = [(missing, 0)]
     if leases is not None:
-        again = context.leases.read_again(namespace, wanted)
-        once = [key for key in wanted if key not in again] if again else wanted
+        again = context.leases.read_again(namespace, missing)
+        once = [key for key in missing if key not in again] if again else missing
         parts = [(list(again), 0)] if again else []
         if once:
             leases.append(context.leases.new())
@@ -190,10 +184,10 @@ def _look_up(
     context: Context, namespace: Namespace, keys: Sequence[Key], number: int = 0
 ) -> Flow[list[LeasedLocation | None]]:
     """Lease the objects under this number; 0: by time, and cache the locations."""
-    asked = context.clock()
+    requested_at = context.clock()
     found = yield CallMaster(calls.Lookup(namespace, keys, number, context.leases.take()))
     assert isinstance(found, calls.LookupReply)
-    until = asked + found.lease_ms / 1000 - context.lease_margin_s
+    until = requested_at + found.lease_ms / 1000 - context.lease_margin_s
     rows = yield from resolve_placements(context, found.epoch, found.placements, until)
     if not number:
         context.placements.remember(namespace, keys, rows)
@@ -262,11 +256,7 @@ def read(
     timeout_ms: int | None = None,
     kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
-    """Read every stored target; set its ``descriptor``, ``placed`` and ``data``.
-
-    Args:
-        kind: ``DeviceReads``, if the targets are on a device; ``PartReads`` of ``ObjectParts``.
-        timeout_ms: of the complete call; None: the client's. First replicas get a third of it.
+    """Read every stored target; first replicas get a third of ``timeout_ms``.
 
     Raises:
         BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
@@ -367,15 +357,15 @@ def confirmed(bad: Sequence[CorruptReplica], placed: LeasedLocation) -> list[Cor
     """Return the bad reads of the current version. A removal precedes the wipe of the header, so a
     reader with an older reply has not found bad memory."""
     version = placed.epoch, placed.counter
-    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
+    return [read for read in bad if (read.placed.epoch, read.placed.counter) == version]
 
 
 def order_replicas(placed: LeasedLocation, bad: Sequence[CorruptReplica]) -> Sequence[Replica]:
     """Sort the replicas to try: as listed (failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
-    seen = Counter(each.replica.location for each in bad)
-    return sorted(placed.replicas, key=lambda replica: seen[replica.location])
+    failures = Counter(bad_read.replica.location for bad_read in bad)
+    return sorted(placed.replicas, key=lambda replica: failures[replica.location])
 
 
 def report_corrupt(
@@ -404,7 +394,6 @@ def report_corrupt(
 class _SegmentReads(NamedTuple):
     reads: ObjectReads
     targets: list[tuple[ReadTarget, LeasedLocation, Replica]]
-    """Target and location of each row."""
 
 
 def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
@@ -444,10 +433,10 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
     )
 
 
-def _first_bytes(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
-    _check_room(sum(len(view) for view in whole), size, key)
+def _first_bytes(total: list[memoryview], size: int, key: Key) -> list[memoryview]:
+    _check_room(sum(len(view) for view in total), size, key)
     views = []
-    for view in whole:
+    for view in total:
         if not size:
             break
         if len(view):  # an empty buffer has no memory to fill
@@ -456,12 +445,12 @@ def _first_bytes(whole: list[memoryview], size: int, key: Key) -> list[memoryvie
     return views
 
 
-def _check_room(room: int, size: int, key: Key) -> None:
-    if room < size:
+def _check_room(available: int, size: int, key: Key) -> None:
+    if available < size:
         raise BufferMismatchError(
-            f"the object has {size} bytes, the buffer {room}",
-            advice="Ask stat(key) for the size first.",
+            f"the object has {size} bytes, the buffer {available}",
+            advice="Call stat(key) for the size first.",
             size_bytes=size,
-            buffer_bytes=room,
+            buffer_bytes=available,
             key=key.hex(),
         )

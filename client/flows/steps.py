@@ -64,16 +64,12 @@ class Transfer:
         self.moves = moves
 
     def size(self) -> int:
-        return sum(len(move.buffer) for move in self.moves)
+        return sum(len(copy.buffer) for copy in self.moves)
 
     def run(self, transport: Transport, deadline: float) -> None:
-        """Carry the transfer out.
-
-        Raises:
-            As ``Transport.read`` and ``write``.
-        """
-        move = transport.write if self.write else transport.read
-        move(self.segment, self.moves, deadline)
+        """Carry the transfer out. Raises as ``Transport.read`` and ``write``."""
+        transfer_bytes = transport.write if self.write else transport.read
+        transfer_bytes(self.segment, self.moves, deadline)
 
 
 class SleepFor(NamedTuple):
@@ -116,8 +112,6 @@ class Leases(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """State shared by the flows of one client. Threads: any."""
-
     clock: Callable[[], float]
     host: str
     client_number: int = 0
@@ -129,13 +123,9 @@ class Context:
     views: Leases
     lease_margin_s: float
     verify_payload: bool
-    """Whether copied payloads are verified."""
     verify_views: bool = False
-    """Whether views are verified before they are returned."""
     counters: dict[str, int]
-    """Events by name; see ``count``."""
     client: str = ""
-    """Name of the client, for reports."""
     here_only: bool = False
     """Whether no transport of this client reaches another host."""
     failover_s: float = 3.0
@@ -154,10 +144,7 @@ def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
 def describe(
     context: Context, epoch: int, segment_ids: Sequence[int]
 ) -> Flow[Mapping[int, SegmentInfo]]:
-    """Describe these segments of this epoch; omits those that are no longer mounted.
-
-    Empty if another master replies: its ids name other segments.
-    """
+    """Describe the mounted segments of this epoch; empty if another master replies."""
     known = context.segments.of(epoch)
     unknown = set(segment_ids).difference(known)
     if unknown:
@@ -183,11 +170,7 @@ def resolve_placements(
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:
-    """Avoid a segment after a failed transfer, and report it if the master may not know.
-
-    Raises:
-        KVStoreError: as ``error``, if another node cannot help.
-    """
+    """Avoid and report a failed segment. Raises ``error`` if another node cannot help."""
     if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
         raise copy(error)  # no frame refers to the copy
     epoch = context.segments.forget(segment)
@@ -217,11 +200,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
 def carry_out(
     context: Context, transfers: Mapping[NameT, Transfer]
 ) -> Flow[dict[NameT, KVStoreError]]:
-    """Run the transfers. Returns the errors of those that failed, handled by ``unreachable``.
-
-    Raises:
-        As ``unreachable``.
-    """
+    """Run the transfers. Returns the errors that ``unreachable`` has handled."""
     if not transfers:
         return {}
     errors = yield list(transfers.values())
@@ -235,8 +214,7 @@ def carry_out(
 
 
 def _one_line(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)[:REASON_MAX]
+    return "".join(character if character.isprintable() else " " for character in text)[:REASON_MAX]
 
 
 REASON_MAX = 200
-"""Maximum length of a reported reason."""

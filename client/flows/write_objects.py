@@ -1,7 +1,7 @@
 """Writes of objects: the flow under ``put`` and its siblings.
 
-After put_start, each replica is wiped, then gets its payload, then its header; put_end follows. A
-failed grant (a node died, the master changed) is revoked, and another one requested.
+Each replica is wiped, then gets its payload, then its header. A failed grant is revoked, and
+another one requested.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
-"""Grants of one put before it is rejected."""
 
 SHOWN_MAX = 3
-"""Failed nodes whose errors a failed put reports."""
 
-OUTCOMES = {int(each): each for each in PutOutcome}
+OUTCOMES = {int(outcome): outcome for outcome in PutOutcome}
 """By number: 20 times as fast as calling the enum."""
 
 
@@ -49,7 +47,6 @@ class Items(NamedTuple):
 
     keys: Sequence[Key]
     sizes: Sequence[int]
-    """Payload bytes."""
     parts: Sequence[Payload]
     descriptors: Sequence[bytes]
     device: Device | None = None
@@ -80,7 +77,6 @@ class PutOptions(NamedTuple):
     partial: bool = False
     """Store what fits; the outcome of the rest is NO_SPACE."""
     ttl_ms: int = 0
-    """TTL once stored; 0: none."""
     wait_ms: int = 0
     """Maximum wait of the master for leases to end if there is no space."""
 
@@ -100,14 +96,14 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         return []
     outcomes = [PutOutcome.REFUSED] * len(keys)
     failures: list[_Failure] = []
-    quick: set[bytes] = set()  # segments that failed fast, and may soon work again
+    fast_failures: set[bytes] = set()  # segments that failed fast, and may soon work again
     attempts = 0
     error: KVStoreError | None = None
     try:
         while attempts < ATTEMPTS:
             attempts += 1
             before = len(failures)
-            avoid = (*context.segments.avoid(), *quick)[:AVOID_MAX]
+            avoid = (*context.segments.avoid(), *fast_failures)[:AVOID_MAX]
             try:
                 for run in _runs(outcomes, options.chain):
                     for started in (
@@ -121,15 +117,15 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
                     raise
                 if len(failures) == before:
                     attempts -= 1
-                if not quick:
+                if not fast_failures:
                     error = without_frames(full)
                     break
-                quick.clear()
+                fast_failures.clear()
             if PutOutcome.REFUSED not in outcomes:
                 return outcomes
             new = failures[before:]
-            quick.update(each.segment.uuid for each in new if not is_silent(each.error))
-            if not any(is_silent(each.error) for each in new):
+            fast_failures.update(item.segment.uuid for item in new if not is_silent(item.error))
+            if not any(is_silent(item.error) for item in new):
                 yield SleepFor(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
     except DeadlineExceededError as late:
         if not failures:
@@ -137,7 +133,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         error = without_frames(late)
     if not failures:
         known = context.segments.failures()
-        failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
+        failures = [_Failure(item.segment, item.error) for item in known if item.is_silent]
     kind = DeadlineExceededError if isinstance(error, DeadlineExceededError) else PutRefusedError
     raise _put_error(context, kind, outcomes, failures, attempts) from error
 
@@ -160,15 +156,15 @@ def _put_error(
             refused=refused,
             attempts=attempts,
         )
-    shown = "; ".join(each.message for each in [*last.values()][:SHOWN_MAX])
+    messages = "; ".join(item.message for item in [*last.values()][:SHOWN_MAX])
     more = len(last) - SHOWN_MAX
-    others = f"; and {more} more nodes" if more > 0 else ""
-    avoided = [each.until for each in context.segments.failures()]
+    other_nodes = f"; and {more} more nodes" if more > 0 else ""
+    avoided = [item.until for item in context.segments.failures()]
     again = max(0.0, min(avoided) - context.clock()) if avoided else 0.0
     tries = f", {attempts} attempts" if attempts else f"; tried again in {again:.1f} s"
     return kind(
-        f"{what}: {shown}{others}{tries}",
-        advice=next((each.advice for each in last.values() if each.advice), "")
+        f"{what}: {messages}{other_nodes}{tries}",
+        advice=next((item.advice for item in last.values() if item.advice), "")
         or "kvstore status lists the nodes; kvstore doctor tests the path to them.",
         refused=refused,
         attempts=attempts,
@@ -195,13 +191,11 @@ class _GrantedItems(NamedTuple):
     """Items of a put that were granted or refused together."""
 
     run: Sequence[int]
-    """Their indexes."""
     items: Items
     parent: Key | None
     grants: calls.Grants | None
     """None: there is no space for them."""
     at: float
-    """Time before the request."""
 
 
 def _start(
@@ -212,8 +206,7 @@ def _start(
     wait_ms: int,
     avoid: Sequence[bytes],
 ) -> Flow[list[_GrantedItems]]:
-    """Request space for the items of ``run``. If it is insufficient, a partial put bisects: it
-    requests the first half, then the second if that may fit, 2 log2(n) times. Nothing is written
+    """Request space for ``run``. A partial put bisects: 2 log2(n) requests. Nothing is written
     before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
@@ -246,15 +239,15 @@ def _start(
         return [none]
     middle = len(run) // 2
     started = yield from _start(context, items, run[:middle], options, 0, avoid)
-    too_large = [size for each in started if each.grants is None for size in each.items.sizes]
+    too_large = [size for item in started if item.grants is None for size in item.items.sizes]
     if too_large and (options.chain or min(some.sizes[middle:]) >= min(too_large)):
         return [*started, none._replace(run=run[middle:], items=items.select(run[middle:]))]
     try:
         return started + (yield from _start(context, items, run[middle:], options, 0, avoid))
     except KVStoreError:
-        for each in started:
-            if each.grants is not None and each.grants.tokens:
-                yield from revoke(each.grants.epoch, each.grants.tokens)
+        for item in started:
+            if item.grants is not None and item.grants.tokens:
+                yield from revoke(item.grants.epoch, item.grants.tokens)
         raise
 
 
@@ -268,7 +261,7 @@ def _finish(
     outcomes = [OUTCOMES[outcome] for outcome in grants.outcomes]
     granted: Sequence[int] = range(len(outcomes))
     if outcomes.count(PutOutcome.WRITE) < len(outcomes):
-        granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
+        granted = [index for index, item in enumerate(outcomes) if item is PutOutcome.WRITE]
     if not granted:
         return outcomes
     segments = yield from describe(context, grants.epoch, grants.segments)
@@ -305,17 +298,17 @@ def _finish(
                     error.fields.setdefault(
                         "settled", 1
                     )  # its copies have ended, unless the error says otherwise
-                yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
+                yield from revoke(grants.epoch, grants.tokens, [item for item in errors if item])
                 raise
-    whole = not lost and len(writes) == len(distinct_ids)
-    written = list(range(len(granted))) if whole else []
-    for number in () if whole else range(len(granted)):
+    complete = not lost and len(writes) == len(distinct_ids)
+    written = list(range(len(granted))) if complete else []
+    for number in () if complete else range(len(granted)):
         its_segments = set(segment_ids[number * replicas : (number + 1) * replicas])
-        failed = [each for each in its_segments if each in lost or each not in writes]
+        failed = [item for item in its_segments if item in lost or item not in writes]
         if failed:
             outcomes[granted[number]] = PutOutcome.REFUSED
-            why = [lost[segment_id] for segment_id in failed if segment_id in lost]
-            yield from revoke(grants.epoch, [grants.tokens[number]], why)
+            errors_of_node = [lost[segment_id] for segment_id in failed if segment_id in lost]
+            yield from revoke(grants.epoch, [grants.tokens[number]], errors_of_node)
         else:
             written.append(number)
     if not written:
@@ -351,8 +344,8 @@ def _rows(
     count = len(items.keys)
     parents = [root, *items.keys[:-1]] if chain else [root] * count
     if replicas > 1 or len(granted) < count:
-        each = [index for index in granted for _ in range(replicas)]
-        items, parents = items.select(each), [parents[index] for index in each]
+        per_extent = [index for index in granted for _ in range(replicas)]
+        items, parents = items.select(per_extent), [parents[index] for index in per_extent]
         tokens = [token for token in tokens for _ in range(replicas)]
     keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)

@@ -70,8 +70,6 @@ class ObjectLease(NamedTuple):
 
 
 class AllocationLease(NamedTuple):
-    """The subject of a lease: an unnamed allocation."""
-
     epoch: int
     token: int
     segment: SegmentInfo
@@ -139,7 +137,6 @@ class Lease:
         """Location of the object; None: an allocation, which cannot be looked up."""
         self.what: What = held
         self.size = size
-        """Bytes."""
         self._until = until
         self._mounted = mounted
         self._clock = clock
@@ -147,23 +144,17 @@ class Lease:
         self.holders: set[object] = set()
         """A watch per array over this memory; empty: the program has dropped all of them."""
         self.header = bytearray()
-        """Of an allocation: the header that a commit has written."""
         self.capability = b""
         """Of an allocation: as last renewed; empty: as granted."""
         self.unanswered: ObjectLease | None = None
         """Of an allocation: the object that it may have become, by a commit without a reply."""
         self.is_retried = False
-        """Whether the last renewal failed."""
         self.plan_renewal()
 
     @property
     def is_held(self) -> bool:
-        """Whether the promise has held without a gap until now. False is final.
-
-        A lease of an allocation also ends with the mount of its segment, because the next master
-        does not know it. A lease of an object continues, because its node reports it; but not in
-        device memory.
-        """
+        """Whether the promise has held until now. False is final. An allocation's lease also ends
+        with its mount; an object's continues, except in device memory."""
         if self._kept:
             over = self._clock() >= self._until
             if over or not (self._outlives_mount or self._mounted()):
@@ -178,7 +169,6 @@ class Lease:
 
     @property
     def remaining_s(self) -> float:
-        """Time until it ends without another renewal."""
         return max(0.0, self._until - self._clock()) if self.is_held else 0.0
 
     def extend(self, until: float) -> None:
@@ -268,20 +258,20 @@ class LeaseTable:
         place: LeasedExtent | None = None,
     ) -> Lease:
         """Return the lease of the memory, for one more holder. ``enter`` adds it to the table."""
-        there = self._leases.get(address)
-        if there is not None and there[-1].what == held and there[-1].is_held:
-            there[-1].extend(until)
-            return there[-1]
+        leases = self._leases.get(address)
+        if leases is not None and leases[-1].what == held and leases[-1].is_held:
+            leases[-1].extend(until)
+            return leases[-1]
         return Lease(held, until, size, mounted, self.clock, place)
 
     def enter(self, address: int, lease: Lease, holder: object) -> None:
         """Enter the lease, once ``release`` is certain to be called for ``holder``."""
         lease.holders.add(holder)
-        there = self._leases.get(address)
-        if there is None:
+        leases = self._leases.get(address)
+        if leases is None:
             self._leases[address] = [lease]
-        elif there[-1] is not lease:
-            there.append(lease)
+        elif leases[-1] is not lease:
+            leases.append(lease)
 
     def release(self, address: int, lease: Lease, holder: object) -> AllocationLease | None:
         """Remove one holder; returns the allocation if it can no longer be put. Idempotent."""
@@ -290,9 +280,9 @@ class LeaseTable:
             return None
         is_ours = lease.is_held
         lease.end()
-        there = [each for each in self._leases.get(address, ()) if each is not lease]
-        if there:
-            self._leases[address] = there
+        others = [other for other in self._leases.get(address, ()) if other is not lease]
+        if others:
+            self._leases[address] = others
         else:
             self._leases.pop(address, None)
         return lease.what if is_ours and isinstance(lease.what, AllocationLease) else None
@@ -304,8 +294,8 @@ class LeaseTable:
         """Return every lease whose memory contains this byte, with its address."""
         return [
             (start, lease)
-            for start, there in list(self._leases.items())
-            for lease in reversed(there)
+            for start, leases in list(self._leases.items())
+            for lease in reversed(leases)
             if start <= address < start + lease.size
         ]
 
@@ -324,12 +314,11 @@ class LeaseTable:
         return list(_renewals(lease for lease in self._due() if not lease.moved))
 
     def moved(self) -> list[Lease]:
-        """Return the due leases whose segments were mounted again."""
         return [lease for lease in self._due() if lease.moved]
 
     def _due(self) -> Iterator[Lease]:
-        soon = self.clock() + RENEW_PAUSE_S
-        return (lease for lease in self if lease.renew_at <= soon and lease.is_held)
+        horizon = self.clock() + RENEW_PAUSE_S
+        return (lease for lease in self if lease.renew_at <= horizon and lease.is_held)
 
 
 def found_at(
@@ -353,8 +342,6 @@ def found_at(
 
 
 class LeaseRenewal:
-    """One renewal call, and the leases that it renews."""
-
     def __init__(self, request: calls.Renew, leases: list[Lease]) -> None:
         self.request = request
         self._leases = leases
@@ -363,18 +350,17 @@ class LeaseRenewal:
     def patience_s(self) -> float:
         """Timeout of the call. A first attempt takes half of the remaining time, so that a second
         one, which may have to reconnect, fits into the rest."""
-        left = min(lease.remaining_s for lease in self._leases)
+        remaining = min(lease.remaining_s for lease in self._leases)
         is_retried = any(lease.is_retried for lease in self._leases)
-        return max(0.05, left * (0.8 if is_retried else 0.5))
+        return max(0.05, remaining * (0.8 if is_retried else 0.5))
 
     def failed(self, error: Exception) -> None:
         log.warning("lease_renewal_failed leases=%d error=%s", len(self._leases), str(error))
         for lease in self._leases:
             lease.plan_retry()
 
-    def on_reply(self, renewed: calls.RenewReply, asked: float, margin_s: float) -> None:
-        """Apply the reply. ``asked``: time before the request. ``margin_s``: subtracted from
-        promises."""
+    def on_reply(self, renewed: calls.RenewReply, requested_at: float, margin_s: float) -> None:
+        """Apply the reply. ``margin_s`` is subtracted from each promise."""
         held = (*renewed.keys_leased, *renewed.tokens_leased)
         extended = renewed.capabilities
         promised_ms = renewed.lease_ms if self.request.keys else renewed.deadline_ms
@@ -383,7 +369,7 @@ class LeaseRenewal:
                 if extended:
                     at = CAPABILITY_BYTES * index
                     lease.capability = extended[at : at + CAPABILITY_BYTES]
-                lease.renewed(asked + promised_ms / 1000 - margin_s)
+                lease.renewed(requested_at + promised_ms / 1000 - margin_s)
             else:
                 # The object was removed, or a new master does not know it: the bytes stay until the
                 # last promise ends; then ``is_held`` turns False.

@@ -54,13 +54,11 @@ class ReadLeases:
         self._reads_since = clock()
         self._finished_at = 0.0
         self.on_finish: Callable[[], object] | None = None
-        """Called when there is a lease to release."""
 
     def new(self) -> ReadLease:
         return ReadLease(next(self._numbers))
 
     def read_again(self, namespace: Namespace, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Return those of ``keys`` that were read recently."""
         if self._clock() - self._reads_since >= AGAIN_S:
             self._forget_reads()
         found: AbstractSet[Key] = frozenset()
@@ -86,9 +84,9 @@ class ReadLeases:
         """Release this lease once each of these distinct objects, ``lease.unread`` in all, was
         read."""
         expected = self._expected
-        for each in objects:
-            before = expected.pop(each, None)
-            expected[each] = lease
+        for expected_object in objects:
+            before = expected.pop(expected_object, None)
+            expected[expected_object] = lease
             if before is not None:
                 self.done(before)
         while len(expected) > EXPECTED_MAX:
@@ -116,7 +114,6 @@ class ReadLeases:
                 self.on_finish()
 
     def __len__(self) -> int:
-        """Return the number of leases that wait for their release."""
         return len(self._finished)
 
     @property

@@ -40,7 +40,6 @@ from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 log = logging.getLogger("kvstore.client")
 
 BROKEN_PAUSE_S: Final = 0.2
-"""Pause of the renewal thread after an exception that is a bug."""
 
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
@@ -96,15 +95,12 @@ class ArrayTracker:
 
     @property
     def allocated(self) -> int:
-        """Live arrays from ``allocate``."""
         return len(self._allocations)
 
     def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
-        """As ``ViewManager.add_many``.
-
-        A signal handler may raise between any two steps. Until the watch is in ``_arrays`` the
-        lease is in no table; after that, the finalizer of the array releases whatever exists.
-        """
+        """As ``ViewManager.add_many``. A signal handler may raise between any two steps: before the
+        watch is in ``_arrays`` the lease is in no table; after that, the finalizer releases what
+        exists."""
         leases: list[Lease] = []
         lease_for = self.leases.lease_for
         for array, address, held, until, place, value in arrays:
@@ -172,8 +168,8 @@ class ArrayTracker:
         watch = self._watch(value)
         if watch is not None:
             return watch.lease
-        there = [lease for _, lease in self.leases.containing(_address(value))]
-        return next((lease for lease in there if not lease.is_held), there[0] if there else None)
+        leases = [lease for _, lease in self.leases.containing(_address(value))]
+        return next((lease for lease in leases if not lease.is_held), leases[0] if leases else None)
 
     def allocation(self, data: memoryview) -> Lease | None:
         """Return the unput allocation whose memory starts with ``data``."""
@@ -186,13 +182,13 @@ class ArrayTracker:
             return lease if is_it else None
         if not self.leases.starts_at(address):
             return None
-        there = self.leases.containing(address)
+        leases = self.leases.containing(address)
         granted = [
             lease
-            for start, lease in there
+            for start, lease in leases
             if start == address and isinstance(lease.what, AllocationLease)
         ]
-        if len(there) == 1 and granted:
+        if len(leases) == 1 and granted:
             return granted[0]
         # Several leases cover this memory. A lost allocation must not be put; others are copied.
         return next((lease for lease in granted if not lease.is_held), None)
@@ -202,7 +198,6 @@ class ArrayTracker:
             watch.lease.end()
 
     def _watch(self, value: object) -> _ArrayReference | None:
-        """Return the watch of the array from which ``value`` was made."""
         while True:
             if isinstance(value, np.ndarray):
                 watch = self._arrays.get(id(value))
@@ -238,7 +233,6 @@ class ViewManager:
     def _begin(self, reads: ReadLeases) -> None:
         self._reads = reads
         self._is_armed = False
-        """Whether the thread looks for leases to release."""
         reads.on_finish = self._release_later
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
@@ -307,7 +301,7 @@ class ViewManager:
         for lease in moved:
             lease.plan_renewal()
         for lease in moved:
-            what, asked = lease.what, uptime()
+            what, requested_at = lease.what, uptime()
             if not isinstance(what, ObjectLease) or self._watch is None or not lease.is_held:
                 continue
             try:
@@ -326,7 +320,7 @@ class ViewManager:
                 return
             segment = found_at(lease, found, described)
             if segment is not None:
-                until = asked + found.lease_ms / 1000 - self._margin_s
+                until = requested_at + found.lease_ms / 1000 - self._margin_s
                 lease.mounted_again(self._watch(segment), until)
 
     def _renew_forever(self) -> None:
@@ -369,7 +363,7 @@ class ViewManager:
             due, moved = self._watches.leases.due(), self._watches.leases.moved()
         self._relocate(moved)
         for renewal in due:
-            asked = uptime()
+            requested_at = uptime()
             try:
                 renewed = self._ask(renewal.request, renewal.patience_s)
             except KVStoreError as error:
@@ -378,7 +372,7 @@ class ViewManager:
                 renewal.failed(error)
             else:
                 assert isinstance(renewed, calls.RenewReply)
-                renewal.on_reply(renewed, asked, self._margin_s)
+                renewal.on_reply(renewed, requested_at, self._margin_s)
 
     def _release_later(self) -> None:
         if not self._is_armed and not self._closing.is_set():

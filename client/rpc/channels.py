@@ -48,7 +48,6 @@ class TrackedChannel:
     def __init__(self, channel: grpc.Channel, now: float) -> None:
         self.channel = channel
         self.used = now
-        """Creation, or end of the last call."""
         self.calls: set[object] = set()
         """A token per call; the call removes it in one step, whatever a signal handler raises."""
         self.in_doubt = False
@@ -77,12 +76,7 @@ class ChannelPool:
 
     @contextmanager
     def acquire(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
-        """Yield the channel to ``address``, for one call.
-
-        Raises:
-            ClosedError: after ``close``.
-            ConnectionBrokenError: the host's name could not be resolved by the deadline.
-        """
+        """Yield the channel for one call. Raises ClosedError, ConnectionBrokenError."""
         target = address
         known = self._by_address.get(address)
         if known is None or self._is_idle(known):
@@ -116,12 +110,11 @@ class ChannelPool:
             for each in over:
                 each.channel.close()
 
-    def _is_idle(self, each: TrackedChannel) -> bool:
+    def _is_idle(self, channel: TrackedChannel) -> bool:
         """Return whether the channel has closed its connection, or is about to."""
-        return not each.calls and self._clock() - each.used > 0.9 * self._idle_s
+        return not channel.calls and self._clock() - channel.used > 0.9 * self._idle_s
 
     def close(self) -> None:
-        """Cancel the calls in progress. Idempotent."""
         with self._lock:
             self._closed = True
             channels = [*self._by_address.values(), *self._retired]

@@ -52,24 +52,24 @@ class LaneConnection:
         """Send the HELLO and read the reply. Raises TokenRefusedError, LaneUnreachableError."""
         first = hello(joined.lane_token)
         try:
-            answer = _greet(self._sock, first, until)
+            reply = _exchange_hello(self._sock, first, until)
         except TimeoutError:
-            raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
+            raise LaneUnreachableError("no HELLO: no reply in time", silent=True) from None
         except OSError as error:
-            raise LaneUnreachableError(f"no greeting: {_reason(error)}", silent=True) from None
+            raise LaneUnreachableError(f"no HELLO: {_reason(error)}", silent=True) from None
         except ProtocolError as error:
             raise LaneUnreachableError(error.message) from None
-        if answer[1] == ERROR:
-            refusal = decode_error(answer[3])
+        if reply[1] == ERROR:
+            refusal = decode_error(reply[3])
             if isinstance(refusal, PermissionDeniedError):
                 raise TokenRefusedError(refusal.message)
             raise LaneUnreachableError(refusal.message)
 
     def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
-        """Return the reply to one call, a REPLY or an ERROR.
+        """Return the reply. The connection is unusable after an error.
 
         Raises:
-            TimeoutError, ConnectionBrokenError, ProtocolError: the connection is unusable.
+            TimeoutError, ConnectionBrokenError, ProtocolError
         """
         self._call_id += 1
         request = frame(self._call_id, CALL, name, payload)
@@ -85,7 +85,7 @@ class LaneConnection:
             if kind in (REPLY, ERROR):
                 return self._call_id, kind, b"", data
         if status == TIMED_OUT:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("no reply in time")
         if status == UNASKED:
             raise StaleConnectionError("the connection had ended", sent=False)
         if status in (NOT_SENT, BROKEN):
@@ -100,7 +100,6 @@ class LaneConnection:
         )
 
     def interrupt(self) -> None:
-        """Make a call in progress fail."""
         with contextlib.suppress(OSError):
             # The class's method: the object's own would continue without TLS.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -146,7 +145,7 @@ def connect(
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)
         except TimeoutError:
-            raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
+            raise LaneUnreachableError(f"{address}: no reply in time", silent=True) from None
         except OSError as error:
             raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
     sock.setblocking(False)
@@ -170,7 +169,7 @@ def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ss
         raise
 
 
-def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
+def _exchange_hello(sock: socket.socket, first: bytes, until: float) -> Frame:
     """Send the first frame; return the reply. Raises TimeoutError, OSError."""
     reader = FrameReader()
 
@@ -182,13 +181,13 @@ def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
 
     wait_until()
     sock.sendall(first)
-    while (answer := reader.next()) is None:
+    while (reply := reader.next()) is None:
         wait_until()
         if not (count := sock.recv_into(reader.space())):
             raise ConnectionError("the master closed the connection")
         reader.received(count)
     sock.setblocking(False)
-    return answer
+    return reply
 
 
 def _connect_unix(name: str, until: float) -> socket.socket | None:

@@ -83,7 +83,7 @@ TELL_S: Final = 1.0
 ATTEMPT_S: Final = 0.01
 """Minimum remaining time for another attempt."""
 
-NO_ANSWER: Final = "no answer in time"
+NO_ANSWER: Final = "no reply in time"
 
 
 class ConnectionBrokenError(Exception):
@@ -150,8 +150,6 @@ class ProbePort(NamedTuple):
 
 
 class Backoff(NamedTuple):
-    """Wait."""
-
     seconds: float
     reason: str = ""
     """Reason for the wait; empty during its first ``TELL_S``."""
@@ -164,11 +162,7 @@ address after ``FindLeader``, a text after ``ProbePort``; other results are igno
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
-    """Parse ``host:port,host:port``, with a default port; empty for ``etcd://...``.
-
-    Raises:
-        InvalidArgumentError: it has another form.
-    """
+    """Parse ``host:port,...``; empty for ``etcd://...``. Raises InvalidArgumentError."""
     if address.startswith(ETCD_SCHEME):
         return ()
     return tuple(
@@ -190,9 +184,8 @@ class MasterConnectionState:
         """Whether ``joined`` is assumed valid."""
         self.generation = 0
         """Incremented at each join and loss; connections of an earlier generation are closed."""
-        self._turn = 0
+        self._address_index = 0
         self._leader = ""
-        """The leader as named by etcd, or by a standby."""
         self._lane = lane
         self._lane_retry_at = 0.0
         self._lane_problem = ""
@@ -202,11 +195,10 @@ class MasterConnectionState:
     @property
     def address(self) -> str:
         """The master in use, or to try next; empty: etcd must be queried."""
-        return self._leader or (self.addresses[self._turn] if self.addresses else "")
+        return self._leader or (self.addresses[self._address_index] if self.addresses else "")
 
     @property
     def epoch(self) -> int:
-        """Epoch of the last joined master; 0 before the first."""
         return self.joined.epoch if self.joined is not None else 0
 
     def accept(self, joined: JoinReply, address: str) -> None:
@@ -232,8 +224,8 @@ class MasterConnectionState:
             return
         if self._leader:
             self._leader = ""
-        if self.addresses and self.addresses[self._turn] == failed:
-            self._turn = (self._turn + 1) % len(self.addresses)
+        if self.addresses and self.addresses[self._address_index] == failed:
+            self._address_index = (self._address_index + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
         """Select the ``leader`` that etcd or a standby has named, after ``on_master_lost``."""
@@ -277,8 +269,8 @@ class MasterConnectionState:
 
     def backoff_s(self, attempt: int) -> float:
         """Return the backoff after ``attempt`` failures, 1 or more: doubling, half of it random."""
-        most = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
-        longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        maximum = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
+        longest: float = min(maximum, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
     def metadata(self, call: RpcMethod[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
@@ -404,11 +396,7 @@ def attempts(
 
 
 def _locate(link: MasterConnectionState, left_s: float) -> Generator[Action, Any, str]:
-    """Locate the leader; another call may meanwhile find it unusable.
-
-    Raises:
-        NotLeaderError: no master leads.
-    """
+    """Locate the leader. Raises NotLeaderError: no master leads."""
     assert link.etcd is not None, "where there are addresses, there is an address"
     leader = yield FindLeader(link.etcd, min(left_s, LOCATE_S))
     if not leader:
@@ -471,10 +459,10 @@ def grpc_failure(
     """Classify a failed gRPC call. ``last``: it had all the remaining time of the call."""
     detail = detail_of(error)
     if detail is not None:
-        answer = decode_error(detail)
-        if isinstance(answer, PermissionDeniedError) and "join" in answer.fields:
-            return TokenRefusedError(answer.message)
-        return answer
+        reply = decode_error(detail)
+        if isinstance(reply, PermissionDeniedError) and "join" in reply.fields:
+            return TokenRefusedError(reply.message)
+        return reply
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return (

@@ -57,7 +57,7 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
-REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
+REFUSED_US = {"socket closed": "it has closed the connection: it may reject our certificate"}
 """gRPC's text for a master that rejects a client's certificate, and its meaning."""
 
 CLOSED_PAUSE_S = 0.05
@@ -80,8 +80,6 @@ def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
 
 
 class _Sending(NamedTuple):
-    """A call with its limits, as each attempt sends it."""
-
     call: RpcMethod[Any, Any]
     payload: bytes
     deadline: float
@@ -90,11 +88,10 @@ class _Sending(NamedTuple):
 
 
 class MasterStub:
-    """Calls to a master, by several threads at once.
+    """Calls to a master, by several threads at once; of clients after a join.
 
-    Calls of clients first join the master, then use the lane, a pool of connections with one call
-    at a time each, or gRPC if the lane is unreachable. Calls of operators use gRPC without a join.
-    In the child of a fork, call ``close_after_fork``.
+    They use the lane, a pool of connections with one call at a time each, or gRPC if the lane is
+    unreachable. Calls of operators use gRPC. In the child of a fork, call ``close_after_fork``.
     """
 
     def __init__(
@@ -126,11 +123,10 @@ class MasterStub:
         self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
-        self._answered = self._told_waiting = False
+        self._answered = self._has_logged_wait = False
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
-        """The client's identity; None: no authentication."""
         self._channels = ChannelPool(self.credentials)
 
     def reset_after_fork(self) -> None:
@@ -151,20 +147,14 @@ class MasterStub:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the last joined master; 0 before the first."""
         return self._link.joined.epoch if self._link.joined is not None else 0
 
     @property
     def contacted(self) -> bool:
-        """Whether a master has replied to a call or a join."""
         return self._answered or self._link.joined is not None
 
     def join(self, deadline: float) -> JoinReply:
-        """Join now if the stub has not joined.
-
-        Raises:
-            As ``call``.
-        """
+        """Join now if the stub has not joined. Raises as ``call``."""
         if self._closed:
             raise ClosedError("the client is closed")
         if not self._link.current:
@@ -195,12 +185,12 @@ class MasterStub:
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
         call = CALLS[type(request)]
-        cut = CUTS.get(type(request))
-        if cut is not None and cut.is_large(request):
-            return self._call_in_chunks(cut, request, deadline, trace)
+        split = CUTS.get(type(request))
+        if split is not None and split.is_large(request):
+            return self._call_in_chunks(split, request, deadline, trace)
         payload = encode_request(request)
         if len(payload) > REQUEST_BYTES_MAX:
-            return self._call_in_chunks(cut, request, deadline, trace)
+            return self._call_in_chunks(split, request, deadline, trace)
         if trace:
             payload = with_trace(payload, trace)
         sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
@@ -220,23 +210,19 @@ class MasterStub:
         return reply
 
     def _call_in_chunks(
-        self, cut: Cut | None, request: Request, deadline: float, trace: str
+        self, split: Cut | None, request: Request, deadline: float, trace: str
     ) -> Reply:
-        """Send the call in several requests; again, if another master has replied to some of them.
-
-        Raises:
-            BatchTooLargeError: it cannot be split; nothing was sent.
-        """
-        pieces = [] if cut is None else cut.pieces(request)
-        if cut is None or len(pieces) < 2:
+        """Send the call in several requests to one master. Raises BatchTooLargeError."""
+        chunks = [] if split is None else split.pieces(request)
+        if split is None or len(chunks) < 2:
             raise BatchTooLargeError(
                 f"{type(request).__name__}: over {REQUEST_BYTES_MAX} bytes in one request",
                 advice="Split the batch.",
             )
         while True:
-            replies = [self.call(piece, deadline, trace) for piece in pieces]
+            replies = [self.call(chunk, deadline, trace) for chunk in chunks]
             if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
-                return cut.joined(replies)
+                return split.joined(replies)
 
     def close_after_fork(self) -> None:
         """Refuse calls in a fork's child; close inherited file descriptors. Takes no lock."""
@@ -321,7 +307,7 @@ class MasterStub:
 
     def _accept(self, joined: JoinReply, address: str) -> None:
         self._link.accept(joined, address)
-        self._told_waiting = False
+        self._has_logged_wait = False
 
     def _on_grpc(
         self,
@@ -390,8 +376,8 @@ class MasterStub:
 
     def _log_waiting(self, reason: str, deadline: float) -> None:
         """Log the reason for a wait; once, until a master is joined."""
-        if reason and not self._told_waiting:
-            self._told_waiting = True
+        if reason and not self._has_logged_wait:
+            self._has_logged_wait = True
             logger.warning(
                 "waiting for a master at %s, up to %.1f s more: %s",
                 self._link.shown, deadline - uptime(), reason,

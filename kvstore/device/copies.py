@@ -13,7 +13,6 @@ class CopyList(NamedTuple):
     """Pairs of runs of equal size: one run on the device, the other usually in host memory."""
 
     device: Numbers
-    """Addresses."""
     other: Numbers
     """Addresses, usually of the host."""
     sizes: Numbers
@@ -37,11 +36,11 @@ def split_at_windows(copies: CopyList, base: int, window: int) -> CopyList:
     """Split copies at multiples of ``window`` bytes from ``base``, the units of page locks."""
     device, other, sizes = copies
     first = (other - base) // window
-    pieces = (other + sizes - 1 - base) // window - first + 1
-    if pieces.max(initial=1) == 1:
+    parts = (other + sizes - 1 - base) // window - first + 1
+    if parts.max(initial=1) == 1:
         return copies
-    row = np.repeat(np.arange(len(sizes)), pieces)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    row = np.repeat(np.arange(len(sizes)), parts)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
     border = base + (first[row] + number) * window
     begin = np.maximum(other[row], border)
     end = np.minimum(other[row] + sizes[row], border + window)

@@ -57,8 +57,6 @@ _ToAddress = ctypes.POINTER(ctypes.c_uint64)
 
 
 class _IPCHandle(ctypes.Structure):
-    """``CUipcMemHandle``, passed by value."""
-
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
@@ -163,7 +161,6 @@ class CUDADriver:
 
     @property
     def copies_batches(self) -> bool:
-        """Whether ``copy`` is one call of the driver."""
         return self._batch is not None
 
     def record_event(self, stream: int | None = None) -> Event:
@@ -194,8 +191,8 @@ class CUDADriver:
             return self.copy_ordinary(way, to, source, sizes)
         attributes = _Attributes(source_order=_IN_STREAM_ORDER)
         first, refused = _Size(0), _Size(0)
-        arrays = [np.ascontiguousarray(each, np.int64) for each in (to, source, sizes)]
-        columns = [each.ctypes.data_as(_Numbers) for each in arrays]
+        arrays = [np.ascontiguousarray(column, np.int64) for column in (to, source, sizes)]
+        columns = [column.ctypes.data_as(_Numbers) for column in arrays]
         with self._current():
             status = self._batch(
                 *columns, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1,
@@ -383,15 +380,10 @@ class DeviceInfo(NamedTuple):
     copies_batches: bool
     """Whether one call copies a batch: CUDA 12.8 or later."""
     locks: bool
-    """Whether memory of this process can be page-locked."""
 
 
 def probe() -> list[DeviceInfo]:
-    """Return the usable devices, for ``kvstore doctor``.
-
-    Raises:
-        DeviceError: no driver, or a device that does not work.
-    """
+    """Return the usable devices, for ``kvstore doctor``. Raises DeviceError."""
     found = []
     page = mmap.mmap(-1, mmap.PAGESIZE)
     address = address_of(memoryview(page))
@@ -420,11 +412,7 @@ def uuid_of(number: int) -> bytes:
 
 
 def name_of(handle: str) -> str:
-    """Return this process's name of the device whose memory was exported as ``handle``.
-
-    Raises:
-        DeviceError: this process does not see that device, or there is no driver.
-    """
+    """Return this process's name of an exporting device. Raises DeviceError: it has none."""
     for number in range(_count()):
         if handle.startswith(uuid_of(number).hex()):
             return f"cuda:{number}"

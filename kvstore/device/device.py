@@ -31,7 +31,6 @@ SETTLE_S: Final = 5.0
 
 NAP_MIN_S: Final = 20e-6
 NAP_MAX_S: Final = 500e-6
-"""Maximum sleep between checks of an event."""
 
 
 class Device:
@@ -61,7 +60,7 @@ class Device:
         """
         if self._failed:
             raise self._failure()
-        for event in {id(each): each for each in events}.values():
+        for event in {id(candidate): candidate for candidate in events}.values():
             if not self._wait(event, deadline, stoppable=True):
                 raise DeadlineExceededError(
                     f"the work before the copy had not ended on {self.name} by the deadline",
@@ -69,11 +68,8 @@ class Device:
                 )
 
     def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
-        """Queue copies. Call ``wait_for_copies`` before the memory is used for anything else.
-
-        Args:
-            locked: the segment of the other side; None: a slot of the ring, or device memory.
-        """
+        """Queue copies to wait for. ``locked``: the other side's segment; None: ring or device
+        memory."""
         if self._failed:
             raise self._failure()
         if locked is not None:
@@ -143,8 +139,8 @@ class Device:
 
     def _failure(self) -> DeviceError:
         return DeviceError(
-            f"{self.name} did not finish copies, and this client does not use it any more",
-            advice="Look at the kernel's log for errors of the device, and start the process anew.",
+            f"{self.name} did not finish copies; this client does not use it any more",
+            advice="Check the kernel's log for errors of the device, and restart the process.",
             device=self.name,
             settled=0,
         )

@@ -1,8 +1,4 @@
-"""The interface of accelerator drivers.
-
-A driver queues copies and reports their end; ``kvstore.device.device`` and its callers decide what
-is copied, in which chunks, and after which other work.
-"""
+"""The interface of accelerator drivers, which queue copies and report their end."""
 
 from __future__ import annotations
 
@@ -95,7 +91,7 @@ class DeviceDriver(Protocol):
         ...
 
     def allocate(self, size: int) -> int:
-        """Allocate memory, which others may ``open``, until the process ends; returns its address."""
+        """Allocate memory, which others may ``open``, until the process ends."""
         ...
 
     def free(self, address: int) -> None:

@@ -26,11 +26,7 @@ def full_name(name: str) -> str:
 
 
 def driver_of(name: str) -> DeviceDriver:
-    """Return the driver of a device, created once per process.
-
-    Raises:
-        DeviceError: there is no such device, or no driver for it.
-    """
+    """Return a device's driver, created once. Raises DeviceError: there is none."""
     name = full_name(name)
     with _lock:
         known = _drivers.get(name)
@@ -40,14 +36,9 @@ def driver_of(name: str) -> DeviceDriver:
 
 
 def driver_of_handle(name: str, handle: str) -> DeviceDriver:
-    """Return the driver of the device whose memory another process has exported.
+    """Return the driver of an exported memory's device. Raises DeviceError: it cannot be used.
 
-    Args:
-        name: of the device in the exporting process.
-        handle: from ``DeviceDriver.export`` there.
-
-    Raises:
-        DeviceError: this process cannot use that device.
+    ``name``: of the device in the exporting process; ``handle``: of ``DeviceDriver.export``.
     """
     if name.startswith("cuda:"):
         from kvstore.device.cuda import name_of  # loads the driver's library

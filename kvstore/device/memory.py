@@ -19,10 +19,7 @@ _NONE: Final = np.empty(0, np.int64)
 
 
 class DeviceMemory:
-    """Bytes of a device's memory, in one or several runs: a payload to store, or memory to fill.
-
-    Immutable. Does not own the memory; ``keep`` keeps its owner alive.
-    """
+    """Runs of device memory: a payload, or memory to fill. Immutable; does not own the memory."""
 
     __slots__ = ("addresses", "after", "device", "keep", "nbytes", "sizes")
 
@@ -69,19 +66,18 @@ class DeviceMemory:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two runs share a byte."""
-        order = np.argsort(self.addresses)
-        starts = self.addresses[order]
-        return bool((starts[:-1] + self.sizes[order][:-1] > starts[1:]).any())
+        sequence = np.argsort(self.addresses)
+        starts = self.addresses[sequence]
+        return bool((starts[:-1] + self.sizes[sequence][:-1] > starts[1:]).any())
 
     @staticmethod
     def joined(memories: Sequence[DeviceMemory]) -> DeviceMemory:
         """Concatenate memories of one device."""
         if len(memories) == 1:
             return memories[0]
-        addresses = np.concatenate([each.addresses for each in memories])
-        sizes = np.concatenate([each.sizes for each in memories])
-        events = [event for each in memories for event in each.after]
+        addresses = np.concatenate([memory.addresses for memory in memories])
+        sizes = np.concatenate([memory.sizes for memory in memories])
+        events = [event for memory in memories for event in memory.after]
         return DeviceMemory(memories[0].device, addresses, sizes, events, list(memories))
 
 
@@ -95,9 +91,9 @@ def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
 
 def layout_copies(values: Sequence[DeviceMemory], places: Sequence[int]) -> CopyList:
     """Build the copies between values and a contiguous run of addresses elsewhere for each."""
-    device = np.concatenate([each.addresses for each in values])
-    sizes = np.concatenate([each.sizes for each in values])
-    counts = np.fromiter((len(each.sizes) for each in values), np.int64, len(values))
+    device = np.concatenate([value.addresses for value in values])
+    sizes = np.concatenate([value.sizes for value in values])
+    counts = np.fromiter((len(value.sizes) for value in values), np.int64, len(values))
     starts = np.cumsum(sizes) - sizes
     firsts = np.cumsum(counts) - counts
     shift = np.asarray(places, np.int64) - starts[firsts]

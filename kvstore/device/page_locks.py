@@ -19,8 +19,6 @@ WINDOW_BYTES: Final = 256 << 20
 
 
 class LockedSegment:
-    """One mapped segment."""
-
     def __init__(self, memory: memoryview, is_mounted: Callable[[], bool]) -> None:
         self.memory = memory
         """Keeps the segment mapped while windows are locked."""
@@ -45,12 +43,9 @@ class PageLocks:
 
     @contextmanager
     def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[LockedSegment]:
-        """Yield the segment of this memory, whose windows stay locked within the block.
+        """Yield the segment of this mapping, whose windows stay locked within the block.
 
-        Args:
-            memory: all of it, the same object for each mapping.
-            is_mounted: see ``Transport.mount_checker``; once it is False, ``sweep`` unlocks the
-                memory.
+        ``sweep`` unlocks it once ``is_mounted`` (``Transport.mount_checker``) is False.
         """
         with self._changing:
             segment = self._segments.get(id(memory))

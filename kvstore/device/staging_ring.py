@@ -35,25 +35,21 @@ class StagingRing:
         self.taken = 0
 
     def take(self, deadline: float) -> memoryview:
-        """Wait for a free slot. The caller must hold none, or callers could deadlock.
-
-        Raises:
-            ClosedError, DeadlineExceededError
-        """
+        """Wait for a free slot, holding none. Raises ClosedError, DeadlineExceededError."""
         while True:
             with self._changing:
                 self._prepare()
                 if self._free:
                     self.taken += 1
                     return self._free.pop()
-            left = deadline - uptime()
-            if left <= 0:
+            remaining = deadline - uptime()
+            if remaining <= 0:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
-                    advice="Move fewer tensors at once.",
+                    advice="Copy fewer tensors at once.",
                     settled=1,
                 )
-            time.sleep(min(left, LOOK_AGAIN_S))
+            time.sleep(min(remaining, LOOK_AGAIN_S))
 
     def give(self, slot: memoryview) -> None:
         """Return a slot that no copy uses."""

@@ -1,8 +1,4 @@
-"""The stream on which a caller computes: its calls follow the work queued there.
-
-torch keeps the current stream per thread. ``AsyncClient`` makes its calls in other threads, and
-passes the caller's streams on.
-"""
+"""The streams on which a caller computes; ``AsyncClient`` passes them on to its threads."""
 
 from __future__ import annotations
 
@@ -37,13 +33,7 @@ def current_streams() -> list[torch.cuda.Stream]:
 
 @contextmanager
 def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
-    """Make these streams current for this thread, at most one per device.
-
-    torch's own work for a call, such as making a tensor contiguous, then follows the caller's work.
-
-    Args:
-        streams: of torch, or handles of streams on torch's current device.
-    """
+    """Make these streams (at most one per device) current for this thread, before torch's work."""
     torch = _torch()
     if torch is None:
         yield

@@ -15,7 +15,6 @@ BatchEnd = int
 GONE: Final = 1
 """The segment has another generation than the batch."""
 LATE: Final = 2
-"""The deadline has passed."""
 OUTSIDE: Final = 3
 """A row is not within the segment; nothing was copied."""
 
@@ -43,8 +42,8 @@ STAMP_BYTES: Final = 16
 """A header MAC (``kvstore.memory.header``)."""
 
 ORDERS_BYTES: Final = 8 << 18
-"""Of a table of wipe sequence numbers (``revoke_writes``). At 5,000 wiped extents a second a put of
-10 ms hits the slot of another extent once in 5,000 times, and its client retries."""
+"""A table of ``call_back``. At 5,000 wipes a second a put of 10 ms hits another extent's slot once
+in 5,000 times, and its client retries."""
 
 ASKED_BYTES: Final = 8 * (1 + 4096)
 """The number of extents that a connection is writing, and the offset of each."""

@@ -1,8 +1,4 @@
-"""The primitives in Python, for where the compiled ones are missing. Threads: any.
-
-Written to be short: no polling, no threads, one system call per chunk. Results and effects are
-those of the compiled primitives.
-"""
+"""The primitives in short Python, if not compiled; with the same results. Threads: any."""
 
 from __future__ import annotations
 
@@ -58,7 +54,7 @@ _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of the rest, call id, kind, length of the name."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""Arguments of ``issue_capabilities``: key, generation, expiry."""
+"""A mount as in ``seal``: key, generation, expiry."""
 
 _STAMPED: Final = struct.Struct("<8s5Q")
 _STAMP_TAG: Final = b"KVhead\0\1"
@@ -72,8 +68,6 @@ _counting: Final = threading.Lock()
 
 
 class _EndedEarlyError(Exception):
-    """Early end of the batch: ``how``."""
-
     def __init__(self, how: BatchEnd) -> None:
         super().__init__(how)
         self.how = how
@@ -109,12 +103,12 @@ def read_objects(
             if header is None or (buffers is None and not verify):
                 continue
             hasher = xxhash.xxh3_64()
-            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+            for source, chunk in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
                 _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
-                    piece[:] = place
+                    chunk[:] = source
                 if verify:
-                    hasher.update(piece)  # the copy: others may write to the source
+                    hasher.update(chunk)  # the copy: others may write to the source
             if verify and hasher.intdigest() != header.payload_checksum:
                 outcomes[-1] = interface.CORRUPT
     except _EndedEarlyError as ended:
@@ -135,11 +129,11 @@ def write_objects(
             _check_may_continue(memory, generation, deadline)
             memory[offset : offset + len(WIPE)] = WIPE  # first: a header implies a complete payload
             hasher = xxhash.xxh3_64()
-            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+            for target, chunk in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
                 _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
-                    place[:] = piece
-                hasher.update(piece)
+                    target[:] = chunk
+                hasher.update(chunk)
             _check_may_continue(memory, generation, deadline)
             write_header(memory[offset:], seed, namespace, row, hasher.intdigest())
     except _EndedEarlyError as ended:
@@ -169,9 +163,9 @@ def _beside(
 ) -> Iterator[tuple[memoryview, memoryview]]:
     """Yield the payload's memory in chunks, each with its chunk of ``buffers`` (None: itself)."""
     at = 0
-    for piece in _pieces([payload] if buffers is None else buffers):
-        yield payload[at : at + len(piece)], piece
-        at += len(piece)
+    for chunk in _pieces([payload] if buffers is None else buffers):
+        yield payload[at : at + len(chunk)], chunk
+        at += len(chunk)
 
 
 def _pieces(buffers: Sequence[memoryview] | None) -> Iterator[memoryview]:
@@ -211,7 +205,6 @@ def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
 
 
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
-    """As ``xxhash.xxh3_64_intdigest``."""
     return xxhash.xxh3_64_intdigest(data, seed)
 
 
@@ -328,9 +321,9 @@ def tcp_read(
             stream.receive([memoryview(head)], deadline)
             header = header_of(head, seed, namespace, row)
             hasher = xxhash.xxh3_64()
-            for piece in _pieces(row[5]):
+            for chunk in _pieces(row[5]):
                 # Without the right header these are bytes of another object: not for the caller.
-                into = scratch[: len(piece)] if header is None else piece
+                into = scratch[: len(chunk)] if header is None else chunk
                 stream.receive([into], deadline)
                 if verify:
                     hasher.update(into)
@@ -359,9 +352,9 @@ def tcp_write(
         for row in rows:
             stream.send([WIPE], deadline, socket.MSG_MORE)
             hasher, head = xxhash.xxh3_64(), bytearray(HEADER_BYTES)
-            for piece in _pieces(row[5]):
-                hasher.update(piece)
-                stream.send([piece], deadline, socket.MSG_MORE)
+            for chunk in _pieces(row[5]):
+                hasher.update(chunk)
+                stream.send([chunk], deadline, socket.MSG_MORE)
             write_header(head, seed, namespace, row, hasher.intdigest())
             more = 0 if row is rows[-1] else socket.MSG_MORE
             stream.send([memoryview(head)], deadline, more)
@@ -378,8 +371,8 @@ def tcp_write(
 
 
 def _extent(row: ReadRow | WriteRow) -> Extent:
-    shown = row[-1][: interface.CAPABILITY_BYTES]
-    return Extent(row[0], HEADER_BYTES + row[1], shown or NO_EXTENT.capability)
+    capability = row[-1][: interface.CAPABILITY_BYTES]
+    return Extent(row[0], HEADER_BYTES + row[1], capability or NO_EXTENT.capability)
 
 
 def request(
@@ -459,8 +452,8 @@ def seal(
             raise ValueError("a mount has 32 bytes")
         key, generation, expires_ms = _MOUNT.unpack(mount)
         length = HEADER_BYTES + size
-        said = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
-        made.append(protocol.pack_capability(expires_ms, order, siphash(key, said)))
+        signed = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
+        made.append(protocol.pack_capability(expires_ms, order, siphash(key, signed)))
     return b"".join(made)
 
 
@@ -495,8 +488,6 @@ def stamp(
 
 
 class CapabilityVerifier(NamedTuple):
-    """Checks of the capabilities of one connection."""
-
     key: bytes
     generation: int
     holder: int
@@ -504,15 +495,14 @@ class CapabilityVerifier(NamedTuple):
     """``siphash``, in Python or compiled."""
     wipe_seqs: memoryview
     writes_in_progress: memoryview
-    """As in ``serve``."""
 
     def check(self, record: protocol.CapabilityRange, op: Op) -> None:
         """Raise RefusedTransferError unless it permits ``op`` on the range to this holder."""
-        place = record.extent_offset, record.extent_length
-        said = protocol.sealed(
-            self.generation, self.holder, *place, record.expires_ms, record.wipe_seq, record.rights
+        extent = record.extent_offset, record.extent_length
+        signed = protocol.sealed(
+            self.generation, self.holder, *extent, record.expires_ms, record.wipe_seq, record.rights
         )
-        if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
+        if not hmac.compare_digest(record.mac, self.mac(self.key, signed)):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
         if record.expires_ms <= uptime_ms():
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
@@ -549,7 +539,7 @@ def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None
             a hash of its offset.
 
     Raises:
-        ValueError: ``wipe_seqs`` has another size.
+        ValueError: ``orders`` has another size.
     """
     if orders.nbytes != interface.ORDERS_BYTES:
         raise ValueError("no table of orders")
@@ -581,7 +571,7 @@ def serve(
         idle_s: how long a connection may wait for its next request.
         key: of the segment, for checks of capabilities; empty: none are required.
         holder: of the capabilities.
-        orders: as for ``revoke_writes``; unused without ``key``.
+        orders: as for ``call_back``; unused without ``key``.
         asked: ``ASKED_BYTES``, in which others read what is being written; unused without ``key``.
 
     Returns:
@@ -598,9 +588,7 @@ def serve_ranges(
     cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
     sealed: CapabilityVerifier | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """As ``serve``, a segment of ``size`` bytes. If ``memory`` is only the superblock, ``held``
-    reads and writes the extents, which compiled primitives cannot. ``sealed``: None: no
-    capabilities are required."""
+    """As ``serve``; ``held`` accesses extents that ``memory`` lacks. ``sealed``: None: a token."""
     words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
     counted = memoryview(counts).cast("Q")
     copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
@@ -655,11 +643,7 @@ def serve_ranges(
 def _next_request(
     stream: Stream, soon: Callable[[], float], idle_s: float, sealed: CapabilityVerifier | None
 ) -> tuple[Op, list[tuple[int, int]], float] | None:
-    """Return operation, ranges and their deadline; None: no request came for ``idle_s``.
-
-    Raises:
-        RefusedTransferError: no such request, or a range without a valid capability.
-    """
+    """Return operation, ranges and deadline, or None. Raises RefusedTransferError."""
     raw = bytearray(protocol.REQUEST_BYTES)
     idle_until = uptime() + idle_s
     while True:
@@ -689,11 +673,7 @@ def _next_request(
 
 
 def _total(ranges: list[tuple[int, int]], size: int) -> int:
-    """Return the sum of the lengths.
-
-    Raises:
-        RefusedTransferError: a range is outside the segment, or their sum is larger than it.
-    """
+    """Return the sum of the lengths. Raises RefusedTransferError: it is out of range."""
     total = sum(length for _, length in ranges)
     is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)
     if is_outside or total > size:

@@ -56,11 +56,7 @@ class Transport(ABC):
 
     @abstractmethod
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """Write each copy's buffer; returns when all of it is in the segment.
-
-        Raises:
-            As ``read``; see ``settled`` above.
-        """
+        """Write each copy's buffer completely. Raises as ``read``; see ``settled`` above."""
 
     def read_objects(
         self,
@@ -83,25 +79,20 @@ class Transport(ABC):
             As ``read``.
         """
         reads = [(row, bytearray(HEADER_BYTES), xxh3_64() if verify else None) for row in rows]
-        moves: list[RangeCopy] = []
+        copies: list[RangeCopy] = []
         for row, head, hasher in reads:
-            moves += [RangeCopy(row[0], memoryview(head)), *payload_moves(row, hasher)]
-        self.read(segment, moves, deadline)
+            copies += [RangeCopy(row[0], memoryview(head)), *payload_moves(row, hasher)]
+        self.read(segment, copies, deadline)
         return [outcome_of(row, head, segment.seed, namespace, made) for row, head, made in reads]
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
-        """Write objects: each wiped, then payload, then header, so a valid header has a full
-        payload.
-
-        Raises:
-            As ``read``.
-        """
+        """Write objects: each wiped, then payload, then header. Raises as ``read``."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in rows]
         hashers = [xxh3_64() for _ in rows]
         payloads = [
-            move for each in zip(rows, hashers, strict=True) for move in payload_moves(*each)
+            copy for pair in zip(rows, hashers, strict=True) for copy in payload_moves(*pair)
         ]
         heads = [RangeCopy(row[0], memoryview(bytearray(HEADER_BYTES))) for row in rows]
         check_moves(segment, [*payloads, *heads])
@@ -112,13 +103,7 @@ class Transport(ABC):
         self.write(segment, heads, deadline)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """Return all of a mapped segment; writable, if it ``can_write`` there.
-
-        It stays mapped while the memoryview lives, also after ``close``.
-
-        Raises:
-            SegmentGoneError: it was unmounted or mounted again, or is not mapped here.
-        """
+        """Return all of a mapped segment, also mapped after ``close``. Raises SegmentGoneError."""
         raise SegmentGoneError(
             f"the memory of node {segment.node!r} is not in this address space",
             node=segment.node,
@@ -131,11 +116,9 @@ class Transport(ABC):
         return None
 
     def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """Return a function that checks whether the mount is unchanged; None: it is not mapped
-        here.
+        """Return a check of the mount, which works after ``close``, too; None: it is not mapped.
 
-        It turns False permanently once the node has fenced, rejoined or left. It also works after
-        ``forget`` and ``close``, in any thread, and takes 0.1 us.
+        It turns False permanently once the node has fenced, rejoined or left. Takes 0.1 us.
         """
         return None
 
@@ -160,13 +143,12 @@ class Transport(ABC):
 
 
 def payload_moves(row: ReadRow | WriteRow, hasher: xxh3_64 | None) -> list[RangeCopy]:
-    """Return the row's buffers, each with its offset."""
-    moves: list[RangeCopy] = []
+    copies: list[RangeCopy] = []
     at = row[0] + HEADER_BYTES
     for buffer in row[5] or ():
-        moves.append(RangeCopy(at, buffer, hasher))
+        copies.append(RangeCopy(at, buffer, hasher))
         at += len(buffer)
-    return moves
+    return copies
 
 
 def outcome_of(

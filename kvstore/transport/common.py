@@ -31,7 +31,6 @@ class RangeCopy:
     """A range of a segment and the memory it is copied to (read) or from (write)."""
 
     offset: int
-    """In the segment, bytes."""
     buffer: memoryview
     """Flat, ``B``-formatted, of the range's length. The caller keeps it until the call returns."""
     hasher: xxh3_64 | None = None
@@ -43,10 +42,10 @@ class RangeCopy:
 def check_moves(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> None:
     """Raise InvalidRangeError if a range leaves the segment or touches its superblock."""
     size = segment.size
-    for move in moves:
-        offset = move.offset
-        if offset < SUPERBLOCK_BYTES or offset + len(move.buffer) > size:
-            raise invalid_range(offset, len(move.buffer), size)
+    for copy in moves:
+        offset = copy.offset
+        if offset < SUPERBLOCK_BYTES or offset + len(copy.buffer) > size:
+            raise invalid_range(offset, len(copy.buffer), size)
 
 
 def extent_of(offset: int, size: int, capability: bytes) -> Extent | None:
@@ -66,7 +65,7 @@ def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:
 def segment_gone(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
     return SegmentGoneError(
         f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted, or mounted again,",
-        advice="Ask the master again where the object is.",
+        advice="Look the object up again.",
         node=segment.node,
         settled=settled,
     )
@@ -87,14 +86,13 @@ def not_encrypted(segment: SegmentInfo) -> NodeUnreachableError:
     return NodeUnreachableError(
         f"node {segment.node} ({segment.address}) does not encrypt its data port, and "
         "data_encryption of this client is tls",
-        advice="Start that node with --data-encryption tls; or this client without it, where the "
-        "network between both may see bytes of blocks.",
+        advice="Start that node with --data-encryption tls; or this client without it, if the "
+        "network between them is trusted.",
         node=segment.node, address=segment.address, transport="tcp", tried=0, settled=1,
     )  # fmt: skip
 
 
 def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
-    """Build the error of an incomplete batch over mapped memory."""
     if how == OUTSIDE:
         return InvalidRangeError(
             f"an object is not within the segment of {segment.size} bytes", node=segment.node
@@ -122,17 +120,17 @@ class Piece(NamedTuple):
 def windows(lengths: Sequence[int], bytes_max: int, pieces_max: int) -> Iterator[list[Piece]]:
     """Split and group ranges of these lengths, in sequence. An empty range is one window."""
     window: list[Piece] = []
-    room = bytes_max
+    remaining = bytes_max
     for row, length in enumerate(lengths):
         start = 0
         while True:
-            size = min(room, length - start)
+            size = min(remaining, length - start)
             window.append(Piece(row, start, size))
             start += size
-            room -= size
-            if not room or len(window) == pieces_max:
+            remaining -= size
+            if not remaining or len(window) == pieces_max:
                 yield window
-                window, room = [], bytes_max
+                window, remaining = [], bytes_max
             if start == length:
                 break
     if window:

@@ -67,15 +67,12 @@ class DeviceView(NamedTuple):
     """Memory of a segment that a program uses in place."""
 
     tensor: torch.Tensor
-    """One-dimensional, of uint8."""
     owner: NDArray[np.uint8]
     """Lives as long as the tensor's storage. Never read: it is device memory."""
     address: int
 
 
 class DeviceMapping:
-    """The memory of one segment, open in this process."""
-
     def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
         self.device: Final = device
         self.ranges: Final = DeviceRanges(device, base)
@@ -88,7 +85,7 @@ class DeviceMapping:
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
-        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._returned: deque[weakref.ref[NDArray[np.uint8]]] = deque()
 
     @classmethod
@@ -136,7 +133,6 @@ class DeviceMapping:
 
     @property
     def is_current(self) -> bool:
-        """Whether the segment still exists."""
         return self.is_mounted(self._words[GENERATION_OFFSET // 8] or -1)
 
     @property
@@ -165,7 +161,7 @@ class DeviceMapping:
         tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
             watch = weakref.ref(owner, self._returned.append)
-            self._lent[id(watch)] = watch
+            self._views[id(watch)] = watch
         return DeviceView(tensor, owner, address)
 
     def close_if_unused(self) -> bool:
@@ -192,9 +188,9 @@ class DeviceMapping:
     def _is_last(self) -> bool:
         """Return, only once, whether to close the memory now. The caller holds the lock."""
         while self._returned:
-            self._lent.pop(id(self._returned[0]), None)
+            self._views.pop(id(self._returned[0]), None)
             self._returned.popleft()
-        in_use = self._users or self._lent
+        in_use = self._users or self._views
         is_last = self._is_ending and not in_use and not self._is_closed
         self._is_closed = self._is_closed or is_last
         return is_last
@@ -222,8 +218,7 @@ class DeviceTransport(Transport):
         self._ending: list[DeviceMapping] = []
         """Dropped mappings that are still used, such as by a tensor."""
         self._again_at = 0.0
-        """Time of the next attempt to open memory."""
-        self._said: set[bytes] = set()
+        self._logged: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
 
@@ -240,13 +235,7 @@ class DeviceTransport(Transport):
         return attachment is not None and attachment.device.driver is device.driver
 
     def make_view(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
-        """Return a tensor over bytes of the segment, which it keeps open, at least until ``sweep``.
-
-        After ``close`` the segment stays open until the process ends.
-
-        Raises:
-            NodeUnreachableError: the memory is not open.
-        """
+        """Return a tensor, which keeps the segment open. Raises NodeUnreachableError: it is not."""
         attachment = self._attachment(segment)
         if attachment is None:
             raise _not_here(segment, "it is not open")
@@ -359,8 +348,8 @@ class DeviceTransport(Transport):
                 except KVStoreError as error:
                     self._attached[uuid] = None
                     self._again_at = uptime() + AGAIN_S
-                    if uuid not in self._said and len(self._said) < SAID_MAX:
-                        self._said.add(uuid)
+                    if uuid not in self._logged and len(self._logged) < SAID_MAX:
+                        self._logged.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
                                     segment.node, str(error))  # fmt: skip
             return self._attached[uuid]
@@ -386,21 +375,21 @@ class DeviceTransport(Transport):
     def _close_unused(self) -> None:
         with self._changing:
             ending, self._ending = self._ending, []
-        left = [each for each in ending if not each.close_if_unused()]
+        used = [mapping for mapping in ending if not mapping.close_if_unused()]
         with self._changing:
-            self._ending += left
+            self._ending += used
 
     def _closed_error(self) -> ClosedError:
         return ClosedError("the transport was closed", settled=1)
 
 
 def _ranges_of(moves: Sequence[RangeCopy]) -> list[tuple[int, int]]:
-    return [(move.offset, len(move.buffer)) for move in moves]
+    return [(copy.offset, len(copy.buffer)) for copy in moves]
 
 
-def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:
+def _not_here(segment: SegmentInfo, reason: str) -> NodeUnreachableError:
     return NodeUnreachableError(
-        f"the device's memory of node {segment.node!r} is not open in this process: {why}",
+        f"the device's memory of node {segment.node!r} is not open in this process: {reason}",
         node=segment.node,
         settled=1,
     )

@@ -1,7 +1,6 @@
-"""Copies between ranges of a segment in device memory and host memory.
+"""Copies between device and host memory, through a slot of page-locked memory.
 
-The bytes pass through a slot of page-locked memory (``kvstore.device.staging_ring``): the device
-copies one half while the processor copies and hashes the other.
+The device copies one half while the processor copies and hashes the other.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from kvstore.memory.process_memory import address_of
 from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
 PIECES_MAX: Final = 4_096
-"""Copies queued at once."""
 
 _Taking = Callable[[int, int, memoryview], None]
 """Gets the index of a range, the offset of a chunk in it, and the chunk's bytes."""
@@ -30,18 +28,14 @@ class _Window(NamedTuple):
     """Chunks that the device copies into half a slot, end to end."""
 
     event: Event | None
-    """None: they have no bytes."""
     half: memoryview
     chunks: list[Piece]
 
 
 class DeviceRanges:
-    """Ranges in device memory, within the segment. No copy is in progress after a call, unless the
-    device has failed. Threads: any.
+    """Ranges in device memory. No copy is in progress after a call. Threads: any.
 
-    Raises, in all methods:
-    DeadlineExceededError: no part of the ring was free by the deadline.
-    DeviceError: the driver refused, or the device has failed.
+    All methods raise DeadlineExceededError (no part of the ring was free) or DeviceError.
     """
 
     def __init__(self, device: Device, base: int) -> None:
@@ -53,12 +47,12 @@ class DeviceRanges:
         """Fill the buffers. ``check`` is called before the device gets work, and may raise."""
 
         def take(index: int, start: int, data: memoryview) -> None:
-            move = moves[index]
-            move.buffer[start : start + len(data)] = data
-            if move.hasher is not None:
-                feed(move.hasher, data)
+            copy = moves[index]
+            copy.buffer[start : start + len(data)] = data
+            if copy.hasher is not None:
+                feed(copy.hasher, data)
 
-        self._read([(move.offset, len(move.buffer)) for move in moves], take, deadline, check)
+        self._read([(copy.offset, len(copy.buffer)) for copy in moves], take, deadline, check)
 
     def hashed(
         self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
@@ -70,7 +64,7 @@ class DeviceRanges:
 
     def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
         """Write the buffers, in sequence. ``check``: as ``read``."""
-        lengths = [len(move.buffer) for move in moves]
+        lengths = [len(copy.buffer) for copy in moves]
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
             try:
@@ -80,15 +74,15 @@ class DeviceRanges:
                     self._wait_for_copies(queued, deadline)
                     batch = _CopyBatch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
-                        move = moves[row]
-                        piece = move.buffer[start : start + size]
-                        if move.hasher is not None:
-                            feed(move.hasher, piece)
-                        place = self.base + move.offset + start
-                        if batch.may_overlap(place):
+                        copy = moves[row]
+                        piece = copy.buffer[start : start + size]
+                        if copy.hasher is not None:
+                            feed(copy.hasher, piece)
+                        address = self.base + copy.offset + start
+                        if batch.may_overlap(address):
                             queued += self._send(batch)
                         half[at : at + size] = piece
-                        batch.add(place, at, size)
+                        batch.add(address, at, size)
                     queued += self._send(batch)
             finally:
                 self._wait_for_copies(events[0] + events[1], deadline)
@@ -102,18 +96,18 @@ class DeviceRanges:
     ) -> None:
         lengths = [length for _, length in ranges]
         with self._halves(deadline) as halves:
-            under_way: list[_Window] = []
+            in_progress: list[_Window] = []
             try:
                 for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
-                    under_way.append(self._begin(ranges, pieces, halves[number % 2]))
-                    if len(under_way) == 2:
-                        self._finish(under_way[0], take, deadline)
-                        del under_way[0]
-                for window in under_way:
+                    in_progress.append(self._begin(ranges, pieces, halves[number % 2]))
+                    if len(in_progress) == 2:
+                        self._finish(in_progress[0], take, deadline)
+                        del in_progress[0]
+                for window in in_progress:
                     self._finish(window, take, deadline)
             finally:
-                events = [each.event for each in under_way if each.event is not None]
+                events = [each.event for each in in_progress if each.event is not None]
                 self._wait_for_copies(events, deadline)
 
     def _begin(
@@ -153,20 +147,19 @@ class _CopyBatch:
     """Copies that may run in any order, because their device ranges are disjoint."""
 
     def __init__(self, base: int) -> None:
-        """``base``: the address of the host's memory."""
         self._base = base
         self._rows: list[tuple[int, int, int]] = []
         self._end = 0
 
-    def may_overlap(self, place: int) -> bool:
-        """Return whether the range at ``place`` begins before the end of one in the batch."""
-        return place < self._end
+    def may_overlap(self, address: int) -> bool:
+        """Return whether the range at ``address`` begins before the end of one in the batch."""
+        return address < self._end
 
-    def add(self, place: int, at: int, size: int) -> None:
-        """Add a copy between ``place`` on the device and ``at`` bytes after ``base``."""
+    def add(self, address: int, at: int, size: int) -> None:
+        """Add a copy between ``address`` on the device and ``at`` bytes after ``base``."""
         if size:
-            self._rows.append((place, self._base + at, size))
-            self._end = max(self._end, place + size)
+            self._rows.append((address, self._base + at, size))
+            self._end = max(self._end, address + size)
 
     def taken(self) -> CopyList | None:
         """Remove and return the copies; None: there are none."""

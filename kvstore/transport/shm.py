@@ -55,11 +55,9 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 class ShmTransport(Transport):
-    """Reaches segments in this host's ``/dev/shm``: by a file descriptor from a node with
-    authentication, otherwise by name.
+    """Reaches segments in this host's ``/dev/shm``: by file descriptor or by name. Threads: any.
 
-    Keeps one mapping per segment. Every failure is settled: no byte arrives after a call. Threads:
-    any; a call holds the GIL, except that compiled primitives release it for large batches.
+    Every failure is settled. A call holds the GIL, except in compiled primitives on large batches.
     """
 
     name: str = "shm"
@@ -139,7 +137,6 @@ class ShmTransport(Transport):
         return None if mapping is None else mapping.watch(segment.generation)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``. Existing views stay valid."""
         with self._changing:
             mapping = self._mappings.get(segment.uuid)
             if mapping is not None and not mapping.is_current:
@@ -214,13 +211,13 @@ class ShmTransport(Transport):
             self._log_unmapped(segment, str(error))
         return None
 
-    def _log_unmapped(self, segment: SegmentInfo, why: str) -> None:
+    def _log_unmapped(self, segment: SegmentInfo, reason: str) -> None:
         """Log once per node the reason why its memory cannot be mapped."""
         known = self.not_mapped.get(segment.node)
-        if known != why and (known is not None or len(self.not_mapped) < SAID_MAX):
-            self.not_mapped[segment.node] = why
+        if known != reason and (known is not None or len(self.not_mapped) < SAID_MAX):
+            self.not_mapped[segment.node] = reason
             entry = segment.shm_name or "-"
-            log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, why)
+            log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, reason)
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
@@ -230,8 +227,8 @@ class ShmTransport(Transport):
             raise self._closed_error() if self._closed else _not_here(segment)
         check_moves(segment, moves)
         try:
-            for move in moves:
-                _copy(segment, mapping, move, deadline, is_write=is_write)
+            for copy in moves:
+                _copy(segment, mapping, copy, deadline, is_write=is_write)
         except SegmentGoneError:
             if self._closed:
                 raise self._closed_error() from None
@@ -242,14 +239,14 @@ class ShmTransport(Transport):
 
 
 def _copy(
-    segment: SegmentInfo, mapping: Mapping, move: RangeCopy, deadline: float, *, is_write: bool
+    segment: SegmentInfo, mapping: Mapping, copy: RangeCopy, deadline: float, *, is_write: bool
 ) -> None:
     """Copy one range, in chunks that stay in cache between copying and hashing."""
     memory = mapping.memory
     stop = current()
     generation = segment.generation
-    buffer = move.buffer
-    hasher = move.hasher
+    buffer = copy.buffer
+    hasher = copy.hasher
     length = len(buffer)
     done = 0
     while True:
@@ -260,14 +257,14 @@ def _copy(
         if stop is not None:
             stop.check()
         end = min(done + PIECE_BYTES, length)
-        piece = buffer if length <= PIECE_BYTES else buffer[done:end]
-        place = memory[move.offset + done : move.offset + end]
+        chunk = buffer if length <= PIECE_BYTES else buffer[done:end]
+        mapped = memory[copy.offset + done : copy.offset + end]
         if is_write:
-            place[:] = piece
+            mapped[:] = chunk
         else:
-            piece[:] = place
+            chunk[:] = mapped
         if hasher is not None:
-            feed(hasher, piece)
+            feed(hasher, chunk)
         done = end
         if done == length:
             return

@@ -61,13 +61,8 @@ class TcpTransport(Transport):
         stall_s: float = STALL_S,
         tls: ClientTls | None = None,
     ) -> None:
-        """Create the transport.
-
-        Args:
-            client_number: of the writing client; see ``tcp_protocol.Hello``.
-            stall_s: maximum time without a byte while a call waits for a node.
-            tls: our identity for nodes that encrypt, or None.
-        """
+        """``stall_s``: maximum time without a byte while a call waits. ``tls``: for nodes that
+        encrypt."""
         self._tls = tls
         self._client_number = client_number
         self._connections_max = connections_max
@@ -84,14 +79,14 @@ class TcpTransport(Transport):
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
-            for batch in _move_batches(segment, moves):
+            for batch in _copy_batches(segment, moves):
                 connection.read(batch, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
-            for batch in _move_batches(segment, moves):
+            for batch in _copy_batches(segment, moves):
                 connection.write(batch, deadline)
 
     def read_objects(
@@ -102,7 +97,6 @@ class TcpTransport(Transport):
         verify: bool,
         deadline: float,
     ) -> list[bytes | int]:
-        """As ``Transport.read_objects``; errors as ``read``."""
         done: list[bytes | int] = []
         with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX):
@@ -112,13 +106,11 @@ class TcpTransport(Transport):
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
-        """As ``Transport.write_objects``; errors as ``write``."""
         with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX // 3):
                 connection.write_objects(namespace, batch, deadline)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls in progress continue."""
         self._drop([key for key in self._keys() if key[1] == segment.uuid])
 
     def close(self) -> None:
@@ -150,11 +142,7 @@ class TcpTransport(Transport):
 
     @contextmanager
     def lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
-        """Yield a connection for one call, which ``close`` and the call's cancellation interrupt.
-
-        Raises:
-            ClosedError, DeadlineExceededError: none was free by then.
-        """
+        """Yield a connection for one call. Raises ClosedError, DeadlineExceededError."""
         # With the holder and its key: a client may get another number from the next master.
         key = segment.address, segment.uuid, segment.generation, segment.holder, segment.token
         stop = current()
@@ -246,18 +234,18 @@ def _batches(
             yield items
         return
     batch: list[ItemT] = []
-    room = segment.size
+    remaining = segment.size
     for item, length in zip(items, lengths, strict=True):
-        if batch and (len(batch) == items_max or length > room):
+        if batch and (len(batch) == items_max or length > remaining):
             yield batch
             batch = []
-            room = segment.size
+            remaining = segment.size
         batch.append(item)
-        room -= length
+        remaining -= length
     yield batch
 
 
-def _move_batches(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> Iterator[list[RangeCopy]]:
+def _copy_batches(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> Iterator[list[RangeCopy]]:
     return _batches(segment, list(moves), [len(move.buffer) for move in moves], RANGES_MAX)
 
 

@@ -98,7 +98,6 @@ _REFUSALS: Final[dict[TransferStatus | None, tuple[type[KVStoreError], str, str]
     TransferStatus.INVALID_RANGE: (InvalidRangeError, "refused a range outside its segment", ""),
 }
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
-"""Result of ``tcp_read`` and ``tcp_write``."""
 
 
 class ClientConnection:
@@ -117,7 +116,7 @@ class ClientConnection:
         self._segment = segment
         self._client_number = client_number
         self._stall_s = stall_s
-        self._sealed = bool(segment.holder)
+        self._has_capabilities = bool(segment.holder)
         """Whether each range is sent with its capability."""
         self._number = 0
         """Number of the present connection, as ``Hello.connection``."""
@@ -132,7 +131,7 @@ class ClientConnection:
 
         def receive(stream: Stream) -> None:
             for window in _windows(moves, RECEIVE_BYTES):
-                stream.receive([piece for _, piece in window], deadline)
+                stream.receive([data for _, data in window], deadline)
                 _hash(window)
 
         self._request(Op.READ, moves, receive, deadline)
@@ -143,19 +142,19 @@ class ClientConnection:
         def send(stream: Stream) -> None:
             for window in _windows(moves, SEND_BYTES):
                 _hash(window)
-                stream.send([piece for _, piece in window], deadline)
+                stream.send([data for _, data in window], deadline)
 
         self._request(Op.WRITE, moves, send, deadline)
 
     def _request(
-        self, op: Op, moves: Sequence[RangeCopy], move: Callable[[Stream], None], deadline: float
+        self, op: Op, moves: Sequence[RangeCopy], run: Callable[[Stream], None], deadline: float
     ) -> None:
-        ranges = [(each.offset, len(each.buffer)) for each in moves]
-        extents = [each.extent or NO_EXTENT for each in moves] if self._sealed else None
+        ranges = [(copy.offset, len(copy.buffer)) for copy in moves]
+        extents = [copy.extent or NO_EXTENT for copy in moves] if self._has_capabilities else None
 
         def request(stream: Stream, spin_s: float) -> _Exchanged:
             del spin_s
-            return *pure_python.request(stream, op, ranges, extents, move, deadline), None
+            return *pure_python.request(stream, op, ranges, extents, run, deadline), None
 
         self._exchange(request, deadline)
 
@@ -197,7 +196,7 @@ class ClientConnection:
             tcp_read = steps.tcp_read if stream.is_plain else pure_python.tcp_read
             return tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
-                self._stall_s, spin_s, self._sealed,
+                self._stall_s, spin_s, self._has_capabilities,
             )  # fmt: skip
 
         outcomes = self._exchange(read, deadline)
@@ -212,7 +211,7 @@ class ClientConnection:
             tcp_write = steps.tcp_write if stream.is_plain else pure_python.tcp_write
             return tcp_write(
                 stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
-                spin_s, self._sealed,
+                spin_s, self._has_capabilities,
             )  # fmt: skip
 
         self._exchange(write, deadline)
@@ -249,7 +248,6 @@ class ClientConnection:
             raise self._explained(error, deadline) from error
 
     def interrupt(self) -> None:
-        """Make a call in progress fail. Threads: any."""
         self._is_interrupted = True
         if self._stream is not None:
             self._stream.shutdown()
@@ -301,7 +299,7 @@ class ClientConnection:
         except ConnectionError:
             pass  # a busy server replies without reading the hello
         pure_python.receive_status(stream, deadline)
-        if self._sealed:
+        if self._has_capabilities:
             nonce = bytearray(protocol.NONCE_BYTES)
             stream.receive([memoryview(nonce)], deadline)
             stream.send([protocol.prove(segment.token, bytes(nonce), hello)], deadline)
@@ -327,7 +325,7 @@ class ClientConnection:
             sock.close()
             raise PermissionDeniedError(
                 f"{self._where} encrypts its data port, and this client has no identity",
-                advice="Give it one: KVSTORE_AUTH (kvstore auth issue writes the file).",
+                advice="Set KVSTORE_AUTH to a certificate file (kvstore auth issue writes it).",
                 node=node,
                 settled=1,
             )
@@ -349,8 +347,8 @@ class ClientConnection:
             raise PermissionDeniedError(
                 f"{self._where} has the identity of another node{joined}",
                 advice="Check --advertise, and the names that its identity may have as a node: "
-                "kvstore auth issue --role node --node 'PATTERN' NAME. A node that has got an "
-                "identity of another name has to be started again.",
+                "kvstore auth issue --role node --node 'PATTERN' NAME. Restart a "
+                "node after its identity has changed.",
                 node=node,
                 settled=1,
             )
@@ -381,7 +379,7 @@ class ClientConnection:
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
-                advice="kvstore auth show FILE says what a file is for, and what is wrong with it.",
+                advice="kvstore auth show FILE shows identity and problems of a certificate file.",
                 node=segment.node,
                 settled=settled,
             )
@@ -411,7 +409,7 @@ class ClientConnection:
 
     def _description_error(self, what: str, advice: str) -> NodeUnreachableError:
         return self._unreachable(
-            f"{what}, and its master has described it otherwise",
+            f"{what}, unlike the description of its master",
             f"Another process has its address, or it was started {advice}.",
         )
 
@@ -428,20 +426,20 @@ class ClientConnection:
         if isinstance(error, ConnectionEndedError):
             return "ended the tcp connection"
         if error.errno == errno.EBADMSG:
-            return "sent bytes that do not decrypt: they were changed on their way"
+            return "sent bytes that do not decrypt: they were changed on the network"
         return f"broke the tcp connection ({error.strerror or error})"
 
 
 def _hash(window: list[tuple[RangeCopy, memoryview]]) -> None:
-    for move, piece in window:
-        if move.hasher is not None:
-            feed(move.hasher, piece)
+    for copy, data in window:
+        if copy.hasher is not None:
+            feed(copy.hasher, data)
 
 
 def _windows(
     moves: Sequence[RangeCopy], bytes_max: int
 ) -> Iterator[list[tuple[RangeCopy, memoryview]]]:
     """Yield the chunks of one system call, each with its range."""
-    lengths = [len(move.buffer) for move in moves]
+    lengths = [len(copy.buffer) for copy in moves]
     for window in windows(lengths, bytes_max, WINDOW_BUFFERS):
         yield [(moves[row], moves[row].buffer[at : at + size]) for row, at, size in window]

@@ -43,10 +43,7 @@ BUSY: Final = TransferStatus.BUSY
 
 @dataclass(slots=True)
 class DataServerCounters:
-    """Counters since the server was created."""
-
     connections: int = 0
-    """Accepted, including rejected ones."""
     refused_busy: int = 0
     refused_hellos: int = 0
     """Wrong protocol, token, proof, certificate, segment or generation, or no hello in time."""
@@ -72,11 +69,9 @@ class ServerContext:
     """All connections; those before the handshake wait."""
     capabilities: bool = False
     tls: NodeTls | None = None
-    """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, as of ``revoke_writes``; empty without capabilities. Others after a fence."""
+    """By uuid, as of ``call_back``; empty without capabilities. Others after a fence."""
     rejected_holders: frozenset[int] = frozenset()
-    """Holders whose proofs are rejected."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -115,11 +110,10 @@ class ServerConnection:
         self.holder = 0
         """The identity that the peer has proven, or is about to."""
         self.uuid = b""
-        """Of its segment, after the handshake."""
         self._stream = stream
         self._context = context
-        self._cut = bytearray(1)  # not 0: end it
-        self._asked = memoryview(b"")
+        self._end_flag = bytearray(1)  # not 0: end it
+        self._writes = memoryview(b"")
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
@@ -128,14 +122,14 @@ class ServerConnection:
 
     def close(self, *, gently: bool = False) -> None:
         """Close the connection; received bytes may still arrive. ``gently``: completes a read."""
-        self._cut[0] = 1
+        self._end_flag[0] = 1
         self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
 
     def writes_to(self, offsets: frozenset[int]) -> bool:
         """Return whether it is writing to one of these extents, with capabilities."""
-        if not self._asked:
+        if not self._writes:
             return False
-        words = self._asked.cast("Q")
+        words = self._writes.cast("Q")
         return not offsets.isdisjoint(words[1 : 1 + words[0]].tolist())
 
     def join(self, timeout_s: float) -> bool:
@@ -156,7 +150,7 @@ class ServerConnection:
 
     def _serve(self) -> None:
         try:
-            segment, sealed = self._handshake()
+            segment, verifier = self._handshake()
         except (RefusedTransferError, OSError) as error:
             is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
             self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
@@ -168,7 +162,7 @@ class ServerConnection:
             return
         self._reply(TransferStatus.OK)
         try:
-            self._serve_requests(segment, sealed)
+            self._serve_requests(segment, verifier)
         except StalledError:
             self._context.count(stalls=1)
         except RefusedTransferError as refused:
@@ -179,19 +173,19 @@ class ServerConnection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: OwnedSegment, sealed: CapabilityVerifier) -> None:
+    def _serve_requests(self, segment: OwnedSegment, verifier: CapabilityVerifier) -> None:
         """Serve requests. Raises StalledError, RefusedTransferError."""
-        context, stream, generation = self._context, self._stream, sealed.generation
+        context, stream, generation = self._context, self._stream, verifier.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
-                stream, segment.fd, segment.memory, generation, self._cut, *bounds,
-                sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
+                stream, segment.fd, segment.memory, generation, self._end_flag, *bounds,
+                verifier.key, verifier.holder, verifier.wipe_seqs, verifier.writes_in_progress,
             )  # fmt: skip
         else:  # device memory or encrypted bytes, which compiled primitives do not support
             how, number = serve_ranges(
-                stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
-                *bounds, sealed if sealed.key else None,
+                stream, segment.ranges, segment.size, segment.memory, generation, self._end_flag,
+                *bounds, verifier if verifier.key else None,
             )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
@@ -207,10 +201,10 @@ class ServerConnection:
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._next_deadline())
         hello = protocol.unpack_hello(raw)
-        wanted = self._context.capabilities
-        if hello is None or (hello.holder and not wanted):
+        requires_capabilities = self._context.capabilities
+        if hello is None or (hello.holder and not requires_capabilities):
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if not hello.holder and wanted:
+        if not hello.holder and requires_capabilities:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
@@ -231,25 +225,21 @@ class ServerConnection:
             return segment, CapabilityVerifier(
                 b"", hello.generation, 0, steps.siphash, nothing, nothing
             )
-        self._asked = memoryview(bytearray(ASKED_BYTES))
+        self._writes = memoryview(bytearray(ASKED_BYTES))
         return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
-            self._context.wipe_seqs[hello.uuid], self._asked,
+            self._context.wipe_seqs[hello.uuid], self._writes,
         )  # fmt: skip
 
     def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
-        """Authenticate the peer as the holder in its hello.
-
-        Raises:
-            RefusedTransferError: it lacks the holder's key, or the holder is rejected.
-        """
+        """Authenticate the holder in the hello. Raises RefusedTransferError."""
         self.holder = hello.holder  # before the check: ``reject_holders`` looks here afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-        said = bytearray(protocol.PROOF_BYTES)
+        proof = bytearray(protocol.PROOF_BYTES)
         self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._next_deadline())
-        self._stream.receive([memoryview(said)], self._next_deadline())
-        is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
+        self._stream.receive([memoryview(proof)], self._next_deadline())
+        is_proven = hmac.compare_digest(proof, protocol.prove(key, nonce, raw))
         if not is_proven or hello.holder in self._context.rejected_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
 

@@ -1,8 +1,4 @@
-"""A node's data server: it accepts connections to its segments, limits and closes them.
-
-One thread accepts and one thread per connection serves (``tcp_connection``): blocking system calls
-without the GIL, so that a client's long ``sendfile`` does not delay others.
-"""
+"""A node's data server: one thread accepts, and one per connection serves without the GIL."""
 
 from __future__ import annotations
 
@@ -50,11 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataServer:
-    """Serves ``segments`` on one port. Threads: any.
-
-    Life cycle: ``start``, ``fence`` whenever the node joins a master again, ``stop``. The segments
-    stay the caller's and outlive the server.
-    """
+    """Serves the caller's segments on one port. Threads: any."""
 
     def __init__(
         self,
@@ -68,12 +60,7 @@ class DataServer:
         capabilities: bool = False,
         tls: NodeTls | None = None,
     ) -> None:
-        """Create a server.
-
-        Args:
-            capabilities: whether clients send capabilities instead of the segments' tokens.
-            tls: encrypts all connections, and authorizes peers; None: no encryption.
-        """
+        """``capabilities``: required instead of tokens. ``tls``: None: no encryption."""
         self._address = (host, port)
         self._connections = Limiter[ServerConnection]("data", connections_max)
         self._context = ServerContext(
@@ -90,12 +77,7 @@ class DataServer:
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Listen and serve.
-
-        Raises:
-            AddressInUseError: another process listens on that port.
-            StartupError: the address cannot be used.
-        """
+        """Listen and serve. Raises AddressInUseError, StartupError."""
         host, port = self._address
         try:
             self._listener = listen(host, port)
@@ -115,7 +97,6 @@ class DataServer:
 
     @property
     def port(self) -> int:
-        """The listening port, after ``start``."""
         assert self._listener is not None, "start() first"
         return int(self._listener.getsockname()[1])
 
@@ -169,11 +150,11 @@ class DataServer:
         if orders is None or not offsets:
             return 0
         steps.call_back(orders, offsets, order)
-        wanted = frozenset(offsets)
+        selected = frozenset(offsets)
         chosen = [
             connection
             for connection in self._connections
-            if connection.uuid == uuid and connection.writes_to(wanted)
+            if connection.uuid == uuid and connection.writes_to(selected)
         ]
         _end(chosen)
         return len(chosen)
@@ -204,11 +185,11 @@ class DataServer:
         Raises:
             InternalError: a thread did not end.
         """
-        wanted = {(client & LOWER_HALF, number) for client, number in writers}
+        selected = {(client & LOWER_HALF, number) for client, number in writers}
         chosen = [
             connection
             for connection in self._connections
-            if not wanted.isdisjoint(
+            if not selected.isdisjoint(
                 (
                     (connection.client & LOWER_HALF, connection.number),
                     (connection.client & LOWER_HALF, 0),
@@ -223,11 +204,8 @@ class DataServer:
         return len(chosen)
 
     def stop(self) -> None:
-        """Stop listening, close all connections, join all threads. Idempotent.
-
-        Raises:
-            InternalError: as ``fence``.
-        """
+        """Stop listening, close all connections, join all threads. Idempotent. Raises
+        InternalError."""
         self._stopping.set()
         if self._listener is not None and self._acceptor is not None:
             with contextlib.suppress(OSError):  # stopped before

@@ -94,22 +94,15 @@ class EngineSettings(NamedTuple):
 
 
 class TransferEngine:
-    """One engine. Threads: any; ``close`` once no other call is in progress.
-
-    ``close`` ends transfers in progress. Registered memory stays the caller's, who keeps it until
-    ``unregister`` or ``close`` has returned.
-    """
+    """One engine. Threads: any; ``close`` once no other call is in progress. Registered memory
+    stays the caller's, who keeps it until ``unregister`` or ``close`` has returned."""
 
     def __init__(self, settings: EngineSettings, host: str) -> None:
-        """Start an engine. ``host``: our own address, as peers reach it.
-
-        Raises:
-            TransferEngineError: no engine is installed, or it does not support these settings.
-        """
+        """``host``: our own address, as peers reach it. Raises TransferEngineError."""
         self.settings: Final = settings
         with _making:
             engine = _load(settings)
-            _check_cards(settings)
+            _check_rdma_devices(settings)
             _check_metadata_server(settings.metadata_server)
             before = {sock_port for sock_port, _ in _listening()}
             name = host if settings.metadata_server == P2P else _unique_name(host)
@@ -175,11 +168,7 @@ class TransferEngine:
     def transfer_one(
         self, peer: str, ours: int, theirs: int, length: int, deadline: float, *, is_write: bool
     ) -> bool:
-        """Transfer a single range in the caller's thread.
-
-        Raises:
-            DeadlineExceededError: the transfer continues.
-        """
+        """Transfer a single range in this thread. Raises DeadlineExceededError: it continues."""
         engine = self._engine
         submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
         batch = submit(peer, [ours], [theirs], [length])
@@ -305,22 +294,22 @@ def _silence() -> None:
 
 def rdma_devices() -> list[str]:
     try:
-        return sorted(each.name for each in CARDS.iterdir())
+        return sorted(device.name for device in CARDS.iterdir())
     except OSError:
         return []
 
 
-def _check_cards(settings: EngineSettings) -> None:
+def _check_rdma_devices(settings: EngineSettings) -> None:
     if settings.protocol != "rdma":
         return
-    there = rdma_devices()
-    missing = [each for each in settings.device_name.split(",") if each and each not in there]
-    if missing or not there:
+    present = rdma_devices()
+    missing = [name for name in settings.device_name.split(",") if name and name not in present]
+    if missing or not present:
         raise TransferEngineError(
-            f"this host has no RDMA card {', '.join(missing)}".rstrip(),
-            advice=f"There are: {', '.join(there)}."
-            if there
-            else "Load the card's driver, pass /dev/infiniband into the container, or use tcp.",
+            f"this host has no RDMA device {', '.join(missing)}".rstrip(),
+            advice=f"There are: {', '.join(present)}."
+            if present
+            else "Load its driver, pass /dev/infiniband into the container, or use tcp.",
             protocol=settings.protocol,
             device_name=settings.device_name,
         )
@@ -341,11 +330,11 @@ def _check_metadata_server(server: str) -> None:
             advice=f"Use {P2P}, etcd:// or http://, or build the engine with USE_REDIS=ON.",
             metadata_server=server,
         )
-    place = re.split(r"[/?,;]", rest, maxsplit=1)[0]
+    address = re.split(r"[/?,;]", rest, maxsplit=1)[0]
     try:
         default = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}[kind]
         by = uptime() + METADATA_TIMEOUT_S
-        resolver.connect(*split_address(place, default_port=default), by).close()
+        resolver.connect(*split_address(address, default_port=default), by).close()
     except (OSError, InvalidArgumentError) as error:
         raise TransferEngineError(
             f"the metadata server {server} cannot be reached: {error}",

@@ -1,8 +1,6 @@
 """One read or write of a client: its copies as batches, two in progress at a time.
 
-write: copy and hash into a chunk ─► batch ─► …      read: batch ─► copy and hash out of a chunk
-
-Registered memory is transferred without a copy, and only hashed here.
+They pass through chunks; registered memory is transferred in place, and only hashed here.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from kvstore.transport.mooncake.engine_session import EngineSession
 
 UNDER_WAY_MAX: Final = 2
 RANGES_MAX: Final = 512
-"""Ranges in one batch."""
 
 DIRECT_BYTES_MIN: Final = PIECE_BYTES
 """Smaller registered memory is copied, too: with its header it is one range instead of two."""
@@ -47,8 +44,6 @@ class _ChunkPiece(NamedTuple):
 
 
 class _ChunkTransfer:
-    """Ranges that are transferred together, and their chunk."""
-
     def __init__(self) -> None:
         self.ours: list[int] = []
         self.theirs: list[int] = []
@@ -79,7 +74,7 @@ class EngineCall:
 
     def __init__(
         self,
-        station: EngineSession,
+        session: EngineSession,
         segment: SegmentInfo,
         deadline: float,
         *,
@@ -89,8 +84,8 @@ class EngineCall:
         is_registered: Callable[[int, int], bool],
     ) -> None:
         assert segment.engine is not None
-        self._station = station
-        self._buffer = station.buffer
+        self._session = session
+        self._buffer = session.buffer
         self._segment = segment
         self._peer = segment.engine.name
         self._base = segment.engine.base
@@ -99,7 +94,7 @@ class EngineCall:
         self._threads = threads
         self._is_closed = is_closed
         self._is_registered = is_registered
-        self._under_way: deque[_ChunkTransfer] = deque()
+        self._in_progress: deque[_ChunkTransfer] = deque()
         self._batch = _ChunkTransfer()
         self.is_settled = True
         """Whether no byte of this call can be in transit any more."""
@@ -107,25 +102,24 @@ class EngineCall:
         """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[RangeCopy]) -> None:
-        """Carry out all copies.
+        """Carry out all copies. After an error, retire the session unless ``is_settled``.
 
         Raises:
-            TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise. The
-                session must be retired unless ``is_settled``.
+            TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise.
         """
         try:
             for wave in _waves(moves) if self._is_write else [moves]:
-                for move in wave:
-                    self._add(move)
+                for copy in wave:
+                    self._add(copy)
                 self._submit(is_last=True)
-                while self._under_way:
+                while self._in_progress:
                     self._finish()
         except BaseException:
             self._leave_running()
             raise
 
-    def _add(self, move: RangeCopy) -> None:
-        data, length = move.buffer, len(move.buffer)
+    def _add(self, copy: RangeCopy) -> None:
+        data, length = copy.buffer, len(copy.buffer)
         address = address_of(data) if length >= DIRECT_BYTES_MIN else 0
         is_direct = bool(address) and self._is_registered(address, length)
         at = 0
@@ -138,7 +132,7 @@ class EngineCall:
             if not is_direct and batch.chunk < 0:
                 batch.chunk = self._take_chunk()
             take = min(room, length - at, PIECE_BYTES)
-            piece = data if take == length else data[at : at + take]
+            part = data if take == length else data[at : at + take]
             if is_direct:
                 place, ours = -1, address + at
             else:
@@ -147,12 +141,12 @@ class EngineCall:
                 batch.chunk_used += take
             if self._is_write:
                 if place >= 0:
-                    self._buffer.memory[place : place + take] = piece
-                if move.hasher is not None:
-                    feed(move.hasher, piece)
+                    self._buffer.memory[place : place + take] = part
+                if copy.hasher is not None:
+                    feed(copy.hasher, part)
             if is_direct or not self._is_write:
-                batch.pieces.append(_ChunkPiece(piece, place, move.hasher))
-            batch.add(ours, self._base + move.offset + at, take)
+                batch.pieces.append(_ChunkPiece(part, place, copy.hasher))
+            batch.add(ours, self._base + copy.offset + at, take)
             at += take
 
     def _take_chunk(self) -> int:
@@ -160,11 +154,11 @@ class EngineCall:
         while True:
             self._check()
             try:
-                if self._under_way:
+                if self._in_progress:
                     return self._buffer.free.get_nowait()
                 return self._buffer.free.get(timeout=min(LOOK_S, self._remaining()))
             except queue.Empty:
-                if self._under_way:
+                if self._in_progress:
                     self._finish()
 
     def _submit(self, *, is_last: bool = False) -> None:
@@ -172,17 +166,17 @@ class EngineCall:
         batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return
-        while len(self._under_way) >= UNDER_WAY_MAX:
+        while len(self._in_progress) >= UNDER_WAY_MAX:
             self._finish()
         self._check()
-        station, engine = self._station, self._station.engine
+        session, engine = self._session, self._session.engine
         ours, theirs, lengths = batch.ours, batch.theirs, batch.lengths
-        self._under_way.append(batch)
+        self._in_progress.append(batch)
         if (
             is_last
             and len(lengths) == 1
-            and len(self._under_way) == 1
-            and self._peer in station.used_at  # opening a peer may take long
+            and len(self._in_progress) == 1
+            and self._peer in session.used_at  # opening a peer may take long
         ):
             batch.moving = Future()
             batch.moving.set_running_or_notify_cancel()
@@ -197,18 +191,18 @@ class EngineCall:
             try:
                 return engine.transfer(self._peer, ours, theirs, lengths, is_write=self._is_write)
             finally:
-                station.leave()
+                session.leave()
 
-        station.enter()
+        session.enter()
         try:
             batch.moving = self._threads.submit(move)
         except RuntimeError:  # shut down
-            station.leave()
+            session.leave()
             raise self._closed() from None
         self.is_settled = False
 
     def _finish(self) -> None:
-        batch = self._under_way[0]
+        batch = self._in_progress[0]
         moving = batch.moving
         assert moving is not None
         while not moving.done():
@@ -218,10 +212,10 @@ class EngineCall:
             raise TransferFailedError
         if not self._is_write:
             self._take_out(batch)
-        self._under_way.popleft()
+        self._in_progress.popleft()
         self._give_back(batch)
-        self._station.used_at[self._peer] = uptime()
-        self.is_settled = not self._under_way
+        self._session.used_at[self._peer] = uptime()
+        self.is_settled = not self._in_progress
 
     def _take_out(self, batch: _ChunkTransfer) -> None:
         for data, place, hasher in batch.pieces:
@@ -245,16 +239,16 @@ class EngineCall:
     def _leave_running(self) -> None:
         """Abandon the batches in progress. Those that have not begun never will."""
         begun = []
-        for batch in self._under_way:
+        for batch in self._in_progress:
             if batch.moving is not None and batch.moving.cancel():
-                self._station.leave()
+                self._session.leave()
                 self._give_back(batch)
             else:
                 begun.append(batch)
                 self.in_doubt += [piece.data for piece in batch.pieces if piece.offset < 0]
         if not begun:
             self.is_settled = True
-        self._under_way.clear()
+        self._in_progress.clear()
         self._give_back(self._batch)
 
     def _give_back(self, batch: _ChunkTransfer) -> None:
@@ -264,6 +258,10 @@ class EngineCall:
 
 def _waves(moves: Sequence[RangeCopy]) -> list[Sequence[RangeCopy]]:
     """Group the copies: a batch has no sequence, so overlapping ranges need separate batches."""
-    spans = sorted((each.offset, each.offset + len(each.buffer)) for each in moves if each.buffer)
+    spans = sorted(
+        (copy_range.offset, copy_range.offset + len(copy_range.buffer))
+        for copy_range in moves
+        if copy_range.buffer
+    )
     are_apart = all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-    return [moves] if are_apart else [[move] for move in moves]
+    return [moves] if are_apart else [[copy] for copy in moves]

@@ -57,11 +57,7 @@ class EngineSession:
         buffer: ChunkBuffer,
         registered: Iterable[Region],
     ) -> None:
-        """Start an engine; takes over ``buffer``.
-
-        Raises:
-            TransferEngineError: as ``TransferEngine``; ``buffer`` is still the caller's.
-        """
+        """Start an engine; takes over ``buffer`` unless it raises TransferEngineError."""
         self.engine: Final = TransferEngine(settings, host)
         self.buffer: Final = buffer
         self.is_retired = False
@@ -72,8 +68,8 @@ class EngineSession:
         self._changing = threading.Lock()
         try:
             self.engine.register(buffer.base, buffer.size)
-            for each in registered:
-                self.engine.register(each.start, each.stop - each.start)
+            for region in registered:
+                self.engine.register(region.start, region.stop - region.start)
         except BaseException:
             self.engine.close()
             raise

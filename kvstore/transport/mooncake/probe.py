@@ -65,18 +65,21 @@ def _version() -> str:
 
 
 def _devices() -> ProbeFinding:
-    there = rdma_devices()
-    if not there:
+    present = rdma_devices()
+    if not present:
         return ProbeFinding(
-            "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."
+            "devices",
+            False,
+            "no RDMA device",
+            "Use protocol tcp, or load the driver of the RDMA device.",
         )
     verbs = sorted(VERBS.glob("uverbs*")) if VERBS.is_dir() else []
-    closed = [each for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
+    closed = [device for device in verbs if not os.access(device, os.R_OK | os.W_OK)]
     if closed or not verbs:
         return ProbeFinding(
             "devices",
             False,
-            f"{', '.join(there)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
+            f"{', '.join(present)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
             "Join the group of /dev/infiniband, and pass it into the container.",
         )
-    return ProbeFinding("devices", True, ", ".join(there))
+    return ProbeFinding("devices", True, ", ".join(present))

@@ -83,8 +83,8 @@ class EngineServer:
         return self._engine.address_of(address_of_map(self._mapped[-1]))
 
     def fence(self) -> None:
-        """Revoke the present address, after which no peer can touch the segment, and get a new one.
-        Releases the GIL where that takes long.
+        """Revoke the present address and get a new one; no peer can touch the segment by the old
+        one.
 
         Raises:
             InternalError, TransferEngineError: the node must not join.
@@ -96,7 +96,6 @@ class EngineServer:
         self._register()
 
     def close(self) -> None:
-        """Close it. Idempotent. The segment can be closed afterwards."""
         self._closing.set()
         if self._sweeper is not None:
             self._sweeper.join()

@@ -84,10 +84,9 @@ class MooncakeTransport(Transport):
         self._buffer_bytes = buffer_bytes
         self._threads = ThreadPoolExecutor(BATCHES_AT_ONCE, "kvstore-engine")
         self._changing = threading.RLock()
-        self._station: EngineSession | None = None
+        self._session: EngineSession | None = None
         self._retired: list[EngineSession] = []
         self._registered = Regions()
-        """The caller's memory that transfers may use in place."""
         self._in_doubt: list[tuple[Region, EngineSession]] = []
         """Caller's memory that may be written to until that session has ended."""
         self._tcp = TcpTransport()
@@ -101,8 +100,8 @@ class MooncakeTransport(Transport):
     def start(self) -> None:
         """Create the engine now. Raises TransferEngineError: it cannot be created."""
         with self._changing:
-            if self._station is None:
-                self._station = self._new_station(None)
+            if self._session is None:
+                self._session = self._new_session(None)
                 self._has_started = True
 
     def can_reach(self, segment: SegmentInfo) -> bool:
@@ -117,7 +116,7 @@ class MooncakeTransport(Transport):
             or (self._unreached and self._is_unreached(engine.name))
         ):
             return False
-        if self._station is not None:
+        if self._session is not None:
             return True
         with self._changing:
             if uptime() < self._broken_until:
@@ -131,17 +130,14 @@ class MooncakeTransport(Transport):
         return True
 
     def register(self, buffer: memoryview) -> None:
-        """Let transfers use this memory in place, until ``unregister`` or ``close``.
-
-        Raises:
-            TransferEngineError: the engine refuses it.
-        """
+        """Let transfers use this memory in place. Raises TransferEngineError: the engine refuses
+        it."""
         one = Region.of(buffer)
         if one.start == one.stop:
             return
         with self._changing:
-            if self._station is not None:
-                self._station.engine.register(one.start, one.stop - one.start)
+            if self._session is not None:
+                self._session.engine.register(one.start, one.stop - one.start)
             self._registered.add(one)
 
     def unregister(self, buffer: memoryview) -> None:
@@ -150,14 +146,14 @@ class MooncakeTransport(Transport):
         start = address_of(buffer)
         with self._changing:
             found = self._registered.take(start)
-            station = self._station
+            session = self._session
             doubts = [
                 at for each, at in self._in_doubt if each.overlaps(start, start + len(buffer))
             ]
-        if found is not None and station is not None:
-            station.engine.unregister(start)
-        for each_station in doubts:
-            each_station.ended.wait()
+        if found is not None and session is not None:
+            session.engine.unregister(start)
+        for each_session in doubts:
+            each_session.ended.wait()
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.read``; ``settled`` is always 1.
@@ -174,19 +170,18 @@ class MooncakeTransport(Transport):
         self._run(segment, moves, deadline, is_write=True)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls in progress continue."""
         self._tcp.forget(segment)
 
     def close(self) -> None:
         """As ``Transport.close``: calls in progress fail within ``LOOK_S``."""
         with self._changing:
             self._is_closed = True
-            station, self._station = self._station, None
+            session, self._session = self._session, None
         self._tcp.close()
         self._threads.shutdown(wait=False)
-        if station is not None:
-            station.is_retired = True
-            station.leave()
+        if session is not None:
+            session.is_retired = True
+            session.leave()
 
     def sweep(self) -> None:
         self._tcp.sweep()
@@ -226,9 +221,9 @@ class MooncakeTransport(Transport):
         is_write: bool,
     ) -> None:
         stop = current()
-        with self._acquire_session(segment) as station:
+        with self._acquire_session(segment) as session:
             call = EngineCall(
-                station,
+                session,
                 segment,
                 deadline,
                 is_write=is_write,
@@ -249,15 +244,15 @@ class MooncakeTransport(Transport):
                 error = deadline_exceeded(segment) if is_late else refused
             except BaseException:  # such as a signal's; the caller stops waiting
                 if not is_write:
-                    self._quarantine(call.in_doubt, station)
+                    self._quarantine(call.in_doubt, session)
                 raise
             finally:
                 if not call.is_settled:
-                    self._retire(station)
+                    self._retire(session)
         if error is None:
             return
-        if call.in_doubt and not is_write and not station.ended.wait(SETTLE_S):
-            self._quarantine(call.in_doubt, station)
+        if call.in_doubt and not is_write and not session.ended.wait(SETTLE_S):
+            self._quarantine(call.in_doubt, session)
             raise MemoryQuarantinedError(
                 f"a read from node {segment.node!r} was abandoned, and may still write to the "
                 "registered memory it was for",
@@ -272,25 +267,25 @@ class MooncakeTransport(Transport):
         """Yield the present session, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
-            station = self._station
+            session = self._session
             is_tcp = self._settings.protocol == "tcp"
-            if station is None or (is_tcp and station.idle_s(segment.engine.name) > IDLE_S):
+            if session is None or (is_tcp and session.idle_s(segment.engine.name) > IDLE_S):
                 if self._is_closed:
                     raise ClosedError("the transport was closed", settled=1)
-                self._station = None
+                self._session = None
                 try:
-                    self._station = self._new_station(station)
+                    self._session = self._new_session(session)
                 except TransferEngineError as error:
                     raise self._not_made(segment, error) from error
-            station = self._station
-            assert station is not None
-            station.enter()
+            session = self._session
+            assert session is not None
+            session.enter()
         try:
-            yield station
+            yield session
         finally:
-            station.leave()
+            session.leave()
 
-    def _new_station(self, old: EngineSession | None) -> EngineSession:
+    def _new_session(self, old: EngineSession | None) -> EngineSession:
         """Return a session to replace ``old``, which ends now or with its last user."""
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
@@ -322,17 +317,17 @@ class MooncakeTransport(Transport):
         self._broken_until = uptime() + BROKEN_S
         log.error("transfer_engine_not_used error=%s", error)
 
-    def _retire(self, station: EngineSession) -> None:
+    def _retire(self, session: EngineSession) -> None:
         """Retire a session after a failed or abandoned transfer: no part of it is used again."""
         with self._changing:
-            if station.is_retired:
+            if session.is_retired:
                 return
-            station.is_retired = True
-            self._retired.append(station)
-            if self._station is station:
-                self._station = None
-        log.info("transfer_engine_retired name=%s", station.engine.name)
-        station.leave()
+            session.is_retired = True
+            self._retired.append(session)
+            if self._session is session:
+                self._session = None
+        log.info("transfer_engine_retired name=%s", session.engine.name)
+        session.leave()
 
     def _failure_reason(
         self, segment: SegmentInfo, witness: ClientConnection, deadline: float
@@ -347,7 +342,7 @@ class MooncakeTransport(Transport):
         self._unreached[segment.engine.name] = uptime() + UNREACHED_S
         log.warning("transfer_failed node=%s engine=%s", segment.node, segment.engine.name)
         return NodeUnreachableError(
-            f"the transfer engine failed to move bytes of node {segment.node!r}, which answers",
+            f"the transfer engine failed to copy bytes of node {segment.node!r}, which replies",
             advice="Check that the engine's own ports are open between the hosts: "
             "docs/transports.md.",
             node=segment.node,
@@ -363,9 +358,9 @@ class MooncakeTransport(Transport):
     def _is_registered(self, start: int, length: int) -> bool:
         return self._registered.holding(start, length) is not None
 
-    def _quarantine(self, buffers: Sequence[memoryview], station: EngineSession) -> None:
+    def _quarantine(self, buffers: Sequence[memoryview], session: EngineSession) -> None:
         with self._changing:
-            self._in_doubt += [(Region.of(buffer), station) for buffer in buffers]
+            self._in_doubt += [(Region.of(buffer), session) for buffer in buffers]
 
     def _check_quarantine(self, moves: Sequence[RangeCopy]) -> None:
         if not self._in_doubt:
@@ -373,10 +368,10 @@ class MooncakeTransport(Transport):
         with self._changing:
             self._in_doubt = [each for each in self._in_doubt if not each[1].ended.is_set()]
             doubts = list(self._in_doubt)
-        for move in moves:
-            start = address_of(move.buffer)
+        for copy in moves:
+            start = address_of(copy.buffer)
             for each, _ in doubts:
-                if each.overlaps(start, start + len(move.buffer)):
+                if each.overlaps(start, start + len(copy.buffer)):
                     raise MemoryQuarantinedError(
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",
