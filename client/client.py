@@ -892,8 +892,7 @@ class Client:
         self._state.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the settings (including a password in ``etcd://...``) for a new client without
-        memory."""
+        """Pickle the settings, with a password in ``etcd://...``, but without ``memory``."""
         config = self.config.model_copy(update={"memory": 0})
         return functools.partial(type(self), config=config), ()
 

@@ -182,8 +182,7 @@ class ClientResources:
         )
 
     def contribute(self) -> None:
-        """Start the node that serves ``config.memory``, if set. Blocks. Joins before it takes
-        memory."""
+        """Start the node that serves ``config.memory``. Blocks. Joins before it takes memory."""
         if self.config.memory:
             self.stub.join(uptime() + self.config.timeout_ms / 1000)
             master = self.config.master

@@ -62,8 +62,7 @@ class RegisteredBuffers:
         return region.memory[address - region.start : address - region.start + size]
 
     def payload(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """Return registered runs as one value. Raises InvalidArgumentError: a run is not
-        registered, or not where the first one is."""
+        """Return runs of one device or of the host as one value. Raises InvalidArgumentError."""
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
         parts = [part for part in zip(addresses, sizes, strict=True) if part[1]]

@@ -231,7 +231,7 @@ class TransportSelector:
             stop = current()
             if stop is not None and stop.is_set:  # the caller cancelled; the node did not fail
                 return ClosedError("the call was cancelled", settled=error.fields.get("settled", 0))
-            # A caller's deadline says nothing about the segment, which other calls are using.
+            # A caller's deadline is no sign of a bad segment, which other calls are using.
             if isinstance(error, SegmentGoneError | NodeUnreachableError):
                 for transport in self._transports:
                     transport.forget(segment)

@@ -286,7 +286,7 @@ def _reject_reason(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Return the reason why the tensor is not just the numbers in its memory; empty: it is."""
     of: Any = type(tensor)
     if of is not torch.Tensor and of is not torch.nn.Parameter:
-        # Parameter classes of engines only say where weights come from.
+        # Parameter classes of engines only record the origin of weights.
         is_wrapper = of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         if is_wrapper or not isinstance(tensor, torch.nn.Parameter):
             return f"a {of.__name__} is more than its bytes"

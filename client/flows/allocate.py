@@ -238,6 +238,5 @@ def _renewal(named: ObjectLease, location: LeasedExtent, tokens: Sequence[int] =
 def _lost() -> ReservationLostError:
     return ReservationLostError(
         "this allocation is lost: its deadline passed before it could be renewed",
-        advice="Stop writing to it and allocate again; kvstore status says whether the "
-        "master answers.",
+        advice="Stop writing to it and allocate again; check the master with kvstore status.",
     )

@@ -20,7 +20,7 @@ Outcome = bytes | int
 
 
 class ReadRequest(Protocol):
-    """One object to read, and the memory for it: see ``Target``."""
+    """One object to read, and the memory for it: see ``ReadTarget``."""
 
     key: Key
 

@@ -36,7 +36,7 @@ log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
 
-SHOWN_MAX = 3
+NAMED_MAX = 3
 
 OUTCOMES = {int(outcome): outcome for outcome in PutOutcome}
 """By number: 20 times as fast as calling the enum."""
@@ -156,8 +156,8 @@ def _put_error(
             refused=refused,
             attempts=attempts,
         )
-    messages = "; ".join(item.message for item in [*last.values()][:SHOWN_MAX])
-    more = len(last) - SHOWN_MAX
+    messages = "; ".join(item.message for item in [*last.values()][:NAMED_MAX])
+    more = len(last) - NAMED_MAX
     other_nodes = f"; and {more} more nodes" if more > 0 else ""
     avoided = [item.until for item in context.segments.failures()]
     again = max(0.0, min(avoided) - context.clock()) if avoided else 0.0
@@ -297,7 +297,7 @@ def _finish(
                 if isinstance(raised, DeviceError):
                     error.fields.setdefault(
                         "settled", 1
-                    )  # its copies have ended, unless the error says otherwise
+                    )  # its copies have ended, unless the field is set
                 yield from revoke(grants.epoch, grants.tokens, [item for item in errors if item])
                 raise
     complete = not lost and len(writes) == len(distinct_ids)

@@ -81,8 +81,7 @@ class ReadLeases:
         self._reads_since = now
 
     def expect(self, lease: ReadLease, objects: Iterable[tuple[Namespace, Key]]) -> None:
-        """Release this lease once each of these distinct objects, ``lease.unread`` in all, was
-        read."""
+        """Release this lease once each of these ``lease.unread`` distinct objects was read."""
         expected = self._expected
         for expected_object in objects:
             before = expected.pop(expected_object, None)

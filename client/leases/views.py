@@ -250,8 +250,7 @@ class ViewManager:
         arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
-        """Watch arrays, each the first over its payload, until dropped. ``mounted``: of the
-        segment."""
+        """Watch arrays, each the first over its payload, until dropped."""
         with self._lock:
             self._remove_dead()
             leases = self._watches.add(arrays, mounted)

@@ -6,7 +6,7 @@ error. ``kvstore.client.rpc.stub`` drives it, and tests drive it with a list. It
 - Calls of clients require a join. A call whose connection breaks joins again; the epoch shows
   whether the master is the same.
 - A call that was not sent may be sent again. One that was sent may be repeated if it is idempotent,
-  or if the master that may have executed it is gone with its state (a new epoch).
+  or if the master that may have executed it has ended with its state (a new epoch).
 - With several masters or etcd, the call leaves a master that is silent, unreachable or a standby
   for the leader, as often as necessary.
 - The lane is preferred; while it is unreachable, gRPC is used for all calls.
@@ -77,13 +77,13 @@ BACKOFF_MAX_S: Final = 1.0
 BACKOFF_SEVERAL_S: Final = 0.5
 """Maximum backoff with several masters, one of which will lead within seconds."""
 
-TELL_S: Final = 1.0
+LOG_WAIT_S: Final = 1.0
 """A call without a master for this long logs why it waits."""
 
 ATTEMPT_S: Final = 0.01
 """Minimum remaining time for another attempt."""
 
-NO_ANSWER: Final = "no reply in time"
+NO_REPLY: Final = "no reply in time"
 
 
 class ConnectionBrokenError(Exception):
@@ -114,7 +114,7 @@ class LaneUnreachableError(Exception):
 
 
 class TokenRefusedError(Exception):
-    """Rejection of the token: the joined master is gone. The call was not executed."""
+    """Rejection of the token: the joined master is not there any more. Not executed."""
 
 
 class FindLeader(NamedTuple):
@@ -143,7 +143,7 @@ class SendOnGrpc(NamedTuple):
 
 
 class ProbePort(NamedTuple):
-    """Identify the listener at ``address``. Result: that of ``port_probe.what_answers``."""
+    """Identify the listener at ``address``. Result: that of ``port_probe.identify_service``."""
 
     address: str
     timeout_s: float
@@ -152,7 +152,7 @@ class ProbePort(NamedTuple):
 class Backoff(NamedTuple):
     seconds: float
     reason: str = ""
-    """Reason for the wait; empty during its first ``TELL_S``."""
+    """Reason for the wait; empty during its first ``LOG_WAIT_S``."""
 
 
 Action = FindLeader | JoinAt | SendOnLane | SendOnGrpc | ProbePort | Backoff
@@ -391,7 +391,7 @@ def attempts(
         if left_s < ATTEMPT_S or (link.alone and identified):
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
-            reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
+            reason = reasons.get(address or link.shown, "") if now - started > LOG_WAIT_S else ""
             yield Backoff(min(pause_s, left_s / 2), reason)
 
 
@@ -440,15 +440,14 @@ def deadline_error(link: MasterConnectionState, name: str) -> DeadlineExceededEr
     """Build the error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
         f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
-        advice=f"A longer timeout_ms gives it more time; kvstore doctor --master {link.shown} says "
-        "whether it answers.",
+        advice=f"Check the master, or raise timeout_ms: kvstore doctor --master {link.shown}.",
         address=link.address or link.shown,
     )
 
 
 def failover_error(generation: int) -> ConnectionBrokenError:
     """Build the error of a call with a silent master, on a connection of this generation."""
-    error = ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
+    error = ConnectionBrokenError(NO_REPLY, sent=True, silent=True)
     error.generation = generation
     return error
 
@@ -468,7 +467,7 @@ def grpc_failure(
         return (
             deadline_error(link, name)
             if last
-            else ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
+            else ConnectionBrokenError(NO_REPLY, sent=True, silent=True)
         )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return ConnectionBrokenError(

@@ -20,8 +20,8 @@ from kvstore.client.rpc.channels import ChannelPool
 from kvstore.client.rpc.lane_client import LaneConnection, StaleConnectionError, connect
 from kvstore.client.rpc.retries import (
     LANE_CONNECT_S,
-    NO_ANSWER,
-    TELL_S,
+    LOG_WAIT_S,
+    NO_REPLY,
     Action,
     Attempts,
     Backoff,
@@ -57,7 +57,9 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
-REFUSED_US = {"socket closed": "it has closed the connection: it may reject our certificate"}
+CERTIFICATE_REJECTIONS = {
+    "socket closed": "it has closed the connection: it may reject our certificate"
+}
 """gRPC's text for a master that rejects a client's certificate, and its meaning."""
 
 CLOSED_PAUSE_S = 0.05
@@ -123,7 +125,7 @@ class MasterStub:
         self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
-        self._answered = self._has_logged_wait = False
+        self._has_replied = self._has_logged_wait = False
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
@@ -151,7 +153,7 @@ class MasterStub:
 
     @property
     def contacted(self) -> bool:
-        return self._answered or self._link.joined is not None
+        return self._has_replied or self._link.joined is not None
 
     def join(self, deadline: float) -> JoinReply:
         """Join now if the stub has not joined. Raises as ``call``."""
@@ -204,7 +206,7 @@ class MasterStub:
                 broken = without_frames(error)
         under_way = attempts(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(under_way, sending))
-        self._answered = True
+        self._has_replied = True
         if isinstance(reply, JoinReply):
             self._accept(reply, self._link.address)
         return reply
@@ -352,7 +354,7 @@ class MasterStub:
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
-                    failure.reason = REFUSED_US.get(failure.reason, failure.reason)
+                    failure.reason = CERTIFICATE_REJECTIONS.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # cancelled, or the channel was closed
@@ -370,8 +372,8 @@ class MasterStub:
     ) -> bytes:
         if call is JOIN:
             with contextlib.suppress(grpc.FutureTimeoutError):
-                return calling.result(TELL_S)
-            self._log_waiting(NO_ANSWER, deadline)
+                return calling.result(LOG_WAIT_S)
+            self._log_waiting(NO_REPLY, deadline)
         return calling.result()
 
     def _log_waiting(self, reason: str, deadline: float) -> None:

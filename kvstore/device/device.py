@@ -68,8 +68,7 @@ class Device:
                 )
 
     def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
-        """Queue copies to wait for. ``locked``: the other side's segment; None: ring or device
-        memory."""
+        """Queue copies to wait for. ``locked``: the other side; None: ring or device memory."""
         if self._failed:
             raise self._failure()
         if locked is not None:

@@ -16,7 +16,7 @@ SLOTS: Final = 8
 RING_BYTES: Final = 64 << 20
 """Page-locked memory per process and GPU; enough for four threads with two slots each."""
 
-LOOK_AGAIN_S: Final = 0.001
+CHECK_INTERVAL_S: Final = 0.001
 """Interval in which a waiting call checks for a slot: slots are used for milliseconds."""
 
 
@@ -49,7 +49,7 @@ class StagingRing:
                     advice="Copy fewer tensors at once.",
                     settled=1,
                 )
-            time.sleep(min(remaining, LOOK_AGAIN_S))
+            time.sleep(min(remaining, CHECK_INTERVAL_S))
 
     def give(self, slot: memoryview) -> None:
         """Return a slot that no copy uses."""

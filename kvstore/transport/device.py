@@ -57,10 +57,10 @@ LOCK: Final = struct.Struct("hhqqi4x")
 """``struct flock``. A process with the memory open holds a shared lock on the entry's first byte;
 the owner waits for it before it frees the memory (``kvstore.node.device_segment``)."""
 
-AGAIN_S: Final = 30.0
+RETRY_S: Final = 30.0
 """Pause before memory that could not be opened is retried; an attempt may take half a second."""
 
-SAID_MAX: Final = 1_000
+LOGGED_MAX: Final = 1_000
 
 
 class DeviceView(NamedTuple):
@@ -347,8 +347,8 @@ class DeviceTransport(Transport):
                     self._attached[uuid] = DeviceMapping.attach(place, segment, self._device_of)
                 except KVStoreError as error:
                     self._attached[uuid] = None
-                    self._again_at = uptime() + AGAIN_S
-                    if uuid not in self._logged and len(self._logged) < SAID_MAX:
+                    self._again_at = uptime() + RETRY_S
+                    if uuid not in self._logged and len(self._logged) < LOGGED_MAX:
                         self._logged.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
                                     segment.node, str(error))  # fmt: skip

@@ -18,7 +18,7 @@ from kvstore.device.driver import Direction, Event
 from kvstore.memory.process_memory import address_of
 from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
-PIECES_MAX: Final = 4_096
+CHUNKS_MAX: Final = 4_096
 
 _Taking = Callable[[int, int, memoryview], None]
 """Gets the index of a range, the offset of a chunk in it, and the chunk's bytes."""
@@ -68,7 +68,7 @@ class DeviceRanges:
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._wait_for_copies(queued, deadline)
@@ -98,7 +98,7 @@ class DeviceRanges:
         with self._halves(deadline) as halves:
             in_progress: list[_Window] = []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
                     check()
                     in_progress.append(self._begin(ranges, pieces, halves[number % 2]))
                     if len(in_progress) == 2:
@@ -171,7 +171,7 @@ class _CopyBatch:
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Yield each piece with its offset if they lie end to end."""
+    """Yield each chunk with its offset if they lie end to end."""
     at = 0
     for piece in pieces:
         yield at, piece

@@ -46,10 +46,10 @@ COPY_THREADS = min(4, os.cpu_count() or 1)
 STOPPABLE_BYTES = 32 << 20
 """Bytes copied between checks for cancellation; an object is always copied at once."""
 
-SAID_MAX = 1_000
+LOGGED_MAX = 1_000
 
-AGAIN_S = 10.0
-"""Pause before a node is asked again for a file descriptor: a silent node costs a call a second."""
+RETRY_S = 10.0
+"""Pause before the next request for a file descriptor: a silent node costs a call a second."""
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
@@ -205,7 +205,7 @@ class ShmTransport(Transport):
             return Mapping.of(request_descriptor(segment, handover), segment.uuid)
         except NoDescriptorError as error:
             if not error.is_for_now:
-                self._again[segment.uuid] = uptime() + AGAIN_S
+                self._again[segment.uuid] = uptime() + RETRY_S
             self._log_unmapped(segment, str(error))
         except (OSError, ValueError) as error:
             self._log_unmapped(segment, str(error))
@@ -214,7 +214,7 @@ class ShmTransport(Transport):
     def _log_unmapped(self, segment: SegmentInfo, reason: str) -> None:
         """Log once per node the reason why its memory cannot be mapped."""
         known = self.not_mapped.get(segment.node)
-        if known != reason and (known is not None or len(self.not_mapped) < SAID_MAX):
+        if known != reason and (known is not None or len(self.not_mapped) < LOGGED_MAX):
             self.not_mapped[segment.node] = reason
             entry = segment.shm_name or "-"
             log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, reason)

@@ -28,7 +28,7 @@ from kvstore.transport.tcp_client import STALL_S, ClientConnection
 CONNECTIONS_MAX: Final = 8
 """Connections per segment. One stream saturates a core; more help several threads."""
 
-LOOK_AGAIN_S: Final = 0.1
+CHECK_INTERVAL_S: Final = 0.1
 """Interval in which a call that waits for a connection checks whether the transport was closed."""
 
 ItemT = TypeVar("ItemT")
@@ -61,8 +61,7 @@ class TcpTransport(Transport):
         stall_s: float = STALL_S,
         tls: ClientTls | None = None,
     ) -> None:
-        """``stall_s``: maximum time without a byte while a call waits. ``tls``: for nodes that
-        encrypt."""
+        """``stall_s``: maximum time without a byte in a call. ``tls``: for nodes that encrypt."""
         self._tls = tls
         self._client_number = client_number
         self._connections_max = connections_max
@@ -179,7 +178,7 @@ class TcpTransport(Transport):
                 return pool, connection
             remaining = deadline - uptime()
             with suppress(Empty):
-                pool.returned.get(timeout=max(0.0, min(remaining, LOOK_AGAIN_S)))
+                pool.returned.get(timeout=max(0.0, min(remaining, CHECK_INTERVAL_S)))
             with self._lock:
                 pool.waiting -= 1
             if remaining <= 0:

@@ -309,7 +309,7 @@ class ClientConnection:
     def _begin(self, sock: socket.socket, deadline: float) -> Stream:
         """Start a stream on ``sock``, which it takes over.
 
-        A node that encrypts, as its description says, gets no byte before it is authenticated.
+        A node that encrypts gets no byte before it is authenticated.
 
         Raises:
             PermissionDeniedError: we have no identity, or the node is another one.

@@ -204,8 +204,7 @@ class DataServer:
         return len(chosen)
 
     def stop(self) -> None:
-        """Stop listening, close all connections, join all threads. Idempotent. Raises
-        InternalError."""
+        """Stop listening, close connections, join threads. Idempotent. Raises InternalError."""
         self._stopping.set()
         if self._listener is not None and self._acceptor is not None:
             with contextlib.suppress(OSError):  # stopped before

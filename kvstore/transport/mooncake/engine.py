@@ -53,7 +53,7 @@ PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 
 DEBIAN_PACKAGES: Final = "libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
 
-CARDS: Final = Path("/sys/class/infiniband")
+RDMA_DEVICES_DIR: Final = Path("/sys/class/infiniband")
 METADATA_TIMEOUT_S: Final = 2.0
 
 _ENVIRONMENT: Final = {
@@ -294,7 +294,7 @@ def _silence() -> None:
 
 def rdma_devices() -> list[str]:
     try:
-        return sorted(device.name for device in CARDS.iterdir())
+        return sorted(device.name for device in RDMA_DEVICES_DIR.iterdir())
     except OSError:
         return []
 

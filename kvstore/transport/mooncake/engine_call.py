@@ -22,13 +22,13 @@ from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import RangeCopy, deadline_exceeded, feed
 from kvstore.transport.mooncake.engine_session import EngineSession
 
-UNDER_WAY_MAX: Final = 2
+IN_PROGRESS_MAX: Final = 2
 RANGES_MAX: Final = 512
 
 DIRECT_BYTES_MIN: Final = PIECE_BYTES
 """Smaller registered memory is copied, too: with its header it is one range instead of two."""
 
-LOOK_S: Final = 0.1
+CHECK_INTERVAL_S: Final = 0.1
 """Interval in which a waiting call checks whether the transport was closed."""
 
 
@@ -156,7 +156,7 @@ class EngineCall:
             try:
                 if self._in_progress:
                     return self._buffer.free.get_nowait()
-                return self._buffer.free.get(timeout=min(LOOK_S, self._remaining()))
+                return self._buffer.free.get(timeout=min(CHECK_INTERVAL_S, self._remaining()))
             except queue.Empty:
                 if self._in_progress:
                     self._finish()
@@ -166,7 +166,7 @@ class EngineCall:
         batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return
-        while len(self._in_progress) >= UNDER_WAY_MAX:
+        while len(self._in_progress) >= IN_PROGRESS_MAX:
             self._finish()
         self._check()
         session, engine = self._session, self._session.engine
@@ -207,7 +207,7 @@ class EngineCall:
         assert moving is not None
         while not moving.done():
             self._check()
-            wait([moving], min(LOOK_S, self._remaining()))
+            wait([moving], min(CHECK_INTERVAL_S, self._remaining()))
         if not moving.result():
             raise TransferFailedError
         if not self._is_write:

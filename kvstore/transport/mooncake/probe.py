@@ -32,7 +32,7 @@ class ProbeFinding(NamedTuple):
     ok: bool
     found: str
     advice: str = ""
-    """What to do unless it is ``ok``."""
+    """Advice unless it is ``ok``."""
 
 
 def probe() -> list[ProbeFinding]:

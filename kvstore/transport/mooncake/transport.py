@@ -77,8 +77,7 @@ class MooncakeTransport(Transport):
         host: Callable[[], str] = lambda: "127.0.0.1",
         buffer_bytes: int = 64 << 20,
     ) -> None:
-        """``host``: returns our address, as nodes reach it. ``buffer_bytes``: for unregistered
-        memory."""
+        """``host``: returns our address. ``buffer_bytes``: for unregistered memory."""
         self._settings = settings
         self._host = host
         self._buffer_bytes = buffer_bytes
@@ -130,8 +129,7 @@ class MooncakeTransport(Transport):
         return True
 
     def register(self, buffer: memoryview) -> None:
-        """Let transfers use this memory in place. Raises TransferEngineError: the engine refuses
-        it."""
+        """Let transfers use this memory in place. Raises TransferEngineError."""
         one = Region.of(buffer)
         if one.start == one.stop:
             return
@@ -173,7 +171,7 @@ class MooncakeTransport(Transport):
         self._tcp.forget(segment)
 
     def close(self) -> None:
-        """As ``Transport.close``: calls in progress fail within ``LOOK_S``."""
+        """As ``Transport.close``: calls in progress fail within ``CHECK_INTERVAL_S``."""
         with self._changing:
             self._is_closed = True
             session, self._session = self._session, None
