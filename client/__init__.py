@@ -1,1 +1,1 @@
-"""The client, a program's interface to the store. See ``kvstore.client.client`` and ``aio``."""
+"""The client, a program's interface to the store: ``kvstore.client.client`` and ``aio``."""

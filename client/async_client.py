@@ -1,8 +1,4 @@
-"""``AsyncClient``: the methods of ``Client`` as coroutines, which never block the event loop.
-
-Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
-call costs less than a second client with its own code to send, wait and join.
-"""
+"""``AsyncClient``: the methods of ``Client`` as coroutines. Each call runs in a thread."""
 
 from __future__ import annotations
 
@@ -28,13 +24,13 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 CALLS_AT_ONCE = 64
-"""The most threads of one client, started when needed; further calls wait for a free one."""
+"""Maximum threads of one client, started on demand; further calls wait for a free one."""
 
 
 def _awaited(
     method: Callable[Concatenate[Client, P], ResultT],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, ResultT]]:
-    """The coroutine method that makes this call in a thread and awaits its end."""
+    """Return the coroutine method that makes this call in a thread and awaits it."""
 
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
@@ -46,7 +42,7 @@ def _awaited(
 def _direct(
     method: Callable[Concatenate[Client, P], ResultT],
 ) -> Callable[Concatenate[AsyncClient, P], ResultT]:
-    """The same method, which makes no call."""
+    """Return the same method for one that makes no call."""
 
     @functools.wraps(method)
     def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
@@ -61,15 +57,14 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:50001") as client:
             await client.put("greeting", tensor)
 
-    Its methods are those of ``Client``, where they are documented. At most ``CALLS_AT_ONCE`` of
-    them are under way at once; the others wait, which counts towards their ``timeout_ms``. The
-    memory that a call stores or fills must not change until the call ends.
+    Its methods are those of ``Client``, where they are documented. At most ``CALLS_AT_ONCE`` run at
+    once; the others wait, which counts towards their ``timeout_ms``. The memory that a call stores
+    or fills must not change until the call ends.
 
-    A cancelled call that waits for the master ends at once. One that moves bytes ends when its
-    transfer has been cut short, which takes milliseconds (if the transfer engine moves registered
-    memory: when that transfer has ended). After that the client touches no byte of the caller's
-    memory. The buffers of a cancelled ``get_into`` have undefined contents; the grant of a
-    cancelled put lapses at its deadline.
+    A cancelled call that waits for the master ends at once. A cancelled transfer is aborted within
+    milliseconds (with a transfer engine and registered memory: when the transfer has ended); after
+    that the client does not touch the caller's memory. The buffers of a cancelled ``get_into`` have
+    undefined contents; the grant of a cancelled put lapses at its deadline.
 
     After a fork the child can use the client in an event loop of its own; see ``Client``.
     """
@@ -91,7 +86,7 @@ class AsyncClient:
         fork_support.watch(self)
 
     def _reset_after_fork(self) -> None:
-        """Called automatically in the child of a fork, as ``Client._reset_after_fork`` is."""
+        """Reset the client in the child of a fork, as ``Client._reset_after_fork`` does."""
         fork_support.leak_deliberately(self._threads)
         self._threads = _new_threads()
 
@@ -105,7 +100,6 @@ class AsyncClient:
 
     @classmethod
     async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
-        """As ``Client.embedded``."""
         client = cls.__new__(cls)
         client._begin(await asyncio.to_thread(Client.embedded, memory, **settings))
         return client
@@ -161,7 +155,6 @@ class AsyncClient:
     async def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> AsyncIterator[calls.ObjectRow]:
-        """As ``Client.list_objects``."""
         cursor: int | None = 0
         while cursor is not None:
             page = await self.list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
@@ -176,7 +169,6 @@ class AsyncClient:
         progress: Callable[[int, int], None] | None = None,
         timeout_ms: int | None = None,
     ) -> int:
-        """As ``Client.clear``."""
         if progress is not None and not callable(progress):
             raise InvalidArgumentError("progress is a function of two numbers")
         removed = 0
@@ -189,7 +181,6 @@ class AsyncClient:
                 return removed
 
     async def close(self) -> None:
-        """As ``Client.close``."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -197,7 +188,6 @@ class AsyncClient:
         self._threads.close(CLOSE_S)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """As ``Client.__reduce__``."""
         config = self.config.model_copy(update={"memory": 0})
         return functools.partial(type(self), config=config), ()
 
@@ -222,8 +212,7 @@ class AsyncClient:
         *args: P.args,
         **named: P.kwargs,
     ) -> ResultT:
-        """Makes the call in a thread. However it ends, the caller's memory is not touched
-        afterwards."""
+        """Make the call in a thread. After it ends, the caller's memory is not touched any more."""
         timeout_ms: Any = named.get("timeout_ms")
         timeout_s = self._client._seconds(timeout_ms)
         stop = CancelToken(uptime() + timeout_s)
@@ -242,13 +231,13 @@ class AsyncClient:
 
         call = Job(functools.partial(copy_context().run, carry_out), tell)
         self._threads.begin(call)
-        out_of_time = loop.call_later(timeout_s, call.cancel)  # no effect once it has begun
+        out_of_time = loop.call_later(timeout_s, call.cancel)  # no effect once it has started
         try:
             await ended.wait()
             if call.is_cancelled:
                 raise DeadlineExceededError(
                     f"the call timed out after {timeout_s:.1f} s: {CALLS_AT_ONCE} calls of this "
-                    f"client were under way"
+                    "client were in progress"
                 )
             return call.result()
         except asyncio.CancelledError:
@@ -257,7 +246,7 @@ class AsyncClient:
                     with contextlib.suppress(asyncio.CancelledError):
                         await ended.wait()
             raise
-        except GeneratorExit:  # the loop was closed: nothing can be awaited any more
+        except GeneratorExit:  # the loop was closed: nothing can be awaited
             if not call.cancel() and not stop.set():
                 call.wait()
             raise

@@ -53,11 +53,10 @@ ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
 
 LIST_PAGE = 1_000
-"""Objects of one page of ``list_objects``."""
+"""Objects per page of ``list_objects``."""
 
 PUT_WAIT_MS = 1_000
-"""How long a put waits for space when everything is leased, unless the call says so: most reads end
-sooner. At most half of the call's time."""
+"""Default wait of a put for space, at most half of the call's time. Most reads end sooner."""
 
 
 class Client:
@@ -67,32 +66,30 @@ class Client:
             client.put("greeting", tensor)
             tensor = client.get("greeting")          # None on a miss
 
-    Keys are ``bytes`` or ``str`` of 1 to 256 bytes. Every method that takes a ``namespace`` uses
-    the configured one where it is None. The client connects at its first call. A call lasts at most
-    its ``timeout_ms`` (None: the configured one, by default 10 s); a master that cannot be reached
-    is tried again until then. ``list_objects`` and ``clear`` have that time for each page or slice.
-    All methods may be called from any thread. In a program that has set a provider of OpenTelemetry
-    tracers before it made the client, each call is a span.
+    Keys are ``bytes`` or ``str`` of 1 to 256 bytes. Methods use the configured namespace if
+    ``namespace`` is None. The client connects at its first call. A call lasts at most its
+    ``timeout_ms`` (None: the configured one, by default 10 s), and retries an unreachable master
+    until then; ``list_objects`` and ``clear`` have that time for each page or slice. Threads: any.
+    If the program has set a provider of OpenTelemetry tracers before, each call is a span.
 
-    All methods may raise, besides what they name:
+    All methods may also raise:
 
     * MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
-    * DeadlineExceededError: the master was found, but did not answer in time.
+    * DeadlineExceededError: the master was found, but did not reply in time.
     * InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
     * ClosedError: after ``close``.
 
-    A failed call leaves the client as it was; nothing needs to be cleaned up. If another exception
-    passes through a call, such as a signal handler's, the client drops its connections and connects
-    again at its next call.
+    A failed call leaves the client as it was. If another exception passes through a call, such as a
+    signal handler's, the client reconnects at its next call.
 
-    After ``os.fork`` (also by ``multiprocessing``) the client can be used in both processes: in
-    the child it begins anew by itself, with connections of its own. Views and allocations that the
-    child has inherited are the parent's: ``lease`` says that they are not held, an allocation
-    cannot be put there, and dropping one gives nothing back. Their bytes can be read for as long
-    as the parent holds them. A node or master that the parent contributes is ended by the parent.
+    After ``os.fork`` (also by ``multiprocessing``) the client works in both processes: the child
+    resets it, with connections of its own. Inherited views and allocations stay the parent's: in
+    the child their ``lease`` is not held, an allocation cannot be put, and dropping one releases
+    nothing. Their bytes are readable while the parent holds them. Only the parent stops a node or
+    master that it contributes.
 
-    A client that is pickled (for a Ray actor, or ``multiprocessing`` with ``spawn``) arrives as a
-    new one of the same settings, which contributes no memory.
+    A pickled client (for a Ray actor, or ``multiprocessing`` with ``spawn``) arrives as a new one
+    with the same settings, which contributes no memory.
     """
 
     def __init__(
@@ -103,19 +100,19 @@ class Client:
         config: ClientConfig | None = None,
         **settings: object,
     ) -> None:
-        """
+        """Create a client; it connects at its first call.
+
         Args:
             master: ``host:port``; None: ``KVSTORE_MASTER``, a file, or ``127.0.0.1:50001``.
-            memory: also contribute a segment of this size (``"2GiB"``), served by a child
-                process that ends with this client.
-            config: all settings at once, instead of those of environment, file and arguments.
-            **settings: any other field of ``ClientConfig``: ``timeout_ms=500``,
-                ``transports=("tcp",)``, ``namespace="llama"``.
+            memory: also contribute a segment of this size (``"2GiB"``), served by a child process
+                that ends with this client.
+            config: all settings, instead of those of environment, file and arguments.
+            **settings: other fields of ``ClientConfig``, such as ``timeout_ms=500``.
 
         Raises:
             ConfigError: an unknown or wrong setting.
             StartupError, MasterUnreachableError: only with ``memory``: the segment could not be
-                made, or not joined.
+                created, or not joined.
         """
         if config is None:
             config = load(ClientConfig, {"master": master, "memory": memory, **settings})
@@ -125,8 +122,8 @@ class Client:
         self._state = ClientResources(self.config)
         self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
-        self._is_cut = False
-        """Whether a foreign exception has passed through a call: the next one begins anew."""
+        self._is_interrupted = False
+        """Whether a foreign exception interrupted a call: the next call reconnects."""
         fork_support.watch(self)
         try:
             self._state.contribute()
@@ -139,12 +136,11 @@ class Client:
         return self._state.stub
 
     def _check_calls(self, check: Callable[[calls.Request], None]) -> None:
-        """Has ``check`` called before each call to the master, in the calling thread. It may refuse
-        the call by raising a ``KVStoreError``."""
+        """Call ``check`` before each call to the master; it may raise a ``KVStoreError``."""
         self._stub.check = check
 
     def _reset_after_fork(self) -> None:
-        """Called automatically in the child of a fork; see the class."""
+        """Reset the client in the child of a fork; called automatically."""
         self._state.reset_after_fork()
 
     def _close_after_fork(self) -> None:
@@ -157,7 +153,7 @@ class Client:
 
     @classmethod
     def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
-        """A whole store in one process tree: master and node as children, ended by ``close``.
+        """Start a complete store as children of this process, ended by ``close``.
 
         For a laptop, a test or a single host. Other processes of this host reach it at
         ``client.config.master``; it has no authentication, whatever ``KVSTORE_AUTH`` says.
@@ -179,7 +175,7 @@ class Client:
         client._state.children.append(child)
         return client
 
-    # --- putting ------------------------------------------------------------------------------
+    # --- put ---------------------------------------------------------------------------------
 
     def put(
         self,
@@ -201,32 +197,29 @@ class Client:
 
         Args:
             value: copied before this returns; of any shape, dtype and device. A tensor from
-                ``allocate`` is not copied: its memory becomes the object, and must not be
-                written to any more.
-            parent: key of the object before it in its chain. The parent need not be there yet;
-                until it is, the object is not found by ``match_prefix``.
+                ``allocate`` is not copied: its memory becomes the object, and must not be written
+                to any more.
+            parent: key of the object before it in its chain, which need not be stored yet; until it
+                is, ``match_prefix`` does not find the object.
             replicas: copies on distinct nodes, or on as many as there are.
-            overwrite: write a new version even if the key exists, and retire the old version. After
-                the call no get of any client finds the old one; during it, one client may find the
-                new one and another still the old.
-            wait_ms: how long to wait for leases to end when there is no room; None: 1 s,
-                or half of the call's time if that is less.
-            ttl: seconds, a ``timedelta``, or a text with a unit (``"90s"``, ``"5min"``, ``"1h"``)
-                after which the object is gone, counted from the end of this call, up to a week
-                (rounded up to 64 ms); None: it stays until it is evicted or removed. From
-                then on the master does not find it, and its memory is the first to be used
-                again. A client that has found it before may get it until that lease ends
-                (``kvstore-master --lease-ms``). Blocks below it in a chain are not matched any
-                more, and evicted first. A pin does not prolong it. An object that is
-                FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
-                known to the master only: after a restart of the master, or when its node was away,
-                the object has none.
+            overwrite: write a new version even if the key exists, and retire the old version.
+                During the call, clients may find either version; after it, only the new one.
+            wait_ms: maximum wait for leases to end if there is no space; None: 1 s, or half of the
+                call's time if that is less.
+            ttl: seconds, a ``timedelta``, or a text with a unit (``"90s"``, ``"5min"``, ``"1h"``),
+                at most a week (rounded up to 64 ms); None: no TTL. It counts from the end of this
+                call. After it the master does not find the object, and reuses its memory first; a
+                client that found it before may get it until its lease ends (``kvstore-master
+                --lease-ms``). Its descendants are not matched any more, and evicted first. A pin
+                does not extend it. An object that is FOUND keeps its TTL; ``overwrite`` replaces
+                it. Only the master knows the TTL: a restart of the master, or an absence of the
+                node, removes it.
             stream: for a tensor on a device: the call waits for the work queued there before it;
-                None: the stream on which this thread computes, unless a ``DeviceMemory`` says what
-                it comes after. Once the call has returned, none of its copies is under way.
+                None: this thread's current stream, unless a ``DeviceMemory`` names events. When the
+                call has returned, none of its copies is in progress.
 
         Returns:
-            STORED by this call, FOUND there already, or BEING_WRITTEN by another client.
+            STORED by this call, FOUND, or BEING_WRITTEN by another client.
 
         Raises:
             UnsupportedValueError: a value without plain bytes (sparse, quantized, objects).
@@ -257,16 +250,16 @@ class Client:
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
-        """``put`` of several, in one exchange: room is found for all of them or for none.
+        """Store several values in one request: space is granted for all of them or for none.
 
         Args:
             items: pairs of a key and a value, or a dict.
-            partial: where the pool is full, store the first ones that there is room for; the
-                outcome of the others is NO_SPACE. More than 512 are put in several exchanges, of
-                which one may evict what another has stored.
-            ttl: as of ``put``, of each.
-            stream: as of ``put``. Values that are all on one device are copied straight from
-                there; in a mixed batch they pass through the host's memory.
+            partial: on a full pool, store the first items that fit; the outcome of the others is
+                NO_SPACE. More than 512 items take several requests, which may evict each other's
+                objects.
+            ttl: as of ``put``, for each item.
+            stream: as of ``put``. Values that are all on one device are copied directly from there;
+                a mixed batch passes through host memory.
 
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
@@ -293,14 +286,13 @@ class Client:
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
-        """Store the blocks of one prefix: each key's parent is the key before it.
+        """Store the blocks of one prefix: the parent of each key is the key before it.
 
         Args:
-            keys: from the root towards the tip, such as the hashes of an engine's blocks.
-            parent: of the first; None: the first is a root.
-            partial: where the pool is full, store as much of the front as there is room for; the
-                outcome of the others is NO_SPACE.
-            ttl: as of ``put``, of each block.
+            keys: from root to tip, such as the hashes of an engine's blocks.
+            parent: of the first key; None: the first is a root.
+            partial: on a full pool, store the first blocks that fit; the others are NO_SPACE.
+            ttl: as of ``put``, for each block.
             stream: as of ``put_many``.
 
         Raises:
@@ -330,17 +322,16 @@ class Client:
         wait_ms: int | None = None,
         timeout_ms: int | None = None,
     ) -> Value:
-        """A tensor inside the pool to compute into; putting it moves no byte.
+        """Allocate a tensor inside the pool to compute into; putting it copies nothing.
 
-        Its contents are undefined. The client holds the memory for as long as the tensor, or
-        anything made of it, lives; memory that is dropped without a put is given back. Check
-        ``lease(tensor).held``: if the master could not be reached for longer than the put deadline,
-        the memory may have been granted to another client.
+        Its contents are undefined. The client keeps the memory while the tensor, or anything made
+        of it, lives; memory that is dropped without a put is freed. Check ``lease(tensor).held``:
+        if the master was unreachable for longer than the put deadline, another client may have got
+        it.
 
         Args:
-            namespace: where it is going to be put: until then the memory counts for the tenant of
-                this namespace. A put in another tenant's namespace moves it there, within the
-                bound of that one.
+            namespace: namespace of the later put, whose tenant is charged for the memory until
+                then. A put for another tenant transfers the charge, within that tenant's limit.
 
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
@@ -353,7 +344,7 @@ class Client:
         flow = allocate.allocate(self._context, space, descriptor, size, waits_ms)
         return self._run(flow, timeout_ms)
 
-    # --- getting ------------------------------------------------------------------------------
+    # --- get ---------------------------------------------------------------------------------
 
     def get(
         self,
@@ -365,20 +356,19 @@ class Client:
         device: str | torch.device | None = None,
         timeout_ms: int | None = None,
     ) -> View | None:
-        """The value of a key, dtype and shape as they were put; None on a miss.
+        """Return the value of a key, dtype and shape as they were put; None on a miss.
 
         Args:
-            copy: False gives a view of the pool's own memory where that is on this host (a copy
-                elsewhere), leased for as long as the view or anything made of it lives. It is
-                read-only: arrays refuse to be written to; torch cannot express that, and a write
-                into a tensor ends the process (SIGSEGV). bytes come as a memoryview. Only the
-                header is checked then, not the payload, unless ``verify="all"``.
+            copy: False returns a read-only view of the pool's memory if it is on this host (else a
+                copy), leased while the view or anything made of it lives. Arrays refuse writes;
+                torch cannot, and a write into a tensor ends the process (SIGSEGV). bytes come as a
+                memoryview. Only the header is verified, unless ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
-                returns. Bytes come as a tensor of ``uint8``. With ``copy=False`` it is the pool's
-                own memory where a node pools memory of that device, and a copy elsewhere. Keep the
-                tensor until the kernels that read it have ended, and ask ``lease(tensor).held``
-                then: the memory ends with its node, and what a kernel has read since is undefined.
+                returns; bytes as ``uint8``. With ``copy=False`` it is the pool's memory if a node
+                pools memory of that device, and a copy elsewhere. Keep the tensor until the kernels
+                that read it have ended, then check ``lease(tensor).held``: the memory ends with its
+                node, and later reads are undefined.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
@@ -399,11 +389,11 @@ class Client:
         device: str | torch.device | None = None,
         timeout_ms: int | None = None,
     ) -> list[View | None]:
-        """``get`` of several, in one exchange with the master and one with each node.
+        """Get several values, in one request to the master and one transfer per segment.
 
-        An object of which no value can be made here (torch, or its dtype, is missing; or its
-        descriptor is nonsense) is None, as a miss is: it does not spoil the others. The log says
-        so, and ``stats().counters["unreadable_objects"]`` counts it; ``get`` raises why.
+        An unreadable object (torch or its dtype is missing, or its descriptor is invalid) is None,
+        as a miss is. It is logged and counted in ``stats().counters["unreadable_objects"]``;
+        ``get`` raises the error.
         """
         options = self._get_options(namespace, copy, kind, device, timeout_ms)
         return self._run(
@@ -419,26 +409,26 @@ class Client:
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[int | None]:
-        """Read values into the caller's memory; per key, how many bytes that was, or None: a miss.
+        """Read values into the caller's memory; per key the bytes read, or None on a miss.
 
         Args:
             keys: a sequence, or a single key with a single buffer.
             buffers: per key a contiguous, writable tensor, array, bytearray or memoryview, in CPU
-                memory or all on one device, or a list of them that are filled one after the other.
-                Memory beyond the value's size is left as it is. Only if a longer value is replaced
-                while it is being read (with the transfer engine: during the call) may it hold bytes
-                of that value. Buffers of ``uint8`` take any dtype's bytes.
-            stream: for memory of a device, as in ``put``. The bytes have arrived when this returns.
+                memory or all on one device, or a list of them that is filled in order. Memory
+                beyond the value's size is unchanged, unless a longer value is replaced during the
+                read (with the transfer engine: during the call). Buffers of ``uint8`` take any
+                dtype's bytes.
+            stream: for device memory, as in ``put``. The bytes have arrived when this returns.
 
         Raises:
-            BufferMismatchError: a buffer is too small (nothing was read for that key), or of
-                another dtype (its contents are undefined); other buffers of the batch may be
-                filled. Or it cannot be written to, such as a view of the pool; nothing was read.
+            BufferMismatchError: a buffer is too small (nothing was read for that key), of another
+                dtype (its contents are undefined), or read-only (nothing was read). Other buffers
+                of the batch may be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted = validation.per_key(keys, buffers, "buffers")
+        targets = validation.per_key(keys, buffers, "buffers")
         options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
-        return self._run(get.get_into(self._context, wanted, options, stream), timeout_ms)
+        return self._run(get.get_into(self._context, targets, options, stream), timeout_ms)
 
     def get_ranges(
         self,
@@ -448,49 +438,47 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> list[int | None]:
-        """Read parts of values into the caller's memory; per key the size of the whole value in
-        bytes, or None: a miss, which leaves the contents of its buffers undefined.
+        """Read parts of values into the caller's memory.
 
-        The header says that this is the object, and complete; the bytes of a part cannot be
-        compared with the checksum, which covers the whole payload.
+        Returns the size of the complete value per key, or None on a miss, after which the key's
+        buffers have undefined contents. The header is verified; the checksum is not, because it
+        covers the complete payload.
 
         Args:
             keys: a sequence, or a single key with a single list of ranges.
-            ranges: per key a list of ``(offset, buffer)``: where the part begins in the payload,
-                in bytes, and memory for it, as for ``get_into``, which is as long as the part;
-                several buffers are filled one after the other. Dtypes are not compared.
+            ranges: per key a list of ``(offset, buffer)``: the offset in the payload in bytes, and
+                memory as for ``get_into``, which is as long as the range. Dtypes are not compared.
 
         Raises:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted = [
-            get.ObjectParts(key, validation.parts(each))
-            for key, each in validation.per_key(keys, ranges, "lists of ranges")
+        targets = [
+            get.ObjectParts(key, validation.parts(parts))
+            for key, parts in validation.per_key(keys, ranges, "lists of ranges")
         ]
         validation.check_no_overlap(
-            [(each.key, [view for _, view in each.ranges]) for each in wanted]
+            [(parts.key, [view for _, view in parts.ranges]) for parts in targets]
         )
         space = self._namespace(namespace)
-        return self._run(get.get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
+        return self._run(get.get_ranges(self._context, space, targets, timeout_ms), timeout_ms)
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
-        """Lend this memory to the client until ``unregister`` or ``close``. ``memory_at`` gives
-        parts of it by address. A transfer engine, if there is one, moves bytes directly from and
-        into it; bytes of unregistered memory pass through a buffer.
+        """Register memory of the caller until ``unregister`` or ``close``.
 
-        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt: see
-        that error. RDMA needs a process that may lock memory. After a fork the child must register
-        its memory again.
+        ``memory_at`` returns parts of it by address. A transfer engine copies directly from and
+        into it; other memory passes through a buffer. A ``get_into`` that fails with
+        MemoryQuarantinedError leaves its contents in doubt: see that error. RDMA requires a process
+        that may lock memory. After a fork the child must register its memory again.
 
         Args:
             memory: a writable tensor, array or buffer, which is kept alive; or the address of
                 ``size`` bytes of this process or of a CUDA device, which the caller keeps
-                allocated. Memory that is mapped read-only can be put from, and not be filled.
+                allocated. Memory that is mapped read-only can be put but not filled.
 
         Raises:
-            InvalidArgumentError: it is registered already, in part or whole; or it is an address
-                at which neither the processor nor a CUDA device has memory.
+            InvalidArgumentError: it is registered already, partly or completely, or is not readable
+                memory of the host or of a CUDA device.
             DeviceError: the device cannot be used.
             TransferEngineError: the engine refuses it.
         """
@@ -506,16 +494,18 @@ class Client:
             raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
 
     def unregister(self, memory: Buffer | int) -> None:
-        """Take memory back, named by the registered buffer or its address. Returns when nothing can
-        be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
-        ignored."""
+        """Unregister memory, named by the registered buffer or its address.
+
+        Returns when nothing can be written to it any more: at once, or some 5 s after an aborted
+        read. Unknown memory is ignored.
+        """
         is_address = isinstance(memory, int | np.integer)
         self._state.movers.unregister(_address(memory) if is_address else _one(memory))
 
     def memory_at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes at an address of registered memory of the host: a value to put, or a
-        buffer to get into. The caller keeps them allocated, and for a put unchanged, until that
-        call returns.
+        """Return ``size`` bytes at an address of registered host memory, to put or to get into.
+
+        The caller keeps them allocated, and for a put unchanged, until that call returns.
 
         Raises:
             InvalidArgumentError: they are not within one registered memory, or are on a device.
@@ -526,22 +516,20 @@ class Client:
         )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """As ``memory_at``, for a value that is several runs, all of the host or all of one device.
+        """Return a value of several registered runs, all on the host or all on one device.
 
         Raises:
-            InvalidArgumentError: a run is not within one registered memory, or not where the first
-                one is.
+            InvalidArgumentError: a run is not within one registered memory, or on another device.
         """
         starts = validation.check_integers("addresses", addresses, 0, validation.ADDRESS_MAX)
         lengths = validation.check_integers("sizes", sizes, 0, validation.SIZE_MAX, "bytes")
         return self._state.movers.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:
-        """A device as this client uses it, for values that are several runs of its memory: an
-        engine's pages, as ``kvstore.device.memory.DeviceMemory``.
+        """Return a device, named as in torch (``cuda:0``), for values of several runs of its
+        memory.
 
-        Args:
-            name: torch's, such as ``cuda:0``.
+        See ``kvstore.device.memory.DeviceMemory``.
 
         Raises:
             DeviceError: there is no such device, or its driver cannot be used.
@@ -549,20 +537,18 @@ class Client:
         return self._state.movers.devices.of(validation.text("name", name))
 
     def lease(self, view: View) -> Lease | None:
-        """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
-        made of it; None: it is not the pool's memory."""
+        """Return the lease of a view or allocation, or of anything made of it; otherwise None."""
         return self._state.views.of(view)
 
-    # --- asking -------------------------------------------------------------------------------
+    # --- lookups -----------------------------------------------------------------------------
 
     def match_prefix(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> int:
-        """How many leading keys of a chain are stored; those are leased, until the last one of them
-        has been read or released (``release``).
+        """Return the number of leading keys of a chain that are stored, and lease those.
 
-        Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
-        16,384 keys take several calls, until one of them misses a key.
+        The lease ends when the last of them has been read or released (``release``). O(log n) at
+        the master for a chain stored by ``put_chain``. More than 16,384 keys take several calls.
         """
         space = self._namespace(namespace)
         flow = control_calls.match_prefix(self._context, [space], _packed(keys))
@@ -571,7 +557,7 @@ class Client:
     def match_prefixes(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[int]:
-        """``match_prefix`` in several namespaces at once: an engine's ranks and cache groups."""
+        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
         return [
             match.matched
             for match in self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
@@ -580,7 +566,7 @@ class Client:
     def matches(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[PrefixMatchResult]:
-        """``match_prefixes``, and how many keys after those are being written at this moment."""
+        """As ``match_prefixes``, with the number of following keys that are being written."""
         spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(
             control_calls.match_prefix(self._context, spaces, _packed(keys)), timeout_ms
@@ -594,46 +580,42 @@ class Client:
         states: Sequence[str] = (),
         timeout_ms: int | None = None,
     ) -> EngineMatchResult:
-        """How much of a chain an engine finds: what all of ``namespaces`` have of it, and the last
-        key up to there at which all of ``states`` have an object. Both are leased.
+        """Match a chain for all namespaces of an engine, and lease the result.
 
         Args:
             namespaces: those of the engine's ranks and cache groups whose blocks are chains.
-            states: those whose objects are no chains, as the states of recurrent layers: the engine
-                needs the last one only.
+            states: those of recurrent states, which are no chains: only the last one is needed.
         """
         spaces, single = self._namespaces("match_all", namespaces, states)
         flow = control_calls.match_all(self._context, spaces, single, _packed(keys))
         return self._run(flow, timeout_ms)
 
     def release_match(self, reach: EngineMatchResult) -> None:
-        """Releases the lease of ``match_all``; to be called once, when its blocks were loaded, by
-        whichever client, or are not wanted any more. Makes no call, and waits for none."""
+        """Release the lease of ``match_all``, once, from any client. Makes no call."""
         self._context.leases.done(reach.lease)
 
     def lookup(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[int | None]:
-        """Which of these are stored, and how large: per key the payload's size in bytes, or None.
+        """Return the payload size of each key in bytes, or None, and lease the objects found.
 
-        Objects that are found are leased (``kvstore-master --lease-ms``), so that a ``get`` or
-        ``get_into`` within that time finds them, without another call to the master. The lease ends
-        when each of them has been read or released once.
+        A ``get`` or ``get_into`` within the lease (``kvstore-master --lease-ms``) needs no further
+        call to the master. The lease ends when each object has been read or released once.
         """
         checked, space = validation.key_list(keys), self._namespace(namespace)
         return self._run(get.lookup(self._context, space, checked), timeout_ms)
 
     def release(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> None:
-        """Releases the leases that ``lookup``, ``exists_many(lease=True)`` or ``match_prefix`` took
-        for later reads of these objects, which will not come. Leases of views and of other clients
-        stay. Makes no call, and waits for none."""
+        """Release leases taken by ``lookup``, ``exists_many(lease=True)`` or ``match_prefix``.
+
+        Leases of views and of other clients stay. Makes no call and does not wait.
+        """
         read_objects.release(self._context, self._namespace(namespace), validation.key_list(keys))
 
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
-        """Whether a complete object is stored now. Does not lease it, so a later ``get`` may miss;
-        ``lookup`` leases it."""
+        """Return whether a complete object is stored. Takes no lease, unlike ``lookup``."""
         return self.exists_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 
     def exists_many(
@@ -644,11 +626,11 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> list[bool]:
-        """``exists`` of several.
+        """Return for each key whether a complete object is stored.
 
         Args:
-            lease: keep those that exist from eviction for as long as a ``get`` would. This is
-                cheaper than ``lookup``, and a ``get`` afterwards still asks where they are.
+            lease: protect those that exist from eviction, as ``get`` does. Cheaper than ``lookup``,
+                but a later ``get`` still looks up their locations.
         """
         space, lease = self._namespace(namespace), validation.flag("lease", lease)
         packed = packed_keys(validation.sequence("keys", keys))
@@ -657,16 +639,16 @@ class Client:
     def stat(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> ObjectStat | None:
-        """All that is known of one object, or None."""
+        """Return all details of one object, or None."""
         space = self._namespace(namespace)
         return self._run(control_calls.stat(self._context, space, check_key(key)), timeout_ms)
 
     def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
-        """The cluster at a glance."""
+        """Return a summary of the cluster."""
         return self._run(control_calls.status(), timeout_ms)
 
     def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
-        """Where the master that leads now serves HTTP."""
+        """Return the HTTP endpoint of the leader."""
         self._run(control_calls.ping_leader(), timeout_ms)
         joined = self._stub.joined
         assert joined is not None, "it has answered a call that needs a join"
@@ -677,14 +659,11 @@ class Client:
     def traffic(
         self, namespace: str | None = None, *, timeout_ms: int | None = None
     ) -> calls.TrafficReport:
-        """Who puts into a namespace, or into each one (None), who asks there, and which keys were
-        not found last.
+        """Return writers, readers and the last missed keys of a namespace, or of each one (None).
 
-        The master remembers this since its start, of the last 512 namespaces at least, 16 clients
-        of each that put and 16 that asked, and the last missed key of each that asked. It counts
-        what reaches the master: a client that still knows from its last question where an object is
-        does not ask again.
-        ``kvstore why`` draws the conclusions.
+        The master keeps these since its start, for at least the last 512 namespaces: 16 writers and
+        16 readers of each, and the last missed key of each reader. Reads from a client's location
+        cache do not reach it. ``kvstore why`` draws the conclusions.
         """
         return self._run(control_calls.traffic(_one_or_all(namespace)), timeout_ms)
 
@@ -696,24 +675,21 @@ class Client:
         count: int = 0,
         timeout_ms: int | None = None,
     ) -> calls.ChainsReply:
-        """The chains that were matched most and used last, as branches of a tree.
+        """Return the most matched and most recently used chains, as branches of a tree.
 
-        The master counts matches by the last block that they found. It remembers the last 128 such
-        blocks of a namespace at least, of the last 512 namespaces at least, since its start. Beside
-        those it looks at the blocks that were put last. ``kvstore prefixes`` and the dashboard show
-        the tree.
+        The master counts matches by the last block found, for at least 128 blocks of each of the
+        last 512 namespaces since its start, and adds the most recently stored blocks.
 
         Args:
-            namespace: None: of the last 256 namespaces in which clients put or asked.
-            keys: up to 128; the chains that end at these blocks instead.
-            count: at most so many chains; 0: 128, which is the most. An answer has at most 256
-                branches.
+            namespace: None: the last 256 namespaces with puts or lookups.
+            keys: up to 128; returns the chains that end at these blocks instead.
+            count: maximum number of chains; 0: 128, the maximum. A reply has at most 256 branches.
         """
         count = validation.check_integer("count", count, 0, validation.SIZE_MAX)
         check_count(count, limits.CHAINS_MAX, "chains")
         checked = validation.key_list(keys, limits.CHAINS_MAX)
         if checked and namespace is None:
-            raise InvalidArgumentError("blocks are looked for in one namespace: name it")
+            raise InvalidArgumentError("blocks belong to one namespace: give its name")
         request = calls.Chains(_one_or_all(namespace), checked, count)
         return self._run(ask(request, calls.ChainsReply), timeout_ms)
 
@@ -725,8 +701,8 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> Sequence[calls.BlockStatus]:
-        """What the master knows of these blocks, and of ``above`` blocks before the last one in its
-        chain. Up to 256 each. It leases nothing, and counts as no use, match or miss."""
+        """Return the status of these blocks and of ``above`` ancestors of the last, each at most
+        256. Takes no lease, and does not count as a use, match or miss."""
         above = validation.check_integer("above", above, 0, validation.SIZE_MAX)
         check_count(above, limits.BLOCKS_MAX, "blocks above")
         checked = validation.key_list(keys, limits.BLOCKS_MAX)
@@ -736,9 +712,9 @@ class Client:
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> Iterator[calls.ObjectRow]:
-        """All objects of a namespace ("": of every one) whose keys start with ``prefix``.
+        """Iterate over all objects of a namespace ("": all) whose keys start with ``prefix``.
 
-        Asked for page by page; objects that come or go meanwhile may be missed or seen twice.
+        Objects that come or go during the iteration may be missed or listed twice.
         """
         cursor: int | None = 0
         while cursor is not None:
@@ -749,11 +725,7 @@ class Client:
     def list_page(
         self, namespace: str, prefix: bytes, cursor: int, *, timeout_ms: int | None = None
     ) -> calls.ListObjectsReply:
-        """One page of ``list_objects``: up to 1,000 objects, and the cursor of the next page.
-
-        Args:
-            cursor: 0: the first page.
-        """
+        """Return one page of ``list_objects``: up to 1,000 objects, and the next cursor."""
         space = validation.text("namespace", namespace) and check_namespace(namespace)
         begin = b"" if type(prefix) in (bytes, str) and not prefix else check_key(prefix)
         cursor = validation.check_integer("cursor", cursor, 0, validation.CURSOR_MAX)
@@ -761,10 +733,10 @@ class Client:
         return self._run(ask(request, calls.ListObjectsReply), timeout_ms)
 
     def stats(self) -> ClientStats:
-        """What this client has done. Makes no call."""
+        """Return the statistics of this client. Makes no call."""
         return self._state.stats()
 
-    # --- keeping ------------------------------------------------------------------------------
+    # --- pins --------------------------------------------------------------------------------
 
     def pin(
         self,
@@ -774,29 +746,25 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> list[bool]:
-        """Keep objects from eviction; per key, whether it is there and is pinned now.
+        """Protect objects from eviction; per key, whether it is stored and now pinned.
 
-        A pinned object keeps its ancestors, too: a pin of a chain's tip, or of all its keys, keeps
-        all that a ``match_prefix`` of it needs. Their memory counts towards the bound of the
-        namespace, each object once.
+        A pin also protects the ancestors, so pinning a chain's tip keeps the complete chain. Their
+        memory counts towards the pin limit of the namespace, each object once.
 
-        A pin keeps an object from eviction and from nothing else: ``remove``, ``clear``, a ``ttl``
-        and the loss of a node end it with the object. It stays on its object through an
-        ``overwrite`` and the draining of a node. It is known to the master only: after a restart
-        of the master, pin again. A pin keeps the replicas that exist, and makes none.
+        ``remove``, ``clear``, a TTL and the loss of a node end a pin with its object. It survives
+        an ``overwrite`` and a drain, but not a restart of the master. It creates no replicas.
 
         Args:
-            seconds: until the pin ends, counted from this call: more than 0, at most a day; or a
-                ``timedelta`` or a text, as ``ttl``. Of two pins of an object, by any clients, the
-                later end holds.
+            seconds: duration from this call: more than 0, at most a day; or a ``timedelta`` or
+                text, as ``ttl``. Of several pins of an object, by any clients, the latest end
+                counts.
 
         Raises:
-            NoSpaceError: the namespace would have more pinned than its share of the pool
-                (``kvstore-master --pinned-max``: half); ``fields["cause"]`` is ``"pins"``. Nothing
-                was pinned; of more than 512 keys, which are pinned in several exchanges, the
-                first ones may have been.
-            InvalidArgumentError: more than 8,192 ancestors would be pinned with one exchange. Pin
-                such a chain from its root, in several calls.
+            NoSpaceError: the namespace would exceed its pin limit (``kvstore-master --pinned-max``:
+                half of the pool); ``fields["cause"]`` is ``"pins"``. Nothing was pinned; of more
+                than 512 keys, which take several requests, the first may have been.
+            InvalidArgumentError: more than 8,192 ancestors would be pinned by one request. Pin such
+                a chain from its root, in several calls.
         """
         hold_ms = validation.duration_ms("seconds", seconds, limits.PIN_MS_MAX)
         checked, space = validation.key_list(keys), self._namespace(namespace)
@@ -805,28 +773,29 @@ class Client:
     def unpin(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
-        """End the pins of these objects, by any client; per key, whether it was pinned.
+        """Remove the pins of these objects, by any client; per key, whether it was pinned.
 
-        What was pinned only as an ancestor is let go with the last pin below it, and need not be
-        named. An ancestor of an object that is still pinned is kept.
+        Ancestors are released with the last pinned descendant.
         """
         space = self._namespace(namespace)
         return self._run(control_calls.unpin(space, validation.key_list(keys)), timeout_ms)
 
-    # --- removing -----------------------------------------------------------------------------
+    # --- remove ------------------------------------------------------------------------------
 
     def remove(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
-        """Remove an object; returns whether there was one. After this call no client finds the
-        object, even after a restart. Views of it keep their bytes until their lease ends, which is
-        no longer renewed: ask ``lease(view).held``."""
+        """Remove an object; returns whether there was one.
+
+        After this call no client finds it, even after a restart. Views keep their bytes until their
+        lease ends, which is no longer renewed: check ``lease(view).held``.
+        """
         return self.remove_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 
     def remove_many(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
-        """``remove`` of several."""
+        """Remove several objects; per key, whether there was one."""
         checked, space = validation.key_list(keys), self._namespace(namespace)
         return self._run(control_calls.remove(self._context, space, checked), timeout_ms)
 
@@ -837,7 +806,7 @@ class Client:
         progress: Callable[[int, int], None] | None = None,
         timeout_ms: int | None = None,
     ) -> int:
-        """Remove every object of a namespace, or of all of them (None); how many.
+        """Remove all objects of a namespace, or of all namespaces (None); returns their number.
 
         Args:
             progress: called after each slice with the numbers removed and remaining.
@@ -858,20 +827,21 @@ class Client:
             control_calls.clear_page(self._context, _one_or_all(namespace)), timeout_ms
         )
 
-    # --- draining -----------------------------------------------------------------------------
+    # --- drain -------------------------------------------------------------------------------
 
     def drain(
         self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
     ) -> calls.DrainReply:
-        """Stop placing new objects on a node; clients still read the objects that it holds.
-        ``kvstore drain`` does all of it: this, ``move_page`` until nothing is left, and ``leave``.
+        """Stop placing new objects on a node, which still serves its objects to readers.
+
+        ``kvstore drain`` calls this, then ``move_page`` until the node is empty, then ``leave``.
 
         Args:
             undo: place new objects on the node again.
-            leave: tell the node to leave, whatever it still holds.
+            leave: let the node leave, even if it is not empty.
 
         Raises:
-            InvalidArgumentError: there is no such node; or ``leave``, and it is not being drained.
+            InvalidArgumentError: there is no such node, or ``leave`` without a drain.
         """
         node = validation.text("node", node)
         undo, leave = validation.flag("undo", undo), validation.flag("leave", leave)
@@ -889,16 +859,16 @@ class Client:
         evict_up_to: calls.Version = calls.NO_VERSION,
         timeout_ms: int | None = None,
     ) -> MoveProgress:
-        """Copy some of what a draining node holds to others, through this process.
+        """Copy some objects of a draining node to other nodes, through this process.
 
         Args:
-            cursor: 0 begins a pass over all objects; then ``next_cursor`` of the step before, until
-                that is 0 again.
-            repair: instead, for any node: give objects with fewer replicas than they were put with
-                one more, if the master finds room. Nodes do this by themselves.
-            evict_up_to: evict objects on other nodes, of this version or an earlier one, that were
-                used longer ago than the moved object; by default none. With the version that
-                ``drain`` returns, no object is evicted that was moved off this node.
+            cursor: 0 starts a pass over all objects; then ``next_cursor`` of the last step, until
+                it is 0.
+            repair: instead, for any node, add a replica to objects that have fewer than they were
+                put with, if there is space. Nodes do this by themselves.
+            evict_up_to: evict objects on other nodes, of at most this version, that were used
+                longer ago than the moved object; by default none. The version that ``drain``
+                returns excludes objects moved off this node.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
@@ -911,20 +881,18 @@ class Client:
             flow = copy_objects.move_page(self._context, node, cursor, evict_up_to)
         return self._run(flow, timeout_ms)
 
-    # --- life ---------------------------------------------------------------------------------
+    # --- close -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back. Idempotent; calls under way in other threads fail.
+        """Close the client. Idempotent; calls in progress in other threads fail.
 
-        Views stay readable, but their leases are no longer renewed. A client that is dropped
-        without this closes itself once its last view and allocation are gone.
+        Views stay readable, but their leases are no longer renewed. A dropped client closes itself
+        when its last view and allocation are dropped.
         """
         self._state.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process gets a new client of the same settings, with nothing of this one's:
-        neither its children nor its views; it contributes no memory. The settings travel as they
-        are, a password in ``etcd://...`` included."""
+        """Pickle the settings, with a password in ``etcd://...``, but without ``memory``."""
         config = self.config.model_copy(update={"memory": 0})
         return functools.partial(type(self), config=config), ()
 
@@ -988,11 +956,11 @@ class Client:
         longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
         if wait_ms is None:
             return min(PUT_WAIT_MS, longest // 2)
-        wanted = validation.check_integer(
+        requested = validation.check_integer(
             "wait_ms", wait_ms, 0, validation.SIZE_MAX, "milliseconds"
         )
-        # The master must answer before the call's own time-out, so that its error can say why.
-        return min(wanted, longest * 9 // 10)
+        # The master must reply before the call's own timeout, so that its error gives the reason.
+        return min(requested, longest * 9 // 10)
 
     def _get_options(
         self,
@@ -1021,7 +989,7 @@ class Client:
             return self._carry_out(flow, timeout_ms, traceparent(span))
 
     def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
-        """Carries out the flow's steps until it returns or the time is over."""
+        """Run the steps of a flow until it returns or times out."""
         if self._state.is_closed:
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
@@ -1034,8 +1002,8 @@ class Client:
             deadline = min(deadline, stop.deadline)
             call, pause = _waiting(stop, call), _waiting(stop, pause)
         try:
-            if self._is_cut:
-                self._is_cut = False
+            if self._is_interrupted:
+                self._is_interrupted = False
                 self._state.drop_connections()
             step = next(flow)
             while True:
@@ -1061,12 +1029,12 @@ class Client:
         except (KVStoreError, CallCancelledError):
             raise
         except BaseException:
-            self._is_cut = True
+            self._is_interrupted = True
             flow.close()
             raise
 
     def _seconds(self, timeout_ms: int | None) -> float:
-        """The time-out of one call. Raises InvalidArgumentError."""
+        """Return the timeout of one call in seconds. Raises InvalidArgumentError."""
         return self._timeout_s if timeout_ms is None else _timeout_ms(timeout_ms) / 1000
 
     def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
@@ -1087,7 +1055,7 @@ def _packed(keys: Sequence[AnyKey]) -> Sequence[Key]:
 
 
 def _one_or_all(namespace: str | None) -> str:
-    """A namespace as the master takes it where None means all of them."""
+    """Convert a namespace for calls in which "" means all of them."""
     return "" if namespace is None else check_namespace(namespace)
 
 
@@ -1108,7 +1076,7 @@ def _one(buffer: object) -> memoryview:
 
 
 def _waiting(stop: CancelToken, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """``wait``, during which ``stop`` ends the call at once: it touches no memory of the caller."""
+    """Return ``wait``, which ``stop`` ends at once: it touches no memory of the caller."""
 
     def waits(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         with stop.cancellable_wait():

@@ -1,4 +1,4 @@
-"""What a client owns: its placements, transports, views and the processes that it has started."""
+"""Resources of a client: its location cache, transports, views and child processes."""
 
 from __future__ import annotations
 
@@ -31,22 +31,19 @@ if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
 
 UNUSED_S: Final = 0.5
-"""How often a client that was dropped looks whether its last view is gone."""
+"""Interval in which a dropped client checks whether its last view is dropped."""
 
 
 LEASE_MARGIN_S: Final = 0.2
-"""How much earlier than promised a lease counts as over, for clocks that run at different speeds: a
-fifth of the shortest lease."""
+"""Subtracted from each lease for clock drift: a fifth of the shortest lease."""
 
 CLOSING_S: Final = 0.2
-"""How long a client that closes may take to release its leases."""
 
 PROGRAM_MAX: Final = 32
-"""Characters of a program's name that are shown."""
 
 
 def program() -> str:
-    """What an operator calls this process: the script or command that it runs."""
+    """Return a name of this process for operators: its script or command."""
     path = sys.argv[0] if getattr(sys, "argv", None) else ""
     folder, name = os.path.split(path)
     if name == "__main__.py":
@@ -56,40 +53,34 @@ def program() -> str:
 
 
 class MasterHTTP(NamedTuple):
-    """Where a master serves HTTP, as it said when this client joined it."""
+    """The HTTP endpoint of a master, as reported when this client joined it."""
 
     host: str
-    """The host at which this client reaches the master."""
     address: str
-    """``host:port``; empty: it serves no HTTP."""
+    """``host:port``; empty: HTTP is disabled."""
     has_events: bool
-    """Whether events are served there (``kvstore.client.sse_client``)."""
+    """Whether it serves events (``kvstore.client.sse_client``)."""
 
 
 class ClientStats(NamedTuple):
-    """What a client has done since its creation."""
-
     counters: Mapping[str, int]
     """Events by name: ``stale_reads``, ``checksum_mismatches``, ``failed_transfers`` and so on."""
     placements: int
-    """Leased objects whose place is remembered."""
+    """Leased objects in the location cache."""
     views: int
-    """Views and allocations alive."""
     epoch: int
-    """The epoch of the master that was last joined; 0 before."""
+    """Epoch of the last joined master; 0 before the first."""
     transports: Mapping[str, int]
     """Transfers (of a batch of objects, from or to one segment) by transport."""
     read_bytes: Mapping[str, int]
-    """Bytes of objects, or of ranges of them, that were read, by transport."""
+    """Bytes of objects, or of ranges of them, read by each transport."""
     contacted: bool = False
-    """Whether a master has answered."""
     not_mapped: Mapping[str, str] = MappingProxyType({})
-    """Why the memory of nodes on this host is not mapped, by node: their bytes come by another
-    transport."""
+    """Reasons why nodes of this host are not mapped, by node; another transport is used instead."""
 
 
 class ClientResources:
-    """The state of one client: placements, transports, views and leases."""
+    """The state of one client: location cache, transports, views and leases."""
 
     def __init__(self, config: ClientConfig) -> None:
         descriptors.keep_standard()
@@ -131,7 +122,7 @@ class ClientResources:
         self.children: list[Child] = []
 
     def reset_after_fork(self) -> None:
-        """As ``forks.watch`` has it. The child processes stay the parent's."""
+        """Reset the state in the child of a fork. The child processes stay the parent's."""
         for child in self.children:
             child.close_after_fork()
         fork_support.leak_deliberately(self.children)
@@ -152,9 +143,7 @@ class ClientResources:
         self.movers.reset_after_fork(context.client_number)
 
     def drop_connections(self) -> None:
-        """Called after a foreign exception has cut a call, which may have left anything half done:
-        the next calls begin anew. Views and calls of other threads go on. What the call was granted
-        ends by time, as after the death of a process."""
+        """Reconnect at the next calls, after a foreign exception interrupted a call."""
         self.stub.reset_after_fork()
         self.context.segments = SegmentTable()
         self.context.placements = PlacementCache(self.config.placements_max)
@@ -182,7 +171,7 @@ class ClientResources:
         return ClientTls(credentials, demands=self.config.data_encryption == "tls")
 
     def _engine(self) -> MooncakeTransport:
-        # Imported here, because most clients have no engine, and every import takes time.
+        # Imported late: most clients have no engine, and the import takes time.
         from kvstore.transport.mooncake.engine import EngineSettings
         from kvstore.transport.mooncake.transport import MooncakeTransport
 
@@ -193,8 +182,7 @@ class ClientResources:
         )
 
     def contribute(self) -> None:
-        """Starts the node that serves ``config.memory``, if there is to be one. Blocks. Joins
-        first, so that a missing master is reported before any memory is taken."""
+        """Start the node that serves ``config.memory``. Blocks. Joins before it takes memory."""
         if self.config.memory:
             self.stub.join(uptime() + self.config.timeout_ms / 1000)
             master = self.config.master
@@ -225,21 +213,20 @@ class ClientResources:
         )
 
     def give_up(self) -> None:
-        """Refuses all calls, without closing anything."""
+        """Refuse all calls, without closing anything."""
         self.is_closed = True
         self._closing = Job(self._close)
         self._closing.cancel()
 
     def close(self) -> None:
-        """Blocks until threads and children have ended, but not for ever. Idempotent."""
+        """Close everything. Waits a bounded time for threads and children. Idempotent."""
         self.is_closed = True
         if not self._closing.is_done:
             uninterrupted(self._closing.run)
             self._closing.wait()
 
     def close_from_finalizer(self) -> None:
-        """Called by a finalizer when the program has dropped its client without closing it: closes
-        it in a thread, as soon as the program has no view and no allocation any more."""
+        """Close a dropped client in a thread, once its last view and allocation are dropped."""
         if not (self.is_closed or sys.is_finalizing()):
             start_from_finalizer("kvstore-close", self._close_when_unused)
 

@@ -1,4 +1,4 @@
-"""``ClientDevices``: makes one ``Device`` per GPU that a client meets, and finds values in it."""
+"""``ClientDevices``: creates one ``Device`` per GPU, and finds values in its memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ if TYPE_CHECKING:
 
 
 class ClientDevices:
-    """See the module. Threads: any."""
+    """The devices of one client. Threads: any."""
 
     def __init__(self) -> None:
         self._devices: dict[str, Device] = {}
         self._changing = threading.Lock()
 
     def of(self, name: str) -> Device:
-        """A device by torch's name of it: ``cuda:0``, or ``cuda`` for the current one.
-
-        Raises:
-            DeviceError: it cannot be used.
-        """
+        """Return a device by its torch name, such as ``cuda:0``. Raises DeviceError."""
         name = full_name(name)
         device = self._devices.get(name)
         if device is None:
@@ -39,22 +35,21 @@ class ClientDevices:
         return device
 
     def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
-        """The memory of a contiguous tensor of a device; None: kvstore cannot copy there itself."""
-        place = value.device
-        if place.type != "cuda":
+        """Return the memory of a contiguous device tensor; None: kvstore cannot copy it."""
+        location = value.device
+        if location.type != "cuda":
             return None
         try:
-            device = self.of(f"cuda:{place.index or 0}")
-        except DeviceError:  # torch's name for another kind of accelerator: torch copies
+            device = self.of(f"cuda:{location.index or 0}")
+        except DeviceError:  # another kind of accelerator: torch copies
             return None
         return memory_of(device, value)
 
     def sweep(self) -> None:
-        """Unlocks the memory of segments that are gone."""
         for device in list(self._devices.values()):
             device.locks.sweep()
 
     def close(self) -> None:
-        """Gives page-locked memory back, when no call is under way any more."""
+        """Release page-locked memory once no call is in progress."""
         for device in self._devices.values():
             device.close()

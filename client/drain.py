@@ -1,9 +1,4 @@
-"""Moves all objects off a node, then lets the node leave, for ``kvstore drain`` and for HTTP.
-
-The process that drains copies the objects: it reads from the node and writes to other nodes as any
-client does. A drain may be stopped and started again at any time; the node gets no new objects
-until it leaves, or until the draining is undone.
-"""
+"""Drains of nodes, for ``kvstore drain`` and HTTP; they can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -20,52 +15,49 @@ if TYPE_CHECKING:
     from kvstore import Client
 
 PAUSE_S: Final = 0.2
-"""Pause before the next pass, when a pass could not move all objects."""
+"""Pause before the next pass, after a pass that could not move all objects."""
 
 
 @dataclass(slots=True)
 class DrainOutcome:
     node: str
     moved: int = 0
-    """Objects."""
     moved_bytes: int = 0
     corrupt: int = 0
-    """Objects of the last pass whose bytes do not match their checksum."""
+    """Objects of the last pass that do not match their checksum."""
     remaining: int = 0
-    """Objects for which other nodes have no space."""
     remaining_bytes: int = 0
     evicted: int = 0
-    """Less recently used objects on other nodes that were evicted to make room."""
+    """Less recently used objects on other nodes, evicted to free space."""
     unfinished: int = 0
-    """Puts and allocations under way, and objects that could not be moved, at the end."""
+    """Puts and allocations in progress, and objects that could not be moved, at the end."""
     has_departed: bool = False
 
 
 def check_room(found: ClusterStatus, node: str) -> None:
-    """Checks that the other nodes have enough free memory for what the node holds, before a drain
-    that must lose nothing moves anything. Raises nothing for an unknown node.
-
-    Raises:
-        NoSpaceError: the other nodes have less.
-    """
-    holds = sum(_used_bytes(each) for each in found.nodes if each.name == node)
-    others = [each for each in found.nodes if each.name != node and each.state == "alive"]
-    free = sum(each.size - each.used for each in others)
+    """Raise NoSpaceError if the other nodes lack space for the node's objects."""
+    holds = sum(_used_bytes(node_status) for node_status in found.nodes if node_status.name == node)
+    remaining_nodes = [
+        node_status
+        for node_status in found.nodes
+        if node_status.name != node and node_status.state == "alive"
+    ]
+    free = sum(node_status.size - node_status.used for node_status in remaining_nodes)
     if holds <= free:
         return
     raise NoSpaceError(
-        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free: "
-        f"nothing was moved, and {node} goes on as before",
-        advice="Start another node. Or say which objects to lose: with --evict those on other "
-        "nodes that were used longer ago, with --discard those that find no space.",
+        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free. "
+        f"Nothing was moved, and {node} stays in service.",
+        advice="Start another node. Or allow losses: --evict (less recently used objects on "
+        "other nodes) or --discard (objects that do not fit).",
         node=node,
         missing_bytes=holds - free,
     )
 
 
 def _used_bytes(node: NodeStatus) -> int:
-    """Bytes of the node's objects, and of puts under way on it."""
-    return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
+    """Return the bytes of the node's objects, and of puts in progress on it."""
+    return sum(segment.used - segment.quarantined - segment.reclaim for segment in node.segments)
 
 
 def drain_node(
@@ -77,15 +69,14 @@ def drain_node(
     wait_s: float,
     told: Callable[[int, int], None],
 ) -> DrainOutcome:
-    """Moves all objects that can be moved; then lets the node leave, if no object would be lost.
+    """Move all objects that can be moved; then let the node leave, if no object would be lost.
 
     Args:
-        evict: objects on other nodes that were used longer ago make room, except those that this
-            drain has moved.
-        discard: let the node leave even if objects have no space elsewhere or could not be moved.
-        wait_s: how long to keep trying when nothing moves: for puts under way on the node, or
-            while the master or a node is unreachable.
-        told: called with the bytes moved so far, and the bytes to move.
+        evict: evict less recently used objects on other nodes, except those that this drain moved.
+        discard: let the node leave even if objects were not moved.
+        wait_s: how long to retry without progress: puts are in progress on the node, or the master
+            or a node is unreachable.
+        told: called with the bytes moved and the bytes to move.
     """
     outcome = DrainOutcome(node)
     begun = client.drain(node)
@@ -118,7 +109,7 @@ def drain_node(
 def _pass(
     client: Client, outcome: DrainOutcome, evict_up_to: Version, told: Callable[[], None]
 ) -> int:
-    """Tries all objects once; returns how many could not be moved now."""
+    """Try to move all objects once; returns the number of failures."""
     failed = cursor = 0
     outcome.remaining = outcome.remaining_bytes = outcome.corrupt = 0
     while True:

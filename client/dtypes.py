@@ -1,8 +1,4 @@
-"""The dtypes that a descriptor may name: those whose elements are plain bytes.
-
-Any client may write any descriptor, so a reader takes a name for a dtype only if numpy or torch has
-one by that name, whose elements hold no pointers.
-"""
+"""Dtypes in descriptors: only those of plain bytes, because any client may write any descriptor."""
 
 from __future__ import annotations
 
@@ -19,22 +15,20 @@ if TYPE_CHECKING:
     import torch
 
 _NAME: Final = re.compile(r"[<>|=]?[A-Za-z]\w{0,30}(\[\d{0,9}[A-Za-z]{1,7}\])?", re.ASCII)
-"""Names and type strings of numpy's dtypes, such as ``>i4`` or ``M8[25us]``. Of what else numpy
-takes for a dtype, such as records, it makes Python objects from the text."""
+"""Names and type strings of numpy's dtypes, such as ``>i4`` or ``M8[25us]``, but no records."""
 
 _PLAIN_FORMAT: Final = re.compile(r"([@=<>!^|(),0-9 T{}?cbBhHiIlLqQnNefdgsxwupZ]|:[^:]*:)*")
-"""Formats of buffers (PEP 3118) without ``O``, ``P``, ``&`` and ``X``, which are pointers."""
+"""Formats of buffers (PEP 3118) without the pointers ``O``, ``P``, ``&`` and ``X``."""
 
 
 def is_plain(buffer: memoryview) -> bool:
-    """Whether the elements of a buffer hold no pointers."""
+    """Return whether the elements of a buffer hold no pointers."""
     return buffer.format == "B" or _PLAIN_FORMAT.fullmatch(buffer.format) is not None
 
 
 @lru_cache(maxsize=256)
 def numpy_name(dtype: np.dtype[np.generic]) -> str:
-    """The name of a dtype in descriptors. Raises UnsupportedValueError: a reader would not find the
-    dtype by it."""
+    """Return the name of a dtype in descriptors. Raises UnsupportedValueError: there is none."""
     # The name where it is unambiguous; the type string for byte orders, strings and times.
     is_named = dtype.isbuiltin == 2 or (dtype.isnative and dtype.kind in "biufc")
     name = dtype.name if is_named else dtype.str
@@ -50,30 +44,30 @@ def numpy_name(dtype: np.dtype[np.generic]) -> str:
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """As ``numpy_name``."""
+    """Return the name of a torch dtype in descriptors. Raises UnsupportedValueError."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(module: ModuleType, name: object) -> torch.dtype:
-    """The dtype of this name in torch, passed as ``module``. Raises UnsupportedValueError."""
+    """Return the torch dtype of this name. Raises UnsupportedValueError."""
     found = vars(module).get(str(name))
     if not isinstance(found, module.dtype):
         raise UnsupportedValueError(
-            f"this torch has no dtype {name!r}", advice='Ask for kind="numpy" or kind="bytes".'
+            f"this torch has no dtype {name!r}", advice='Use kind="numpy" or kind="bytes".'
         )
     return cast("torch.dtype", found)
 
 
 @lru_cache(maxsize=256)
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """numpy's dtype of this name or type string. Raises UnsupportedValueError."""
+    """Return numpy's dtype of this name or type string. Raises UnsupportedValueError."""
     if _NAME.fullmatch(name) is None:
         raise _no_numpy_dtype(name)
     return numpy_dtype_given(name)
 
 
 def numpy_dtype_given(dtype: object) -> np.dtype[np.generic]:
-    """The dtype that a caller names in any form that numpy takes. Raises UnsupportedValueError."""
+    """Return the dtype for any form that numpy accepts. Raises UnsupportedValueError."""
     try:
         found = _numpy_dtype(dtype)
     except (ImportError, AttributeError):  # no ml_dtypes, or an older one

@@ -1,10 +1,9 @@
 """Clients in a forked process.
 
-A child cannot use its parent's connections, threads and locks: two processes that send on one
-connection break it for both, a fork does not copy threads, and a thread of the parent may hold a
-lock for ever. So right after a fork, before any other code runs in the child, each client starts
-again with its own number, connections and threads, and without the parent's leases. It only closes
-its copies of shared descriptors; it sends, shuts down, revokes and stops nothing.
+A child cannot use its parent's connections, threads and locks. Right after a fork, before other
+code runs in the child, each client resets itself: own number, connections and threads, and none of
+the parent's leases. It closes its copies of shared file descriptors, but sends, shuts down, revokes
+and stops nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ _kept: Final[list[object]] = []
 
 
 def watch(client: object) -> None:
-    """Calls the client's ``_reset_after_fork`` in every child, as long as the client exists; it
-    takes no lock that existed before the fork. If it fails, ``_close_after_fork`` refuses all
-    calls."""
+    """Reset the client in every child; takes no earlier lock. If it fails, calls are refused."""
     _clients.add(client)
 
 
 def leak_deliberately(parents: object) -> None:
-    """Keeps an object of the parent for ever, because its destructor would do more than free
-    memory."""
+    """Keep an object of the parent forever: its destructor would do more than free memory."""
     _kept.append(parents)
 
 

@@ -1,4 +1,4 @@
-"""What clients have done, as Prometheus metrics in a registry of the program's own."""
+"""Client statistics as Prometheus metrics in the program's own registry."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ class ClientMetrics(Collector):
 
         prometheus_client.REGISTRY.register(ClientMetrics({"prefill": client}))
 
-    A scrape makes no call, so it does not wait for the store. Any thread may scrape. The registry
-    keeps the clients; ``unregister`` this before they are closed and replaced.
+    A scrape makes no call. Any thread may scrape. The registry keeps the clients; ``unregister``
+    this before they are closed and replaced.
     """
 
     def __init__(self, clients: Mapping[str, Client | AsyncClient]) -> None:
-        """
-        Args:
-            clients: each under the value of its label ``client``. A scrape shows those that are in
-                the mapping then.
-        """
+        """``clients``: by value of the label ``client``; read at each scrape."""
         self._clients = clients
 
     def describe(self) -> Iterator[Metric]:
-        """The metric families, by which a registry refuses a second ``ClientMetrics``."""
+        """Return the metric families, by which a registry rejects a second ``ClientMetrics``."""
         for family in CLIENT:
             yield metric(family, {})
 

@@ -1,4 +1,4 @@
-"""The caller's registered memory, by address: engines hand over addresses, not buffers."""
+"""The caller's registered memory, by address: engines pass addresses, not buffers."""
 
 from __future__ import annotations
 
@@ -19,65 +19,54 @@ _NO_BYTES = memoryview(b"")
 
 
 class RegisteredBuffers:
-    """Lends parts of registered memory. Threads: any."""
-
     def __init__(self) -> None:
         self._regions = Regions()
         self._devices: dict[int, Device] = {}
-        """The device that a region is on, by the region's address; none for memory of the host."""
+        """The device of a region, by the region's address; absent for host memory."""
         self._changing = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
-        """Raises InvalidArgumentError: it overlaps registered memory."""
+        """Register host memory. Raises InvalidArgumentError: it overlaps registered memory."""
         if memory.nbytes:
             self._add(Region.of(memory), None)
 
     def add_of(self, device: Device, start: int, size: int) -> None:
-        """Adds memory of a device. Raises as ``add``."""
         self._add(Region(start, start + size, _NO_BYTES), device)
 
     def _add(self, region: Region, device: Device | None) -> None:
         with self._changing:
             if self._regions.overlap(region):
-                raise InvalidArgumentError("this memory is registered already, in part or whole")
+                raise InvalidArgumentError(
+                    "this memory is registered already, partly or completely"
+                )
             if device is not None:
                 self._devices[region.start] = device
             self._regions.add(region)
 
     def take(self, start: int) -> memoryview | None:
-        """Unregisters the memory that begins at this address, and returns it if it is the host's;
-        None: there is none."""
+        """Unregister the memory at this address; returns host memory, otherwise None."""
         with self._changing:
             region = self._regions.take(start)
             is_of_host = self._devices.pop(start, None) is None
         return region.memory if region is not None and is_of_host else None
 
     def at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes of the host's memory at this address, within one region.
-
-        Raises:
-            InvalidArgumentError: they are not within one region, or are on a device.
-        """
+        """Return host memory of one region. Raises InvalidArgumentError: it is none."""
         region = self._region_containing(address, size)
         if region.start in self._devices:
             raise InvalidArgumentError(
                 f"{size} bytes at {address:#x} are memory of {self._devices[region.start].name}, "
                 "which this call cannot use",
-                advice="Put and get whole values there.",
+                advice="Put and get complete values there.",
             )
         return region.memory[address - region.start : address - region.start + size]
 
     def payload(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
-        """A value, or memory to fill, that is several runs of registered memory, all of them of the
-        host or all of one device. Runs of no bytes are left out.
-
-        Raises:
-            InvalidArgumentError: a run is not within one region, or not where the first one is.
-        """
+        """Return runs of one device or of the host as one value. Raises InvalidArgumentError."""
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
-        parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
-        devices = {self._devices.get(self._region_containing(*each).start) for each in parts}
+        parts = [part for part in zip(addresses, sizes, strict=True) if part[1]]
+        devices = {self._devices.get(self._region_containing(*part).start) for part in parts}
         if len(devices) > 1:
             raise InvalidArgumentError(
                 "the runs of a value are in different memories",
@@ -85,7 +74,7 @@ class RegisteredBuffers:
             )
         device = devices.pop() if devices else None
         if device is None:
-            return [self.at(*each) for each in parts]
+            return [self.at(*part) for part in parts]
         from kvstore.device.memory import DeviceMemory
 
         return DeviceMemory(device, *np.ascontiguousarray(np.array(parts, np.int64).T))

@@ -1,8 +1,4 @@
-"""Copies a node's objects to other nodes when the master wants more replicas of them.
-
-The node itself knows no objects and no other nodes; a client does. So a thread of the process
-copies as a client of the store: from the node's own memory, to where the master has granted room.
-"""
+"""Repairs: a thread of the node adds replicas of its objects, as a client of the store."""
 
 from __future__ import annotations
 
@@ -20,17 +16,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.node")
 
 IDLE_S: Final = 60.0
-"""The client and its connections are closed after so long without anything to copy."""
+"""The client and its connections are closed after this time without work."""
 
 STOP_S: Final = 2.0
-"""How long the end of the process waits for a copy that is under way."""
+"""Maximum wait of the process's end for a copy in progress."""
 
 
 class Repairer:
-    """Asks the master what to copy when it is woken, until nothing is left. Threads: any."""
+    """A thread that, when woken, copies until the master grants nothing more. Threads: any."""
 
     def __init__(self, config: NodeConfig, node: str) -> None:
-        """``node``: the name of the node of ``config``."""
         self._config = ClientConfig(
             master=config.master,
             cluster=config.cluster,
@@ -46,13 +41,11 @@ class Repairer:
         self._client: Client | None = None
 
     def wake(self) -> None:
-        """Called when there is something to copy. Returns at once."""
         self._woken.set()
         if (self._thread is None or not self._thread.is_alive()) and not self._stopped:
             self._thread = start_thread("repair", self._run)
 
     def stop(self) -> None:
-        """Copy nothing more."""
         self._stopped = True
         self._woken.set()
         client = self._client
@@ -77,8 +70,8 @@ class Repairer:
         self._close()
 
     def _copy(self) -> None:
-        """Copies until the master grants nothing more, or no granted copy succeeds."""
-        from kvstore.client.client import Client  # takes a while, and most nodes never need it
+        """Copy until the master grants nothing more, or no granted copy succeeds."""
+        from kvstore.client.client import Client  # slow, and most nodes never need it
 
         if self._client is None:
             self._client = Client(config=self._config)

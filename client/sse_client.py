@@ -1,4 +1,4 @@
-"""Follows the events of a store over HTTP: the client of ``GET /api/v1/events``."""
+"""Object events over HTTP: the client of ``GET /api/v1/events``."""
 
 from __future__ import annotations
 
@@ -21,29 +21,25 @@ from kvstore.runtime.cancellation import current
 from kvstore.security.credentials import MASTER_NAME, Credentials
 
 CONNECT_S: Final = 2.0
-"""How long a connection may take: a firewall that drops packets never answers."""
+"""Connection timeout: a firewall may drop packets."""
 
 SILENT_S: Final = 7.0
-"""A stream that is silent for so long is dead: heartbeats come every 2 s."""
+"""A stream that is silent for this long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
-"""Pause between two attempts to connect."""
 
 BLOCK_BYTES_MAX: Final = 1 << 20
-"""Bytes of one event; a stream with a longer one is no stream of events."""
 
 _UNAVAILABLE: Final = 503
 _MISDIRECTED: Final = 421
 
 
 class StreamEvent(NamedTuple):
-    """One event of the stream."""
-
     name: str
     """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
     data: dict[str, Any]
-    """``stored`` has ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``
-    and ``depth``; ``removed`` has ``namespace`` and ``key``."""
+    """``stored``: ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size`` and
+    ``depth``; ``removed``: ``namespace`` and ``key``."""
     position: str
     """``EPOCH-NUMBER``, to resume after; empty: none yet."""
 
@@ -62,34 +58,32 @@ def follow(
     heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[StreamEvent]:
-    """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
-    under a ``kvstore.runtime.cancellation.CancelToken``, setting the ``CancelToken`` ends the
-    present connection.
+    """Yield events across restarts of masters and elections. Blocks.
+
+    Setting the ``CancelToken`` of the thread closes the present connection.
 
     Args:
-        addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
-            leads is found. Or an iterator that says where to connect next; when it ends, so does
-            ``follow``.
+        addresses: ``host:port`` or ``https://host:port`` of each master's HTTP, one of which leads.
+            Or an iterator of addresses to try; when it ends, so does ``follow``.
         namespace: only objects of this namespace; empty: of all.
-        under: only objects of namespaces whose names begin so.
-        whole: begin with all that is visible, and again whenever events were missed (``cleared``,
-            ``stored`` ..., ``whole``); applied in order, the events give the exact set.
-        since: resume after this place.
-        patience_s: how long no master may answer; None: for ever.
-        token: the token of these ports, if they want one.
-        cacert: file with the certificates (PEM) that the masters' certificates are checked against;
-            empty: those of the system.
-        auth: the file that proves our identity to masters with authentication, whose addresses are
-            ``https`` then; their certificates must be of its authority. Empty: none.
-        heard: called when a connection shows that it lives: every 2 s, or more often.
+        under: only namespaces with this prefix.
+        whole: begin with a snapshot of all visible objects, and repeat it whenever events were
+            missed (``cleared``, ``stored`` ..., ``whole``); applied in sequence, the events give
+            the exact set.
+        since: resume after this position.
+        patience_s: how long no master may reply; None: forever.
+        token: the HTTP token of these ports, if required.
+        cacert: PEM file of the trusted CAs; empty: those of the system.
+        auth: the certificate file for masters with authentication; their addresses are ``https``,
+            and their certificates must be of its CA. Empty: none.
+        heard: called at each sign of life, at least every 2 s.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
-        UnavailableError: ``patience_s`` is over, or a master has no events;
-        PermissionDeniedError: the token is missing or wrong;
-        InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
-        ConfigError: ``auth`` cannot be used;
-        ClosedError: the thread's ``CancelToken`` is set.
+        UnavailableError: ``patience_s`` is over, or a master has no events; PermissionDeniedError:
+            the token is missing or wrong; InvalidArgumentError: ``since``, ``cacert`` or an address
+            is wrong; ConfigError: ``auth`` cannot be used; ClosedError: the thread's
+            ``CancelToken`` is set.
     """
     tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
     name = MASTER_NAME if auth else ""
@@ -98,21 +92,21 @@ def follow(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     place = since
     last = time.monotonic()
-    why = "no master answers"
+    reason = "no master replies"
     for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
-            for told, after in _read(address, path, place, headers, tls, name):
+            for event, after in _read(address, path, place, headers, tls, name):
                 place = after
                 heard()
-                if told is not None:
-                    yield told
+                if event is not None:
+                    yield event
                 last = time.monotonic()
-            why = f"{address} has ended its stream"
+            reason = f"{address} has ended its stream"
         except (OSError, http.client.HTTPException) as error:
-            why = f"{address}: {error}"
-        failed(why)
+            reason = f"{address}: {error}"
+        failed(reason)
         if patience_s is not None and time.monotonic() - last > patience_s:
-            raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
+            raise UnavailableError(f"no events for {patience_s:.0f} s: {reason}")
         time.sleep(PAUSE_S)
 
 
@@ -131,44 +125,44 @@ def _read(
     tls: Callable[[], ssl.SSLContext],
     name: str,
 ) -> Iterator[tuple[StreamEvent | None, str]]:
-    """Reads one connection. Yields each event (None: a heartbeat), and the place after it.
-    ``name``: the name in the master's certificate; empty: that in ``address``."""
+    """Yield each event of one connection (None: a heartbeat) and its position. ``name``: expected
+    in the master's certificate; empty: that in ``address``."""
     connection = _connect(address, tls, name)
     with contextlib.closing(connection), _cut_by_stop(connection.sock):
         host, port = connection.sock.getpeername()[:2]
         headers = headers | ({"Last-Event-ID": since} if since else {})
-        answer = _ask(connection, path, headers)
-        if answer.status == _MISDIRECTED:
+        response = _ask(connection, path, headers)
+        if response.status == _MISDIRECTED:
             # The master does not know the name in the ``Host`` header. An address always passes.
-            answer.read()
-            answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
-        if answer.status != http.client.OK:
-            said = answer.read(1_000).decode(errors="replace").strip()
-            if answer.status == _UNAVAILABLE:
-                raise OSError(said)
-            if answer.status == http.client.FORBIDDEN:
-                raise PermissionDeniedError(f"{address}: {said}")
-            if answer.status == http.client.UNAUTHORIZED:
+            response.read()
+            response = _ask(connection, path, headers | {"Host": join_address(host, port)})
+        if response.status != http.client.OK:
+            text = response.read(1_000).decode(errors="replace").strip()
+            if response.status == _UNAVAILABLE:
+                raise OSError(text)
+            if response.status == http.client.FORBIDDEN:
+                raise PermissionDeniedError(f"{address}: {text}")
+            if response.status == http.client.UNAUTHORIZED:
                 raise PermissionDeniedError(
                     f"{address}: the token is missing or wrong",
                     advice=f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
                 )
-            if answer.status == http.client.BAD_REQUEST:
-                raise InvalidArgumentError(f"{address}: {said}")
+            if response.status == http.client.BAD_REQUEST:
+                raise InvalidArgumentError(f"{address}: {text}")
             raise UnavailableError(
-                f"{address}: {said}", advice="Start the master with --events on."
+                f"{address}: {text}", advice="Start the master with --events on."
             )
         buffer = b""
-        while data := answer.read1(1 << 16):
+        while data := response.read1(1 << 16):
             *blocks, buffer = (buffer + data).split(b"\n\n")
             if len(buffer) > BLOCK_BYTES_MAX:
-                raise OSError("what it sends is no stream of events")
+                raise OSError("it sends no event stream")
             for block in blocks:
                 try:
-                    told, since = _parsed(block.decode(), since)
+                    event, since = _parsed(block.decode(), since)
                 except ValueError as error:
-                    raise OSError(f"what it sends is no stream of events: {error}") from None
-                yield told, since
+                    raise OSError(f"it sends no event stream: {error}") from None
+                yield event, since
 
 
 def _connect(
@@ -204,15 +198,15 @@ def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
         yield
 
 
-def _parsed(block: str, place: str) -> tuple[StreamEvent | None, str]:
+def _parsed(block: str, position: str) -> tuple[StreamEvent | None, str]:
     name, data = "", ""
     for line in block.split("\n"):
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if field == "id":
-            place = value
+            position = value
         elif field == "event":
             name = value
         elif field == "data":
             data = value
-    return (StreamEvent(name, json.loads(data), place) if data else None), place
+    return (StreamEvent(name, json.loads(data), position) if data else None), position

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry around calls, in programs that record spans."""
+"""OpenTelemetry spans around calls, in programs that record spans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from kvstore._version import __version__
 
 
 def tracing(master: str) -> Callable[[str], AbstractContextManager[Any]] | None:
-    """A function that begins a span ``kvstore.CALL`` below the caller's, which records the error
-    that leaves the call. None if no provider of tracers is set: then a call costs nothing more."""
+    """Return a function that starts a span ``kvstore.CALL``; None: there is no tracer provider."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
@@ -26,7 +25,7 @@ def tracing(master: str) -> Callable[[str], AbstractContextManager[Any]] | None:
 
 
 def traceparent(span: Any) -> str:
-    """The span's context as the master gets it (W3C Trace Context); empty: it has none."""
+    """Return the span's context as W3C ``traceparent``; empty: it has none."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""

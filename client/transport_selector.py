@@ -1,4 +1,4 @@
-"""The transports of a client, and which of them serves a segment: the first that reaches it."""
+"""The transport selector: each segment is served by the first transport that reaches it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 SWEEP_S = 1.0
-"""How often the client drops mappings and connections whose segments are gone."""
+"""Interval in which mappings and connections of departed segments are dropped."""
 
 SEGMENTS_AT_ONCE = 8
 """Nodes with which one batch exchanges bytes in parallel."""
 
 
 class TransportSelector:
-    """Moves the bytes of transfers. Threads: any."""
+    """The transports of one client. Threads: any."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class TransportSelector:
         *,
         tls: Callable[[], ClientTls | None] = lambda: None,
     ) -> None:
-        """
+        """Create the transports.
+
         Args:
-            engine: makes the transport "mooncake"; None: this client has none.
+            engine: creates the transport "mooncake"; None: unavailable.
             client_number: as ``Context.client_number``.
-            tls: our identity, for nodes that encrypt; None: we have none. Asked again in the child
-                of a fork.
+            tls: returns our identity for nodes that encrypt, or None; called again after a fork.
 
         Raises:
             TransferEngineError: there is no engine, and no other transport.
@@ -90,18 +90,14 @@ class TransportSelector:
         self.registered = RegisteredBuffers()
         self.moved: dict[str, int] = {}
         self.read_bytes: dict[str, int] = {}
-        """Bytes read, by transport."""
         self._workers = ThreadPool("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
 
     def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
-        """Carries out all transfers, those of different nodes in parallel; one result each.
-
-        However it ends, the caller's memory is not touched afterwards. The ``current`` stop of this
-        thread cuts them short.
-        """
+        """Run all transfers, those of nodes in parallel; one result each. The thread's
+        ``CancelToken`` aborts them. The caller's memory is not touched afterwards."""
         if len(transfers) == 1:
             return [self._move_one(transfers[0], deadline)]
         stop = current() or CancelToken()
@@ -118,7 +114,6 @@ class TransportSelector:
             raise
 
     def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
-        """As ``Transport.readonly_memory``."""
         if self._sweeping is None:
             self._start_sweeping()
         for transport in self._transports:
@@ -127,11 +122,7 @@ class TransportSelector:
         return None
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment that is in this address space.
-
-        Raises:
-            SegmentGoneError: it was unmounted, or mounted anew.
-        """
+        """Return the mapped memory of a segment. Raises SegmentGoneError."""
         for transport in self._transports:
             if transport.maps and transport.can_reach(segment):
                 try:
@@ -142,12 +133,7 @@ class TransportSelector:
         raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """The segment's own memory to write to, or None where it is not mapped here so.
-
-        Raises:
-            SegmentGoneError: it was unmounted, or mounted anew.
-            InvalidRangeError
-        """
+        """Return writable memory, or None. Raises SegmentGoneError, InvalidRangeError."""
         if not any(each.maps and each.can_write(segment) for each in self._transports):
             return None
         memory = self.memory(segment)
@@ -156,14 +142,14 @@ class TransportSelector:
         return memory[offset : offset + length]
 
     def watch(self, segment: SegmentInfo) -> Mounted:
-        """A function that says whether a segment, seen by ``view``, is still mounted as it was."""
+        """Return a function that checks whether the mount of a segment is unchanged."""
         for transport in self._transports:
             if (mounted := transport.mount_checker(segment)) is not None:
                 return mounted
-        return lambda: False  # it was unmounted since
+        return lambda: False  # it was unmounted meanwhile
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
-        """Whether the segment is in this device's memory, and a ``DeviceTransport`` reaches it."""
+        """Return whether the segment is in this device's memory and reachable."""
         if segment.device is None:
             return False
         if self._sweeping is None:
@@ -175,12 +161,17 @@ class TransportSelector:
 
     @property
     def not_mapped(self) -> dict[str, str]:
-        """As ``ClientStats.not_mapped``."""
-        mapping = [each for each in self._transports if isinstance(each, ShmTransport)]
-        return {node: why for each in mapping for node, why in list(each.not_mapped.items())}
+        mapping = [
+            transport for transport in self._transports if isinstance(transport, ShmTransport)
+        ]
+        return {
+            node: reason
+            for transport in mapping
+            for node, reason in list(transport.not_mapped.items())
+        }
 
     def register(self, memory: memoryview) -> None:
-        """As ``Client.register``; transports other than the engine's need nothing."""
+        """As ``Client.register``; only the transfer engine needs it."""
         self.registered.add(memory)
         try:
             if self._engine is not None:
@@ -190,28 +181,27 @@ class TransportSelector:
             raise
 
     def unregister(self, memory: memoryview | int) -> None:
-        """As ``Client.unregister``."""
         if isinstance(memory, int):
             whole = self.registered.take(memory)
-        else:  # unknown memory is passed on: a transfer that was given up may still write to it
+        else:  # unknown memory is passed on: an aborted transfer may still write to it
             whole = self.registered.take(address_of(memory)) or memory
         if whole is not None and self._engine is not None:
             self._engine.unregister(whole)
 
     def reset_after_fork(self, client_number: int) -> None:
-        """As ``forks.watch`` has it. The child's transfer engine starts when it is needed."""
+        """Reset in the child of a fork. The child's transfer engine starts on demand."""
         for transport in self._transports:
             transport.close_after_fork()
         fork_support.leak_deliberately((self._engine, self._workers, self.devices))
         self._make(client_number)
 
     def drop_connections(self) -> None:
-        """Called after a foreign exception has cut a call: the next calls connect anew."""
+        """Reconnect at the next calls, after a foreign exception interrupted a call."""
         for transport in self._transports:
             transport.drop_connections()
 
     def close(self) -> None:
-        """Idempotent. Waits for ``CLOSE_S`` at most, twice."""
+        """Close all transports. Idempotent. Waits for ``CLOSE_S`` at most, twice."""
         with self._lock:
             self._closing.set()
         if self._sweeping is not None:
@@ -241,12 +231,12 @@ class TransportSelector:
             stop = current()
             if stop is not None and stop.is_set:  # the caller cancelled; the node did not fail
                 return ClosedError("the call was cancelled", settled=error.fields.get("settled", 0))
-            # A caller's deadline says nothing about the segment, which other calls are using.
+            # A caller's deadline is no sign of a bad segment, which other calls are using.
             if isinstance(error, SegmentGoneError | NodeUnreachableError):
                 for transport in self._transports:
                     transport.forget(segment)
             if isinstance(error, DeadlineExceededError) and is_final:
-                error.fields["final"] = 1  # no time is left to go elsewhere
+                error.fields["final"] = 1  # no time is left for another node
             return without_frames(error)  # its frames keep memory that is to be unmapped
         names = ", ".join(transport.name for transport in self._transports)
         return NodeUnreachableError(
@@ -264,8 +254,7 @@ class TransportSelector:
             start_thread("kvstore-sweep", self._sweep_forever)
 
     def _sweep_forever(self) -> None:
-        """Drops old mappings regularly. Memory of a restarted node stays allocated as long as a
-        client maps it, and a client may make no call for hours."""
+        """Drop old mappings, which keep memory of restarted nodes allocated."""
         with self._lock:
             if self._sweeping is not None:  # several callers have started it
                 return
@@ -274,7 +263,7 @@ class TransportSelector:
             for sweep in (*(each.sweep for each in self._transports), self.devices.sweep):
                 try:
                     sweep()
-                except Exception:  # a bug; the next round goes on
+                except Exception:  # a bug; the next round continues
                     log.exception("sweep_broken part=%s", sweep.__qualname__)
 
     def _move_stoppable(
@@ -287,7 +276,7 @@ class TransportSelector:
 
 
 def _wait_or_cancel(jobs: Sequence[Job[KVStoreError | None]], stop: CancelToken) -> None:
-    """Returns when no transfer touches the caller's memory any more, even if a signal raises."""
+    """Wait until no transfer touches the caller's memory, even if a signal raises."""
     while not (stop.is_set and all(job.is_done for job in jobs)):
         try:
             stop.set()

@@ -1,8 +1,8 @@
-"""Checks what a program passes to a client, before anything is sent.
+"""Validation of a program's arguments, before anything is sent.
 
-A wrong argument raises InvalidArgumentError, which names the argument, its unit, and what was
-given. Accepted values are taken as meant: numpy's integers count as integers, and an iterator of
-keys as its keys. But a single text is not a sequence of keys, and ``"no"`` is not False.
+An invalid argument raises InvalidArgumentError with its name, unit and value. Equivalent types are
+accepted, such as numpy's integers or an iterator of keys; but a text is not a sequence of keys, and
+``"no"`` is not False.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Duration = float | timedelta | str
 """Seconds, a ``timedelta``, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
 Range = tuple[int, Buffer | Sequence[Buffer]]
-"""Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
+"""Offset in the payload, in bytes, and memory, which is as long as the part."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 Stream = Union[int, "torch.cuda.Stream"]
-"""A stream of a device: torch's, or the driver's handle of it."""
+"""A stream of a device: torch's, or the driver's handle."""
 
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
@@ -55,20 +55,20 @@ SIZE_MAX: Final = SIZE_BYTES_MAX
 CURSOR_MAX: Final = (1 << 64) - 1
 OFFSET_MAX: Final = (1 << 62) - 1
 TIMEOUT_MS_MAX: Final = 3_600_000
-"""The longest time-out of one call; ``ClientConfig.timeout_ms`` has the same bound."""
+"""Maximum timeout of one call, as that of ``ClientConfig.timeout_ms``."""
 KINDS: Final = ("torch", "numpy", "bytes")
 
 
 def check_integer(name: str, value: object, least: int, most: int, unit: str = "") -> int:
-    if type(value) is int and least <= value <= most:  # nearly always
+    if type(value) is int and least <= value <= most:  # fast path
         return value
-    wanted = f"{name} is a whole number{unit and f' of {unit}'}"
+    expected = f"{name} is a whole number{unit and f' of {unit}'}"
     if isinstance(value, bool | np.bool_):
-        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}")
+        raise InvalidArgumentError(f"{expected}, not {_shown(value)}")
     try:
         number = operator.index(cast("SupportsIndex", value))
     except TypeError:
-        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}") from None
+        raise InvalidArgumentError(f"{expected}, not {_shown(value)}") from None
     if not least <= number <= most:
         raise InvalidArgumentError(f"{name} is {least} to {most}, not {_shown(number)}")
     return number
@@ -77,7 +77,7 @@ def check_integer(name: str, value: object, least: int, most: int, unit: str = "
 def check_integers(
     name: str, values: object, least: int, most: int, unit: str = ""
 ) -> Sequence[int]:
-    """Whole numbers within bounds, checked without a Python step for each where all are ``int``."""
+    """Check integers against bounds; lists of ``int`` without a Python step per item."""
     several = sequence(name, values)
     if set(map(type, several)) == {int}:
         numbers = cast("Sequence[int]", several)
@@ -87,8 +87,7 @@ def check_integers(
 
 
 def duration_ms(name: str, value: object, most_ms: int) -> int:
-    """A duration of more than 0: in seconds, a ``timedelta``, or a text with a unit (``"90s"``,
-    ``"1.5h"``; ms, s, min, h, d). Rounded up to milliseconds."""
+    """Return a duration in ms, rounded up; a text has a unit (``"1.5h"``; ms, s, min, h, d)."""
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, str):
@@ -109,7 +108,7 @@ def duration_ms(name: str, value: object, most_ms: int) -> int:
                 f"{name} is a number of seconds, not {_shown(value)}",
                 advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
             ) from None
-    if not 0 < seconds <= most_ms / 1000:  # also refuses NaN
+    if not 0 < seconds <= most_ms / 1000:  # also rejects NaN
         raise InvalidArgumentError(
             f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {_shown(value)}"
         )
@@ -117,7 +116,7 @@ def duration_ms(name: str, value: object, most_ms: int) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or false; 1 and 0 count as well."""
+    """Return the argument as a boolean; 1 and 0 are accepted."""
     if value is True or value is False:
         return value
     if isinstance(value, int | np.bool_ | np.integer) and value in (0, 1):
@@ -134,7 +133,6 @@ def text(name: str, value: object) -> str:
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raises InvalidArgumentError: it is none of these texts."""
     if not isinstance(value, str) or value not in allowed:
         raise InvalidArgumentError(
             f"{name} is {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, "
@@ -143,17 +141,13 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[object]:
-    """The argument as a sequence: an iterator becomes a list, and a single text is refused.
-
-    Raises:
-        BatchTooLargeError: an iterator gives more than ``most``.
-    """
-    if type(value) is list or type(value) is tuple:  # nearly always
+    """Return a sequence; a single text is rejected. Raises BatchTooLargeError."""
+    if type(value) is list or type(value) is tuple:  # fast path
         return value
     if isinstance(value, _TEXTS):
         raise InvalidArgumentError(
             f"{name} is a sequence, and this is one {type(value).__name__}: {_shown(value)}",
-            advice="For a single one, put it between brackets.",
+            advice="Put a single one in brackets.",
         )
     if isinstance(value, Sequence):
         return value
@@ -166,12 +160,11 @@ def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[o
 
 
 def key_list(keys: object, most: int = BATCH_KEYS_MAX) -> list[Key]:
-    """Raises InvalidKeyError; BatchTooLargeError: more than ``most``."""
+    """Return the keys. Raises InvalidKeyError; BatchTooLargeError: more than ``most``."""
     return check_keys(sequence("keys", keys), distinct=False, keys_max=most)
 
 
 def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
-    """The keys, of which none occurs twice, and the values."""
     given = items.items() if isinstance(items, Mapping) else items
     several = cast("Sequence[tuple[AnyKey, Storable]]", sequence("items", given, BATCH_KEYS_MAX))
     try:
@@ -182,7 +175,7 @@ def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
 
 
 def rows(name: str, values: object) -> Sequence[object]:
-    """Values or buffers, one per key. An array or a tensor counts as the sequence of its rows."""
+    """Return values or buffers, one per key. An array or tensor is a sequence of its rows."""
     if isinstance(values, np.ndarray) and not values.ndim:
         raise InvalidArgumentError(f"{name} is a sequence, and this is one number")
     try:
@@ -192,7 +185,7 @@ def rows(name: str, values: object) -> Sequence[object]:
 
 
 def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]:
-    """Pairs of a key and what is given for it; ``keys`` may also be a single key."""
+    """Pair each key with its argument; ``keys`` may also be a single key."""
     if isinstance(keys, str | bytes):
         return [(check_key(keys), given)]
     checked, each = key_list(keys), rows(what, given)
@@ -204,7 +197,7 @@ def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]
 
 
 def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
-    """The offset and the memory of each part; empty parts are left out."""
+    """Return offset and memory of each part; empty parts are skipped."""
     flat: list[tuple[int, memoryview]] = []
     for pair in sequence("ranges", ranges):
         try:
@@ -214,7 +207,7 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
                 "ranges are pairs of an offset in bytes and a buffer"
             ) from None
         offset = check_integer("an offset", offset, 0, OFFSET_MAX, "bytes")
-        for view in writable(buffer)[0]:  # filled in order, as by ``get_into``
+        for view in writable(buffer)[0]:  # filled in sequence, as by ``get_into``
             if len(view):
                 flat.append((offset, view))
             offset += len(view)
@@ -222,11 +215,11 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
 
 
 def check_no_overlap(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
-    """Checks the memory that one call fills. Returns its device; None: it is the host's.
+    """Check the memory that one call fills. Returns its device; None: host memory.
 
     Raises:
-        InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
-        BufferMismatchError: some of it is a view of the pool, or not where the rest is.
+        InvalidArgumentError: buffers overlap.
+        BufferMismatchError: a buffer is a view of the pool, or on another device than the first.
     """
     devices = {
         None if isinstance(payload, list) else payload.device for _, payload in targets if payload
@@ -255,20 +248,20 @@ def check_no_overlap(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
     return devices.pop() if devices else None
 
 
-def _not_apart(what: str) -> InvalidArgumentError:
+def _not_apart(subject: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{what} share memory: the bytes of one value would overwrite those of another",
+        f"{subject} overlap: the bytes of one value would overwrite those of another",
         advice="Give each value memory of its own.",
     )
 
 
 def _shown(value: object) -> str:
-    """How an error shows a value: its type, and its text if that is short."""
+    """Format a value for an error: its type, and its text if that is short."""
     try:
-        shown = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
+        text = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
     except Exception:  # noqa: BLE001  # the program's own class
-        shown = ""
+        text = ""
     of = type(value).__name__
-    if not shown or len(shown) > 60 or not shown.isprintable():
+    if not text or len(text) > 60 or not text.isprintable():
         return f"{'an' if of[0] in 'aeiou' else 'a'} {of}"
-    return shown if value is None or isinstance(value, bool | int | float) else f"{shown} ({of})"
+    return text if value is None or isinstance(value, bool | int | float) else f"{text} ({of})"

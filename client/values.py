@@ -1,12 +1,11 @@
-"""Turns values (torch tensors, numpy arrays, bytes) into bytes and back, dtype and shape intact.
+"""Conversion of values (torch tensors, numpy arrays, bytes) to bytes and back.
 
-A descriptor travels in the header of each object and says what its bytes are: JSON of at most
-``DESCRIPTOR_BYTES_MAX`` bytes, ``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, so that
-other languages can read it. torch is optional and imported only when a tensor is met.
+The header of each object has a descriptor: JSON of at most ``DESCRIPTOR_BYTES_MAX`` bytes,
+``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, readable in other languages. torch is
+optional and imported only for tensors.
 
-Any client may write any descriptor, so readers believe nothing that it says: the dtype must be one
-of plain bytes (``dtypes``), and the shape must fit the payload. An object of which no value
-can be made is still its bytes, for those who ask for bytes.
+Any client may write any descriptor, so readers trust none: the dtype must be plain (``dtypes``),
+and the shape must fit the payload. An object without a valid value can still be read as bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
-"""What ``get`` returns: the kind that was put."""
+"""Values that ``get`` returns: the kind that was put."""
 Storable = Union[
     Value,
     bytearray,
@@ -56,74 +55,57 @@ Storable = Union[
     "DeviceMemory",
     Sequence[Union[Value, bytearray, memoryview, "DeviceMemory"]],
 ]
-"""What ``put`` takes. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a gather
-list: its values are stored one after the other, and come back as one ``bytes``."""
+"""Values that ``put`` accepts. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a
+gather list: its values are concatenated, and come back as one ``bytes``."""
 View = Union[Value, memoryview]
-"""What ``copy=False`` returns: bytes come as a read-only memoryview."""
+"""Values of ``copy=False``: bytes come as a read-only memoryview."""
 Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview, "DeviceMemory"]
-"""What ``get_into`` fills: contiguous and writable."""
+"""Memory that ``get_into`` fills: contiguous and writable."""
 Bytes1D = NDArray[np.uint8]
 Payload = Union[list[memoryview], "DeviceMemory"]
-"""The bytes of one value, or memory to fill: parts of the host's memory, none of them empty, or
-memory of a device."""
+"""The bytes of one value, or memory to fill: non-empty parts of host memory, or device memory."""
 
 
 UNREADABLE = (CorruptObjectError, UnsupportedValueError)
-"""Why no value can be made of an object's bytes here."""
 Unreadable = CorruptObjectError | UnsupportedValueError
 Found = Union[View, None, Unreadable]
-"""A value, a miss, or why there is no value."""
+"""A value, a miss (None), or the reason why there is no value."""
 
 
 class ValueDescription(NamedTuple):
-    """A parsed descriptor."""
-
     kind: Kind
     dtype: str
-    """torch's or numpy's name (``bfloat16``, ``float8_e4m3fn``, ``<M8[ns]``); "" for bytes."""
+    """Name in torch or numpy (``bfloat16``, ``float8_e4m3fn``, ``<M8[ns]``); "" for bytes."""
     shape: tuple[int, ...]
 
 
 class EncodedValue(NamedTuple):
-    """A value as bytes, which alias the value where that is contiguous, and on the CPU or on a
-    device that kvstore copies from itself."""
+    """A value as bytes, which alias it if it is contiguous and its memory supported."""
 
     descriptor: bytes
     parts: Payload
 
 
 class EncodedBatch(NamedTuple):
-    """Values as bytes, a row each."""
-
     sizes: list[int]
-    """In bytes."""
     parts: list[Payload]
-    """All are in the host's memory, or all on one device; an empty value has no parts."""
+    """All in host memory, or all on one device; an empty value has no parts."""
     descriptors: list[bytes]
     device: Device | None = None
-    """Where the values are; None: in the host's memory."""
 
-
-# --- values to bytes ---------------------------------------------------------------------------
 
 _DIMENSIONS_MAX: Final = 64
-"""The most dimensions that numpy allows."""
 _UINT8 = np.dtype(np.uint8)
 
 
 def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = None) -> EncodedBatch:
-    """The values as bytes. Raises as ``encode``.
-
-    Args:
-        on_devices: leaves values where they are, if all of them are on one device. None: they are
-            copied to the host's memory.
-    """
+    """Encode values, in place if all are on one of ``on_devices``. Raises as ``encode``."""
     sizes: list[int] = []
     parts: list[Payload] = []
     descriptors: list[bytes] = []
     devices: set[Device] = set()
     for value in values:
-        if type(value) is np.ndarray and value.dtype is _UINT8:  # a fast path: what engines put
+        if type(value) is np.ndarray and value.dtype is _UINT8:  # a fast path: usual for engines
             data = memoryview(value)  # type: ignore[arg-type]
             size = len(data) if data.ndim == 1 and data.c_contiguous else 0
             if size:
@@ -145,10 +127,10 @@ def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = No
 
 
 def encode(value: Storable, on_devices: ClientDevices | None = None) -> EncodedValue:
-    """The bytes of a value, and the descriptor that says what they are.
+    """Return the bytes and the descriptor of a value.
 
-    A tensor that is not contiguous is copied once, and so is one that is not in CPU memory, unless
-    ``on_devices`` finds it. Its gradient history is left behind.
+    A tensor is copied if it is not contiguous, or not in CPU memory, unless ``on_devices`` finds
+    it. Its gradient history is dropped.
 
     Raises:
         UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
@@ -199,7 +181,7 @@ def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -
 def as_writable(
     buffers: Buffer | Sequence[Buffer], on_devices: ClientDevices
 ) -> tuple[Payload, str]:
-    """As ``writable``; also takes memory that is all on one device."""
+    """As ``writable``; also accepts memory that is all on one device."""
     if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
         data = memoryview(buffers)  # type: ignore[arg-type]
         if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
@@ -226,11 +208,7 @@ def as_writable(
 
 
 def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
-    """Caller's memory to fill, as flat views, and the dtype it expects ("" for raw bytes).
-
-    Raises:
-        BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
-    """
+    """Return flat views to fill, and the dtype ("": raw bytes). Raises BufferMismatchError."""
     views: list[memoryview] = []
     dtypes: set[str] = set()
     for buffer in buffers if isinstance(buffers, list | tuple) else [buffers]:
@@ -271,10 +249,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
 def _encode_tensor(
     torch: ModuleType, tensor: torch.Tensor, on_devices: ClientDevices | None
 ) -> EncodedValue:
-    why = _reject_reason(torch, tensor)
-    if why:
+    reason = _reject_reason(torch, tensor)
+    if reason:
         raise UnsupportedValueError(
-            f"a tensor cannot be stored: {why}",
+            f"a tensor cannot be stored: {reason}",
             advice="Put the dense tensors that it is made of, or value.as_subclass(torch.Tensor).",
             type=type(tensor).__name__,
         )
@@ -294,21 +272,21 @@ def _encode_tensor(
 
 
 def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
-    """Raises BufferMismatchError: the tensor's memory is not its plain values in their order."""
-    why = _reject_reason(torch, tensor)
-    if why or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    """Return the dtype. Raises BufferMismatchError: the memory is not the tensor's plain values."""
+    reason = _reject_reason(torch, tensor)
+    if reason or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise BufferMismatchError(
-            f"a tensor to fill must be dense and contiguous{why and f': {why}'}",
+            f"a tensor to fill must be dense and contiguous{reason and f': {reason}'}",
             advice="Pass tensor.contiguous(), or get into another tensor and copy.",
         )
     return torch_name(tensor.dtype)
 
 
 def _reject_reason(torch: ModuleType, tensor: torch.Tensor) -> str:
-    """Why the tensor is not just the numbers in its memory; empty: it is."""
+    """Return the reason why the tensor is not just the numbers in its memory; empty: it is."""
     of: Any = type(tensor)
     if of is not torch.Tensor and of is not torch.nn.Parameter:
-        # An engine's own classes of parameters say where weights come from, and no more.
+        # Parameter classes of engines only record the origin of weights.
         is_wrapper = of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         if is_wrapper or not isinstance(tensor, torch.nn.Parameter):
             return f"a {of.__name__} is more than its bytes"
@@ -328,7 +306,7 @@ def _reject_reason(torch: ModuleType, tensor: torch.Tensor) -> str:
 
 
 def _check_subclass(value: NDArray[np.generic] | np.generic) -> None:
-    """Raises UnsupportedValueError: a mask, a unit or another meaning would be lost."""
+    """Raise UnsupportedValueError if a mask, a unit or another meaning would be lost."""
     if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedValueError(
             f"a {type(value).__name__} is more than its bytes, which are all that would be stored",
@@ -382,19 +360,13 @@ def _flat_array(size: int) -> bytes:
     return _describe("numpy", "uint8", (size,))
 
 
-# --- bytes to values ---------------------------------------------------------------------------
-
 _BYTES: Final = ValueDescription("bytes", "", ())
-_AS_BYTES: Final = 'Ask for kind="bytes", or remove the object and put it again.'
+_AS_BYTES: Final = 'Use kind="bytes", or remove the object and put it again.'
 
 
 @lru_cache(maxsize=4096)
 def read_descriptor(descriptor: bytes) -> ValueDescription:
-    """What a descriptor says; its dtype need not exist.
-
-    Raises:
-        CorruptObjectError: not a descriptor of this format.
-    """
+    """Parse a descriptor; its dtype need not exist. Raises CorruptObjectError."""
     try:
         read = json.loads(descriptor)
         kind = read["kind"]
@@ -416,24 +388,24 @@ def read_descriptor(descriptor: bytes) -> ValueDescription:
 
 
 def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
-    """The value whose bytes are ``data``, which it aliases (``bytes`` are a copy).
+    """Return the value over ``data``, which it aliases (``bytes`` are a copy).
 
     Args:
-        kind: what to return; None: the kind that was put. ``"bytes"`` needs no descriptor.
+        kind: kind to return; None: the kind that was put. ``"bytes"`` needs no descriptor.
 
     Raises:
         UnsupportedValueError: torch, or the dtype, is not available here.
-        CorruptObjectError: there is no descriptor, or it and the bytes disagree.
+        CorruptObjectError: there is no descriptor, or it does not fit the bytes.
     """
     if kind == "bytes":
         return data.tobytes()
     described = read_descriptor(descriptor)
-    wanted = kind or described.kind
-    if wanted == "bytes":
+    requested = kind or described.kind
+    if requested == "bytes":
         return data.tobytes()
     if described.kind == "bytes":
         described = ValueDescription("numpy", "uint8", (data.size,))
-    if wanted == "torch":
+    if requested == "torch":
         flat = import_torch().from_numpy(data if data.size else np.empty(0, np.uint8))
         return decode_tensor(descriptor, flat)
     dtype = numpy_dtype(described.dtype)
@@ -450,7 +422,7 @@ def _disagree(described: ValueDescription, size: int) -> CorruptObjectError:
 
 
 def _readable(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The array. Raises CorruptObjectError: it holds numbers that are no characters."""
+    """Return the array. Raises CorruptObjectError: it holds invalid characters."""
     if array.dtype.kind == "U" and array.size:
         points = np.dtype(np.uint32).newbyteorder(array.dtype.byteorder)
         if int(array.reshape(-1).view(points).max()) > sys.maxunicode:
@@ -461,8 +433,7 @@ def _readable(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def array_over(
     descriptor: bytes, kind: Kind | None, memory: memoryview, offset: int, size: int
 ) -> NDArray[np.generic]:
-    """A new array over ``size`` bytes of ``memory``, which it keeps alive: the value, if that is to
-    be a numpy array, otherwise its bytes.
+    """Return an array over part of ``memory``: the value, or its bytes if it is no numpy array.
 
     Raises:
         UnsupportedValueError: the dtype is not available here.
@@ -487,7 +458,7 @@ def array_over(
 def _as_array(
     descriptor: bytes, kind: Kind | None
 ) -> tuple[np.dtype[np.generic] | None, ValueDescription, int]:
-    """The dtype, what the descriptor says, and the size in bytes; dtype None: no numpy array."""
+    """Return dtype (None: no numpy array), description and size in bytes."""
     described = _BYTES if kind == "bytes" else read_descriptor(descriptor)
     if (kind or described.kind) != "numpy" or described.kind == "bytes":
         return None, described, 0
@@ -498,10 +469,10 @@ def _as_array(
 def described_as(
     shape: int | Sequence[int], dtype: object, kind: Literal["torch", "numpy"]
 ) -> tuple[bytes, int]:
-    """The descriptor and the payload bytes of a value of this shape and dtype.
+    """Return descriptor and payload bytes of a value of this shape and dtype.
 
     Args:
-        dtype: a ``torch.dtype`` or torch's name of one, or anything that ``numpy.dtype`` takes.
+        dtype: a ``torch.dtype`` or its name, or anything that ``numpy.dtype`` accepts.
 
     Raises:
         UnsupportedValueError: no such dtype here.
@@ -522,8 +493,7 @@ def described_as(
 
 
 def check_dtype(descriptor: bytes, expected: str) -> None:
-    """Raises BufferMismatchError: the object holds another dtype than the buffer, or one that
-    cannot be read."""
+    """Raise BufferMismatchError if the object's dtype is not the buffer's, or unreadable."""
     try:
         stored = read_descriptor(descriptor).dtype
     except CorruptObjectError:
@@ -538,8 +508,7 @@ def check_dtype(descriptor: bytes, expected: str) -> None:
 
 
 def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
-    """The tensor whose bytes are in ``flat``, which it aliases. A value put as bytes is
-    a tensor of ``uint8``.
+    """Return the tensor over ``flat``, which it aliases; of ``uint8`` if it was put as bytes.
 
     Args:
         flat: one-dimensional, of ``uint8``, on any device.
@@ -562,18 +531,18 @@ def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
 
 
 def import_torch() -> ModuleType:
-    """Raises UnsupportedValueError: it is not installed."""
+    """Import torch. Raises UnsupportedValueError: it is not installed."""
     try:
         import torch
     except ImportError:
         raise UnsupportedValueError(
             "this needs torch, which is not installed here",
-            advice='pip install torch; or ask for kind="numpy" or kind="bytes".',
+            advice='pip install torch; or use kind="numpy" or kind="bytes".',
         ) from None
     return torch
 
 
 def _torch_of(value: object) -> ModuleType | None:
-    """torch, if ``value`` is one of its tensors; without importing it."""
+    """Return torch if ``value`` is one of its tensors, without importing it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(value, torch.Tensor) else None

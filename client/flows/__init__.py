@@ -1,1 +1,1 @@
-"""What a client does, as pure generators that yield the calls and transfers to make."""
+"""Flows of the client: pure generators that yield calls and transfers."""

@@ -1,7 +1,6 @@
-"""Allocations: the flows of ``allocate``, and of the put that makes an object of one.
+"""Allocations: the flows of ``allocate`` and of the put of an allocation.
 
-``allocate`` leases memory of the pool, and the program computes into it. The put writes the header
-in front of the payload, commits the allocation under its key, and renews the lease.
+The put writes the header, commits the allocation under its key, and renews the lease.
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ log = logging.getLogger("kvstore.client")
 def allocate(
     context: Context, namespace: Namespace, descriptor: bytes, size: int, wait_ms: int
 ) -> Flow[Value]:
-    """Allocates space for a value of ``size`` payload bytes, on this host, and leases it. Until it
-    is put, it counts for the tenant of ``namespace``.
+    """Allocate and lease space for ``size`` payload bytes on this host.
+
+    The tenant of ``namespace`` is charged for it until it is put.
 
     Raises:
-        NodeUnreachableError: there is no segment on this host that the client may write to in
-            place. Otherwise as ``write``.
+        NodeUnreachableError: this host has no segment that is writable in place. Otherwise as
+            ``write``.
     """
     granted, until = yield from grant(context, namespace, size, wait_ms)
     segment = granted.segment
@@ -54,7 +54,7 @@ def allocate(
             raise NodeUnreachableError(
                 f"the memory of node {segment.node!r} is not mapped here to write, and an "
                 "allocation is written in place",
-                advice="client.stats().not_mapped says why it is not mapped; puts need no mapping.",
+                advice="client.stats().not_mapped has the reason; puts need no mapping.",
                 node=segment.node,
             )
         raise NodeUnreachableError(
@@ -62,7 +62,7 @@ def allocate(
             advice="Start a kvstore-node here, or pass memory= to the client.",
             node=segment.node,
         )
-    # ``np.frombuffer`` refuses to be empty.
+    # ``np.frombuffer`` rejects empty memory.
     array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
     value = decode(descriptor, array)
     watched = array, array.ctypes.data, granted, until, None, value
@@ -73,12 +73,7 @@ def allocate(
 def grant(
     context: Context, namespace: Namespace, size: int, wait_ms: int
 ) -> Flow[tuple[AllocationLease, float]]:
-    """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
-    grant, and until when the client holds it.
-
-    Raises:
-        As ``write``.
-    """
+    """Request space and wipe its header; returns the grant and its end. Raises as ``write``."""
     started = context.clock()
     request = calls.Allocate(
         namespace, size, wait_ms, context.host, context.segments.avoid(), context.here_only,
@@ -89,7 +84,7 @@ def grant(
     segment = segments.get(grants.segments[0])
     if segment is None:
         yield from revoke(grants.epoch, grants.tokens)
-        raise PutRefusedError("the segment went away while it was asked for")
+        raise PutRefusedError("the segment was unmounted during the request")
     until = started + grants.deadline_ms / 1000 - context.lease_margin_s
     granted = AllocationLease(
         grants.epoch, grants.tokens[0], segment, grants.offsets[0], size, grants.capabilities
@@ -104,10 +99,10 @@ def grant(
 
 
 def refuse_lost(context: Context, items: Items) -> None:
-    """Raises ReservationLostError if an item is an allocation that this client has lost."""
+    """Raise ReservationLostError if an item is an allocation that this client has lost."""
     if not context.views.allocated:
         return
-    parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
+    parts = cast("Sequence[list[memoryview]]", items.parts)  # host memory
     for part in itertools.chain.from_iterable(parts):
         lease = context.views.allocation(part)
         if lease is not None and not lease.is_held:
@@ -117,10 +112,7 @@ def refuse_lost(context: Context, items: Items) -> None:
 def put(
     context: Context, lease: Lease, item: Items, options: PutOptions
 ) -> Flow[PutOutcome | None]:
-    """Puts the object whose payload was computed in an allocation.
-
-    Returns:
-        None: the allocation has become another object, from which the payload must be copied.
+    """Put an allocation. Returns None if it became another object; copy the payload then.
 
     Raises:
         ReservationLostError: the client does not hold the allocation any more.
@@ -148,17 +140,17 @@ def put(
     if outcome is not PutOutcome.STORED:  # quarantined: it is readable until its deadline
         lease.mark_redundant()
         return outcome
-    asked = context.clock()
+    requested_at = context.clock()
     renewed = yield from ask(_renewal(named, granted.place), calls.RenewReply)
     held_s = renewed.lease_ms / 1000 if renewed.keys_leased[0] else 0.0
-    lease.convert_to_object(named, asked + held_s - context.lease_margin_s)
+    lease.convert_to_object(named, requested_at + held_s - context.lease_margin_s)
     return outcome
 
 
 def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | None, float]]:
-    """Returns the object that an allocation has become by a commit without an answer, or None if it
-    is still an allocation; and until when the client holds it. (That commit may still arrive. Its
-    object is leased until then, too.)
+    """Resolve a commit without a reply: return the object, or None for an allocation, and its end.
+
+    The commit may still arrive, so its object is leased until then, too.
 
     Raises:
         ReservationLostError: it is neither.
@@ -166,11 +158,11 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | N
     named = lease.unanswered
     if named is None:
         return None, context.clock() + lease.remaining_s
-    asked = context.clock()
+    requested_at = context.clock()
     assert isinstance(lease.what, AllocationLease)
     renew = _renewal(named, lease.what.place, [named.counter])
     renewed = yield from ask(renew, calls.RenewReply)
-    until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
+    until = requested_at + renewed.lease_ms / 1000 - context.lease_margin_s
     lease.capability = renewed.capabilities
     if renewed.keys_leased[0] and lease.is_held:
         lease.convert_to_object(named, until)
@@ -188,14 +180,13 @@ def commit(
     deadline: float,
     written: bytearray,
 ) -> Flow[PutOutcome]:
-    """Gives an allocation its key. Its payload is in place already, so no payload byte moves.
+    """Give an allocation its key. Its payload is in place, so none is copied.
 
     Args:
-        item: a single one, whose payload is in one part.
-        deadline: until when the client holds the allocation.
-        written: the header that an earlier commit of it has written, or empty; set to the new one.
-            An equal header is not written again: the earlier commit may have been executed, and
-            its object removed and wiped since.
+        item: a single item, whose payload is in one part.
+        deadline: end of the client's hold on the allocation.
+        written: the header of an earlier commit, or empty; set to the new one. An equal header is
+            not written again: that commit may have been executed, and its object removed and wiped.
     """
     epoch, token, segment, offset, _, _ = granted
     (key,), (size,), (parts,), (descriptor,), _ = item
@@ -207,10 +198,10 @@ def commit(
     )  # fmt: skip
     end = pack_into(head, header, segment.seed, offset)
     if head != written:
-        written.clear()  # until the new header is whole
+        written.clear()  # until the new header is complete
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
-        move = RangeCopy(offset, memoryview(head), extent=granted.extent)
-        errors = yield [Transfer(segment, [move], True, deadline)]
+        header_copy = RangeCopy(offset, memoryview(head), extent=granted.extent)
+        errors = yield [Transfer(segment, [header_copy], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
             raise copy(errors[0])  # no frame refers to the copy
@@ -224,27 +215,28 @@ def commit(
     )  # fmt: skip
     context.placements.forget(options.namespace, key)
     if committed.header_mac and end + len(committed.header_mac) <= HEADER_BYTES:
-        # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
-        # the next master, or the next start of its node, does not find it.
-        move = RangeCopy(offset + end, memoryview(committed.header_mac), extent=granted.extent)
-        errors = yield [Transfer(segment, [move], True, deadline)]
+        # The object is leased until ``deadline``. Without a header MAC it is stored, but not
+        # recovered after a restart of the master or its node.
+        header_copy = RangeCopy(
+            offset + end, memoryview(committed.header_mac), extent=granted.extent
+        )
+        errors = yield [Transfer(segment, [header_copy], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
             log.debug("header_not_signed key=%s error=%s", key.hex(), errors[0])
     return PutOutcome(committed.outcome)
 
 
-def _renewal(named: ObjectLease, place: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
-    """The call that asks whether an allocation has become this object."""
+def _renewal(named: ObjectLease, location: LeasedExtent, tokens: Sequence[int] = ()) -> calls.Renew:
+    """Return the call that checks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
-        [place.uuid], [place.offset],
+        [location.uuid], [location.offset],
     )  # fmt: skip
 
 
 def _lost() -> ReservationLostError:
     return ReservationLostError(
         "this allocation is lost: its deadline passed before it could be renewed",
-        advice="Stop writing to it and allocate again; kvstore status says whether the "
-        "master answers.",
+        advice="Stop writing to it and allocate again; check the master with kvstore status.",
     )

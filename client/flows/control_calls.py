@@ -1,4 +1,4 @@
-"""The flows that move no payloads: matching, existence, removal, pins, status, traffic, stat."""
+"""Flows without payloads: matches, existence, removals, pins, status, traffic, stat."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ from kvstore.transport.common import RangeCopy, extent_of
 
 
 class PrefixMatchResult(NamedTuple):
-    """How much of a chain is stored, in one namespace."""
+    """Match of a chain in one namespace."""
 
     matched: int
     """Leading keys that are present, and leased."""
     being_written: int
-    """How many keys after the matched ones are being written at this moment, as far as the last
-    request looked."""
+    """Keys after those that are being written, as far as the last request looked."""
 
 
 class EngineMatchResult(NamedTuple):
-    """How much of a chain is stored in every namespace of an engine."""
+    """Match of a chain in every namespace of an engine."""
 
     matched: int
     """Leading keys that all of its chains have, leased; all keys, if it has no chains."""
     being_written: bool
-    """Whether keys after those are being written at this moment."""
+    """Whether keys after those are being written."""
     state: int
-    """Leading keys up to the last one, among the matched, at which all namespaces of states have an
-    object, leased; 0: there is none."""
+    """Leading matched keys up to the last with an object in all state namespaces; 0: none."""
     lease: ReadLease
-    """The lease of all that was found, for ``Client.release_match``."""
+    """The lease on all of it, for ``Client.release_match``."""
 
 
 def match_all(
@@ -56,34 +54,32 @@ def match_all(
     states: Sequence[Namespace],
     keys: Sequence[Key],
 ) -> Flow[EngineMatchResult]:
-    """One call, unless there are more keys than a request may have."""
     lease = context.leases.new()
     state: int | None = None
     if states and namespaces and len(keys) <= keys_per_request(keys):
         request = calls.MatchPrefix(
             namespaces, keys, False, states, lease.number, context.leases.take()
         )
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        matches = [PrefixMatchResult(each.matched, each.being_written) for each in answer.matches]
-        state = answer.state
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        matches = [PrefixMatchResult(match.matched, match.being_written) for match in reply.matches]
+        state = reply.state
     else:
         matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
-    matched = min((each.matched for each in matches), default=len(keys))
+    matched = min((match.matched for match in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
-    return EngineMatchResult(matched, any(each.being_written for each in matches), state, lease)
+    return EngineMatchResult(matched, any(match.being_written for match in matches), state, lease)
 
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
-    """As ``calls.MatchPrefixReply.state``, for any number of keys: asks from the end of the
-    chain."""
-    end, most = len(keys), keys_per_request(keys)
+    """As ``calls.MatchPrefixReply.state``, for any number of keys; searches from the end."""
+    end, keys_max = len(keys), keys_per_request(keys)
     while end > 0:
-        start = max(0, end - most)
+        start = max(0, end - keys_max)
         request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        if answer.state:
-            return start + answer.state
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        if reply.state:
+            return start + reply.state
         end = start
     return 0
 
@@ -91,7 +87,7 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLea
 def match_prefix(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
 ) -> Flow[list[PrefixMatchResult]]:
-    """How much of a chain each namespace has; leased until the last blocks found were read."""
+    """Match a chain in each namespace; leased until the last blocks found are read."""
     lease = context.leases.new()
     matches = yield from _match(context, namespaces, keys, lease)
     tips = {
@@ -107,22 +103,21 @@ def match_prefix(
 def _match(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
 ) -> Flow[list[PrefixMatchResult]]:
-    """Matches as many keys as a request may have, from the front, as long as any namespace has all
-    of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
-    the next call."""
+    """Match from the front in requests of the maximum size, while any namespace has all keys of
+    one. Matched keys are leased, so the prefix stays complete during the next call."""
     found = [PrefixMatchResult(0, 0)] * len(namespaces)
-    whole = list(range(len(namespaces)))
-    most = keys_per_request(keys)
-    for start in range(0, len(keys), most):
-        piece = keys[start : start + most] if len(keys) > most else keys
-        asked = [namespaces[index] for index in whole]
+    complete = list(range(len(namespaces)))
+    keys_max = keys_per_request(keys)
+    for start in range(0, len(keys), keys_max):
+        chunk = keys[start : start + keys_max] if len(keys) > keys_max else keys
+        requested = [namespaces[index] for index in complete]
         released = context.leases.take()
-        request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)
-        answer = yield from ask(request, calls.MatchPrefixReply)
-        for index, each in zip(whole, answer.matches, strict=True):
-            found[index] = PrefixMatchResult(start + each.matched, each.being_written)
-        whole = [index for index in whole if found[index].matched == start + len(piece)]
-        if not whole:
+        request = calls.MatchPrefix(requested, chunk, False, (), lease.number, released)
+        reply = yield from ask(request, calls.MatchPrefixReply)
+        for index, match in zip(complete, reply.matches, strict=True):
+            found[index] = PrefixMatchResult(start + match.matched, match.being_written)
+        complete = [index for index in complete if found[index].matched == start + len(chunk)]
+        if not complete:
             break
     return found
 
@@ -136,12 +131,12 @@ def exists(
     request = calls.Exists(namespace, keys, lease.number if lease else 0, context.leases.take())
     existing = yield from ask(request, calls.ExistsReply)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
-    there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
+    stored: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
     if lease is not None:
-        found = {(namespace, Key(key)): None for key in compress(keys, there)}
+        found = {(namespace, Key(key)): None for key in compress(keys, stored)}
         lease.unread = len(found)
         context.leases.expect(lease, found)
-    return there
+    return stored
 
 
 def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
@@ -152,11 +147,11 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     removed = yield from _removing(calls.Remove(namespace, keys), calls.RemoveReply)
     for key in keys:
         context.placements.forget(namespace, key)
-    return [bool(each) for each in removed.removed]
+    return [bool(is_removed) for is_removed in removed.removed]
 
 
 def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bool]]:
-    """Keeps objects from eviction; per key, whether it is there and is pinned now."""
+    """Protect objects from eviction; per key, whether it is stored and now pinned."""
     pinned: list[bool] = []
     for start in range(0, len(keys), PIN_KEYS_MAX):
         request = calls.Pin(namespace, keys[start : start + PIN_KEYS_MAX], hold_ms)
@@ -173,18 +168,18 @@ def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
 
 
 CLEAR_STEP = 1_024
-"""Objects removed per call: a few milliseconds of the master, one order to each node."""
+"""Objects removed per call: a few milliseconds of the master, one wipe request per node."""
 
 
 def clear_page(context: Context, namespace: str) -> Flow[calls.ClearReply]:
-    """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
+    """Remove some objects of a namespace ("": all); repeat until none is removed."""
     cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.ClearReply)
     context.placements.clear()
     return cleared
 
 
 def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
-    """Repeats the call for up to a second: a new master has no node yet to record the removal."""
+    """Repeat the call for up to a second: a new master has no node yet to record the removal."""
     for pause_s in (0.05, 0.15, 0.3, 0.5):
         try:
             return (yield from ask(request, expected))
@@ -196,7 +191,6 @@ def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
 
 
 def status() -> Flow[calls.ClusterStatus]:
-    """As ``Client.status``."""
     status = yield from ask(calls.Status(), calls.ClusterStatus)
     while status.next_cursor:
         page = yield from ask(calls.Status(status.next_cursor), calls.ClusterStatus)
@@ -205,7 +199,6 @@ def status() -> Flow[calls.ClusterStatus]:
 
 
 def traffic(namespace: str) -> Flow[calls.TrafficReport]:
-    """As ``Client.traffic``; "": of every namespace."""
     report = yield from ask(calls.Traffic(namespace), calls.TrafficReport)
     while report.next_cursor:
         request = calls.Traffic(namespace, report.next_cursor)
@@ -214,24 +207,23 @@ def traffic(namespace: str) -> Flow[calls.TrafficReport]:
 
 
 def ping_leader() -> Flow[None]:
-    """The cheapest question to the master that leads. It names no namespace, so that an engine may
-    ask it whatever its namespaces are."""
+    """Call the leader without a namespace, so that any identity of an engine may do so."""
     yield from ask(calls.DescribeSegments(()), calls.DescribeSegmentsReply)
 
 
 class ObjectStat(NamedTuple):
     detail: calls.ObjectDetail
     header: Header | None
-    """The header of the first replica; None: it is being written, or cannot be read now."""
+    """The header of the first replica; None: it is being written, or is unreadable."""
 
 
 def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:
-    asked = context.clock()
+    requested_at = context.clock()
     detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
     if detail.row is None:
         return None
     epoch = detail.epoch or detail.version.epoch  # the object's own is wrong after a restart
-    placed = yield from resolve_placements(context, epoch, detail.placements, asked + 1.0)
+    placed = yield from resolve_placements(context, epoch, detail.placements, requested_at + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)
     segment, offset, capability = placed[0].replicas[0]

@@ -1,12 +1,9 @@
-"""Copying objects from node to node: the flows of ``move_page`` and ``repair_page``.
+"""Copies of objects between nodes: the flows of ``move_page`` and ``repair_page``.
 
-    start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
-                                                     │ no: given back; corrupt if it is still there
-
-An object of a draining node gets a new version at its new place; an additional replica keeps the
-version. ``put_end`` refuses both if the object was removed or replaced during the copy. So it is
-enough to verify the bytes that were read, and the copy needs no lease. Without one, the object can
-be evicted while it is read: wrong bytes are bad memory only under a header that is still there.
+An object of a draining node gets a new version; an additional replica keeps its version.
+``put_end`` rejects both if the object was removed or replaced during the copy, so the copy only
+verifies what it read and needs no lease. Without one, the object can be evicted meanwhile: wrong
+bytes are bad memory only if the header is still there.
 """
 
 from __future__ import annotations
@@ -32,33 +29,29 @@ from kvstore.transport.common import RangeCopy, extent_of
 log = logging.getLogger("kvstore.client")
 
 OBJECTS_MAX = 128
-"""Objects moved by one call. The master finds, and makes, room for each one: some 10 ms."""
+"""Maximum objects per call. The master allocates, and evicts, for each: some 10 ms."""
 
 BYTES_MAX = 64 << 20
-"""Bytes moved by one call, unless one object is larger: the client holds them in memory."""
+"""Bytes per call, unless one object is larger: the client buffers them."""
 
 REPAIRED_BYTES_MAX = 16 << 20
-"""The same for one call of ``repair_page``: the memory of a node's process may be limited to little
-more than its segment."""
+"""The same for ``repair_page``: a node's process may have little more memory than its segment."""
 
 
 class MoveProgress(NamedTuple):
-    """The result of one step of a pass over a node's objects."""
-
     next_cursor: int
-    """Where the next step begins; 0: the pass is over."""
+    """Start of the next step; 0: the pass is complete."""
     objects: int
     size: int
-    """Payload bytes of the moved objects."""
     failed: int
-    """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
+    """Objects that could not be moved now: replaced, removed, or a node did not reply."""
     remaining: int
-    """Objects for which other nodes have no space but that of objects that may not be evicted."""
+    """Objects for which other nodes have no space without disallowed evictions."""
     remaining_size: int
     evicted: int
-    """Less recently used objects on other nodes that were evicted to make room."""
+    """Less recently used objects on other nodes, evicted to free space."""
     corrupt: int
-    """Objects whose bytes do not match their checksum; they stay where they are."""
+    """Objects that do not match their checksum; they stay where they are."""
 
 
 @dataclass(slots=True)
@@ -70,25 +63,19 @@ class _Copy:
     new_version: tuple[int, int]
     token: int
     source: tuple[int, int, bytes]
-    """Segment, offset, and the capability for the extent."""
+    """Segment, offset and capability of the extent."""
     targets: list[tuple[int, int, bytes]]
-    """The same, with the stamp behind the capability, if there is one."""
+    """The same; the capability is followed by the header MAC, if there is one."""
     head: bytearray
     data: bytearray
     hasher: xxh3_64
     header: Header | None = None
-    """The header, once it has been read and verified."""
 
 
 def move_page(
     context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
 ) -> Flow[MoveProgress]:
-    """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
-
-    Raises:
-        InvalidArgumentError: there is no such node, or it is not being drained.
-        BusyError, MasterUnreachableError, DeadlineExceededError
-    """
+    """Move some objects of a draining node (``calls.StartMoves``). Raises InvalidArgumentError."""
     request = calls.StartMoves(
         node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number,
         evict_up_to=evict_up_to,
@@ -97,12 +84,7 @@ def move_page(
 
 
 def repair_page(context: Context, node: str) -> Flow[MoveProgress]:
-    """Copies some objects of this node to other nodes, if the master wants more replicas.
-
-    Raises:
-        InvalidArgumentError: there is no such node, or the master does not repair.
-        BusyError, MasterUnreachableError, DeadlineExceededError
-    """
+    """Copy objects that need replicas to other nodes. Raises InvalidArgumentError."""
     avoid = context.segments.avoid()
     request = calls.StartMoves(
         node, 0, OBJECTS_MAX, REPAIRED_BYTES_MAX, avoid, context.client_number, repair=True
@@ -146,8 +128,8 @@ def _copies(reply: calls.StartMovesReply) -> list[_Copy]:
     at = 0
     for row, token in enumerate(grants.tokens):
         width = grants.replicas
-        places = slice(row * width, (row + 1) * width)
-        columns = grants.segments[places], grants.offsets[places], writable[places]
+        own_rows = slice(row * width, (row + 1) * width)
+        columns = grants.segments[own_rows], grants.offsets[own_rows], writable[own_rows]
         targets = zip(*columns, strict=True)
         size = sources.sizes[row]
         version = sources.epochs[row], sources.counters[row]
@@ -176,7 +158,7 @@ def _read(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """Fills ``data`` of each copy, and ``header`` if all is right. Returns how many are corrupt."""
+    """Set ``data`` and (if valid) ``header`` of each copy; returns the corrupt objects' number."""
     transfers = _reads(copies, segments, deadline, payload=True)
     failed = yield from carry_out(context, transfers)
     wrong: list[_Copy] = []
@@ -201,7 +183,7 @@ def _reads(
     *,
     payload: bool,
 ) -> dict[int, Transfer]:
-    """The reads of each segment: of every header and, if ``payload``, of the payload after it."""
+    """Build the reads per segment: every header and, with ``payload``, the payload after it."""
     transfers: dict[int, Transfer] = {}
     for copy in copies:
         segment_id, offset, capability = copy.source
@@ -213,13 +195,13 @@ def _reads(
         )
         transfer.moves.append(RangeCopy(offset, memoryview(copy.head), extent=extent))
         if payload and copy.size:
-            place, data = offset + HEADER_BYTES, memoryview(copy.data)
-            transfer.moves.append(RangeCopy(place, data, copy.hasher, extent))
+            payload_at, data = offset + HEADER_BYTES, memoryview(copy.data)
+            transfer.moves.append(RangeCopy(payload_at, data, copy.hasher, extent))
     return transfers
 
 
 def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
-    """The header that was read, if it is that of the version to copy."""
+    """Return the header that was read, if it is that of the version to copy."""
     segment_id, offset, _ = copy.source
     header = unpack(copy.head, segments[segment_id].seed, offset)
     if header is None or (header.epoch, header.counter) != copy.version:
@@ -233,9 +215,7 @@ def _count_corrupt(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """How many of these are still there, so that their memory is bad. The others were removed
-    between their header and their payload: without a lease their memory may be given to another
-    object, but not before their header is wiped."""
+    """Count the objects that are still stored, whose memory is bad."""
     failed = yield from carry_out(context, _reads(wrong, segments, deadline, payload=False))
     corrupt = 0
     for copy in wrong:
@@ -253,7 +233,7 @@ def _write(
     epoch: int,
     deadline: float,
 ) -> Flow[list[_Copy]]:
-    """Writes the copies and ends their puts; returns the copies that succeeded."""
+    """Write the copies and end their puts; returns the copies that succeeded."""
     transfers: dict[tuple[int, Namespace], ObjectWrites] = {}
     for copy in copies:
         assert copy.header is not None
@@ -261,11 +241,11 @@ def _write(
         views = [memoryview(copy.data)] if copy.size else []
         for segment_id, offset, capability in copy.targets:
             if segment_id in segments:
-                place = segment_id, copy.namespace
-                if place not in transfers:
+                group = segment_id, copy.namespace
+                if group not in transfers:
                     segment = segments[segment_id]
-                    transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
-                transfers[place].rows.append((
+                    transfers[group] = ObjectWrites(segment, copy.namespace, deadline)
+                transfers[group].rows.append((
                     offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
                     capability,
                 ))  # fmt: skip
@@ -279,8 +259,8 @@ def _write(
         if on <= segments.keys() and not on & lost.keys():
             written.append(copy)
         else:
-            why = [error for segment_id in on for error in lost.get(segment_id, ())]
-            yield from revoke(epoch, [copy.token], why)
+            reasons = [error for segment_id in on for error in lost.get(segment_id, ())]
+            yield from revoke(epoch, [copy.token], reasons)
     if not written:
         return []
     ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEndReply)

@@ -1,20 +1,11 @@
-"""Whole objects between a segment and the memory of a device.
+"""Complete objects between a segment and the memory of a device.
 
-Where the segment is mapped and the device's driver has locked its pages, the device copies straight
-between its memory and the extents: one copy each way. Elsewhere the bytes take two steps, through
-the ring of page-locked memory or, if they do not fit there, through ordinary memory; the second
-step is the usual transfer of the same rows.
+If the segment is mapped and its pages are locked, the device copies directly. Otherwise the bytes
+pass through the ring of page-locked memory or ordinary memory, and the usual transfer follows. In
+the memory of the same device it copies there, and also to the ring if the host needs a checksum.
 
-The work that was queued before the call has ended when a transfer begins (the step
-``WaitForDevice``).
-
-A segment may be in the memory of the same device, which then copies within its memory. The
-processor has to see the bytes for their checksum, so those that are written, and those that are
-read and verified, are copied to the ring as well: once over the bus, as without such a segment.
-
-Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
-the device copies the next. They are right because of the lease, as for any reader: while it holds,
-the bytes in the pool do not change between the copy and the checksum.
+The host hashes one group in the pool while the device copies the next. The lease guarantees that
+these bytes do not change in between.
 """
 
 from __future__ import annotations
@@ -56,8 +47,7 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> WaitForDevice:
-    """The step that waits for the events of the payloads (``DeviceMemory.after``). If a payload has
-    none, or a stream is given, it also waits for the work queued on the stream before the call."""
+    """Return the step that waits for the payloads' events, or without one for the stream."""
     memories = [payload for payload in payloads if not isinstance(payload, list)]
     events = [event for memory in memories for event in memory.after]
     if stream is not None or not all(memory.after for memory in memories):
@@ -66,7 +56,7 @@ def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) ->
 
 
 class DeviceReads(ObjectReads):
-    """``ObjectReads`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+    """Reads into the memory of one device; each row holds a ``DeviceMemory``."""
 
     __slots__ = ()
 
@@ -83,78 +73,75 @@ class DeviceReads(ObjectReads):
             self.outcomes = outcomes
             return
         with (
-            _straight(device, transport, self.segment) as locked,
-            _DeviceCopies(device, deadline) as under_way,
+            _direct(device, transport, self.segment) as locked,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
-                    outcomes += self._straight(group, under_way, transport, locked)
-                    under_way.wait_for_copies(all_but=1)
+                    outcomes += self._direct(group, in_progress, transport, locked)
+                    in_progress.wait_for_copies(all_but=1)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         outcomes += self._staged(part, device, transport, deadline)
         if locked is not None:
-            transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
+            transport.memory(self.segment)  # raises if the segment was unmounted
         self.outcomes = outcomes
 
-    def _straight(
+    def _direct(
         self,
         group: list[ReadRow],
-        under_way: _DeviceCopies,
+        in_progress: _DeviceCopies,
         transport: Transport,
         locked: LockedSegment,
     ) -> list[Outcome]:
-        """Lets the device copy the payloads, and verifies them meanwhile."""
+        """Let the device copy the payloads, and verify them meanwhile."""
         memory = transport.memory(self.segment)
         bare = _bare(group)
         found = headers(memory, self.segment, self.namespace, bare)
-        there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
-        under_way.copy(Direction.LOAD, there, locked.base, locked)
-        if not self.verify or not there:
+        intact = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
+        in_progress.copy(Direction.LOAD, intact, locked.base, locked)
+        if not self.verify or not intact:
             return found
-        deadline = under_way.deadline
+        deadline = in_progress.deadline
         return transport.read_objects(self.segment, self.namespace, bare, True, deadline)
 
     def _within(
         self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> list[Outcome]:
-        """The device copies within its memory, after the headers have been checked."""
+        """Check the headers, then let the device copy within its memory."""
         with (
             transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
-            _DeviceCopies(device, deadline) as under_way,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
-            there = [row for row, header in zip(group, found, strict=True) if header is not None]
-            under_way.copy(Direction.LOAD, there, ranges.base)
+            intact = [row for row, header in zip(group, found, strict=True) if header is not None]
+            in_progress.copy(Direction.LOAD, intact, ranges.base)
             return _checked_on(self, group, found, ranges, deadline, check)
 
     def _staged(
         self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
     ) -> list[Outcome]:
-        with _room(device, _payload_bytes(group), deadline) as room:
+        with _staging_memory(device, _payload_bytes(group), deadline) as staging:
             reads = ObjectReads(self.segment, self.namespace, verify=self.verify)
-            reads.rows = _into(group, room.memory)
+            reads.rows = _into(group, staging.memory)
             reads.run(transport, deadline)
             outcomes = reads.outcomes
-            there = [isinstance(found, bytes) for found in outcomes]
-            room.copy(Direction.LOAD, group, there, deadline)
+            intact = [isinstance(found, bytes) for found in outcomes]
+            staging.copy(Direction.LOAD, group, intact, deadline)
         return outcomes
 
 
 class DeviceHeaderChecks(ObjectReads):
-    """Checks, without a copy, objects in the memory of a device that a program is to use there. The
-    rows have no buffers; the ``outcomes`` are those of any read."""
+    """Header checks of objects that a program is to use in device memory. Rows have no buffers."""
 
     __slots__ = ("lent",)
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[DeviceView | None] = []
-        """Per row the memory of the object; None: it was not found."""
 
     def run(self, transport: Transport, deadline: float) -> None:
-        """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""
         self.lent = [None] * len(self.rows)
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
@@ -171,7 +158,7 @@ class DeviceHeaderChecks(ObjectReads):
 
 
 class DeviceWrites(ObjectWrites):
-    """``ObjectWrites`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+    """Writes from the memory of one device; each row holds a ``DeviceMemory``."""
 
     __slots__ = ()
 
@@ -187,33 +174,33 @@ class DeviceWrites(ObjectWrites):
             return
         unsealed: deque[list[WriteRow]] = deque()
         with (
-            _straight(device, transport, self.segment) as locked,
-            _DeviceCopies(device, deadline) as under_way,
+            _direct(device, transport, self.segment) as locked,
+            _DeviceCopies(device, deadline) as in_progress,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
-                    self._begin(group, under_way, transport, locked)
+                    self._begin(group, in_progress, transport, locked)
                     unsealed.append(group)
-                    if len(unsealed) > 1:  # checksums of one are computed while the next is copied
-                        under_way.wait_for_copies(all_but=1)
+                    if len(unsealed) > 1:  # one is hashed while the next is copied
+                        in_progress.wait_for_copies(all_but=1)
                         self._write_headers(unsealed.popleft(), transport, deadline)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         self._staged(part, device, transport, deadline)
-            under_way.wait_for_copies()
+            in_progress.wait_for_copies()
             for group in unsealed:
                 self._write_headers(group, transport, deadline)
 
     def _within(
         self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> None:
-        """The device copies within its memory. The checksums are of the bytes in the segment."""
+        """Let the device copy within its memory; checksums cover the bytes in the segment."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
         with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
-            with _DeviceCopies(device, deadline) as under_way:
-                under_way.copy(Direction.SAVE, group, ranges.base)
+            with _DeviceCopies(device, deadline) as in_progress:
+                in_progress.copy(Direction.SAVE, group, ranges.base)
             payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
             heads = [RangeCopy(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
             hashers = ranges.hashed(payloads, deadline, check)
@@ -225,27 +212,25 @@ class DeviceWrites(ObjectWrites):
     def _begin(
         self,
         group: list[WriteRow],
-        under_way: _DeviceCopies,
+        in_progress: _DeviceCopies,
         transport: Transport,
         locked: LockedSegment,
     ) -> None:
-        """Wipes the headers, and lets the device copy the payloads to their places."""
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
-        under_way.copy(Direction.SAVE, group, locked.base, locked)
+        in_progress.copy(Direction.SAVE, group, locked.base, locked)
 
     def _write_headers(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
-        """Writes the headers of objects whose payloads are in their places."""
         transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
 
     def _staged(
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
     ) -> None:
-        with _room(device, _payload_bytes(group), deadline) as room:
-            room.copy(Direction.SAVE, group, [True] * len(group), deadline)
+        with _staging_memory(device, _payload_bytes(group), deadline) as staging:
+            staging.copy(Direction.SAVE, group, [True] * len(group), deadline)
             writes = ObjectWrites(self.segment, self.namespace, deadline)
-            writes.rows = _into(group, room.memory)
+            writes.rows = _into(group, staging.memory)
             writes.run(transport, deadline)
 
 
@@ -256,10 +241,10 @@ def _headers_on(
     deadline: float,
     check: Callable[[], None],
 ) -> list[Header | None]:
-    """The headers of these rows on a device; None: another object is there."""
+    """Return the headers of these rows on a device; None: another object is there."""
     heads = [bytearray(HEADER_BYTES) for _ in group]
-    moves = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
-    ranges.read(moves, deadline, check)
+    copies = [RangeCopy(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+    ranges.read(copies, deadline, check)
     return [
         header_of(head, reads.segment.seed, reads.namespace, row)
         for row, head in zip(group, heads, strict=True)
@@ -274,17 +259,16 @@ def _checked_on(
     deadline: float,
     check: Callable[[], None],
 ) -> list[Outcome]:
-    """The outcomes of these rows, with the payloads compared with their checksums where the reads
-    verify."""
+    """Return the outcomes of these rows; verifies payloads if the reads do."""
     bad: set[int] = set()
     if reads.verify:
         pairs = zip(group, found, strict=True)
-        there = [(row, header) for row, header in pairs if header is not None]
-        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+        intact = [(row, header) for row, header in pairs if header is not None]
+        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in intact]
         hashers = ranges.hashed(payloads, deadline, check)
         bad = {
             row[0]
-            for (row, header), hasher in zip(there, hashers, strict=True)
+            for (row, header), hasher in zip(intact, hashers, strict=True)
             if hasher.intdigest() != header.payload_checksum
         }
     return [
@@ -294,13 +278,13 @@ def _checked_on(
 
 
 class _DeviceCopies:
-    """Copies that the device makes at this moment; when the ``with`` block ends, so have they."""
+    """Copies in progress on the device; leaving the ``with`` block waits for them."""
 
     def __init__(self, device: Device, deadline: float) -> None:
         self.deadline = deadline
         self._device = device
         self._events: deque[Event | None] = deque()
-        """One per group, in their order; None: a group without bytes."""
+        """One per group, in sequence; None: a group without bytes."""
 
     def __enter__(self) -> Self:
         return self
@@ -309,24 +293,23 @@ class _DeviceCopies:
         self.wait_for_copies()
 
     def copy(
-        self, way: Direction, rows: Sequence[Any], base: int, locked: LockedSegment | None = None
+        self,
+        direction: Direction,
+        rows: Sequence[Any],
+        base: int,
+        locked: LockedSegment | None = None,
     ) -> None:
-        """Queues the copies between the memory of these rows and their extents.
-
-        Args:
-            base: the address of the segment, where it is mapped or on the device.
-            locked: the segment, if it is mapped.
-        """
+        """Queue copies between rows and their extents. ``base``: the segment's address."""
         with_bytes = [row for row in rows if row[1]]
         event = None
         if with_bytes:
-            places = [base + row[0] + HEADER_BYTES for row in with_bytes]
-            copies = layout_copies([row[5] for row in with_bytes], places)
-            event = self._device.copy(way, copies, locked)
+            addresses = [base + row[0] + HEADER_BYTES for row in with_bytes]
+            copies = layout_copies([row[5] for row in with_bytes], addresses)
+            event = self._device.copy(direction, copies, locked)
         self._events.append(event)
 
     def wait_for_copies(self, all_but: int = 0) -> None:
-        """Waits for the copies of all groups but the last ``all_but``."""
+        """Wait for the copies of all groups except the last ``all_but``."""
         while len(self._events) > all_but:
             if (event := self._events[0]) is not None:
                 self._device.wait_for_copies(event, self.deadline)
@@ -342,26 +325,26 @@ class _HostMemory:
         self._is_locked = is_locked
 
     def copy(
-        self, way: Direction, group: Sequence[Any], wanted: Sequence[bool], deadline: float
+        self, direction: Direction, group: Sequence[Any], selected: Sequence[bool], deadline: float
     ) -> None:
-        """Copies the payloads of the wanted rows between the device and this memory."""
+        """Copy the payloads of the ``selected`` rows between the device and this memory."""
         base = address_of(self.memory)
         values: list[DeviceMemory] = []
-        places: list[int] = []
-        for row, is_wanted in zip(group, wanted, strict=True):
-            if is_wanted and row[1]:
+        addresses: list[int] = []
+        for row, is_selected in zip(group, selected, strict=True):
+            if is_selected and row[1]:
                 values.append(row[5])
-                places.append(base)
+                addresses.append(base)
             base += row[1]
         if values:
-            copies = layout_copies(values, places)
+            copies = layout_copies(values, addresses)
             copy = self._device.copy if self._is_locked else self._device.copy_ordinary
-            self._device.wait_for_copies(copy(way, copies), deadline)
+            self._device.wait_for_copies(copy(direction, copies), deadline)
 
 
 @contextmanager
-def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
-    """A slot of the ring of page-locked memory; ordinary memory, if ``size`` exceeds a slot."""
+def _staging_memory(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
+    """Yield a slot of the page-locked ring; ordinary memory, if ``size`` exceeds a slot."""
     if size > device.ring.slot_bytes:
         ordinary = np.empty(size, np.uint8)
         yield _HostMemory(device, memoryview(ordinary), False)  # type: ignore[arg-type]
@@ -371,10 +354,10 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
 
 
 @contextmanager
-def _straight(
+def _direct(
     device: Device, transport: Transport, segment: SegmentInfo
 ) -> Iterator[LockedSegment | None]:
-    """The mapped segment, for copies by the device itself; None: it is not mapped here."""
+    """Yield the mapped segment, for direct copies by the device; None: it is not mapped."""
     is_mounted: Callable[[], bool] | None = (
         transport.mount_checker(segment) if transport.maps else None
     )
@@ -389,7 +372,7 @@ def _lock(
     device: Device, locked: LockedSegment, group: Sequence[ReadRow] | Sequence[WriteRow],
     segment: SegmentInfo,
 ) -> bool:  # fmt: skip
-    """Locks the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
+    """Lock the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
     for row in group:
         offset, size = row[:2]
         if offset < SUPERBLOCK_BYTES or offset + HEADER_BYTES + size > segment.size:
@@ -398,7 +381,7 @@ def _lock(
 
 
 def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
-    """The rows in groups of at most so many payload bytes; a larger row is a group of its own."""
+    """Group the rows by total payload size; a larger row is a group of its own."""
     group: list[RowT] = []
     size = 0
     for row in rows:
@@ -416,7 +399,6 @@ def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
 
 
 def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where each row's object begins, and how many bytes it has with its header."""
     return [(row[0], HEADER_BYTES + row[1]) for row in rows]
 
 
@@ -425,7 +407,7 @@ def _payload_bytes(rows: Sequence[Any]) -> int:
 
 
 def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
-    """The rows with host memory in the place of the device's, end to end."""
+    """Return the rows with host memory instead of device memory, end to end."""
     made = []
     at = 0
     for row in rows:
@@ -436,5 +418,5 @@ def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
 
 
 def _bare(rows: Sequence[Any]) -> list[Any]:
-    """The rows without buffers: their payloads stay in their places in the segment."""
+    """Return the rows without buffers: their payloads stay in the segment."""
     return [(*row[:5], None, *row[6:]) for row in rows]

@@ -1,8 +1,4 @@
-"""Getting values: the flows of ``get`` and its siblings.
-
-``get_ranges`` reads header and parts in one go. A checksum covers a whole payload, so for a part
-only the header is checked: it says that this version of the object is there, and was complete.
-"""
+"""Reads of values: the flows of ``get`` and its siblings; ranges are not hashed."""
 
 from __future__ import annotations
 
@@ -50,8 +46,8 @@ def get(context: Context, key: Key, options: GetOptions) -> Flow[View | None]:
 
 def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[View | None]]:
     found = yield from _found(context, keys, options)
-    values = [None if isinstance(each, UNREADABLE) else each for each in found]
-    unreadable = [each for each in found if isinstance(each, UNREADABLE)]
+    values = [None if isinstance(value, UNREADABLE) else value for value in found]
+    unreadable = [value for value in found if isinstance(value, UNREADABLE)]
     if unreadable:
         context.count("unreadable_objects", len(unreadable))
         log.warning(
@@ -62,7 +58,6 @@ def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow
 
 
 def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Gets values as ``options`` say: as copies, or as views of the pool."""
     if options.copy:
         return read_values(context, keys, options)
     view = views.view_tensors if options.device else views.view_values
@@ -91,14 +86,14 @@ def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
 
 
 class ObjectParts(ReadTarget):
-    """Parts of one object to read, and the caller's memory for them."""
+    """Ranges of one object to read, and the caller's memory for them."""
 
     __slots__ = ("head", "ranges")
 
     def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
         super().__init__(key)
         self.ranges = ranges
-        """Where each begins in the payload, and its memory; none is empty."""
+        """Offset in the payload and memory of each; none is empty."""
         self.head = bytearray(HEADER_BYTES)
 
 
@@ -114,11 +109,7 @@ class PartReads(ObjectReads):
     def add(
         self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
     ) -> None:
-        """As ``ObjectReads.add``.
-
-        Raises:
-            BufferMismatchError: a range is not within the payload.
-        """
+        """As ``ObjectReads.add``. Raises BufferMismatchError: a range is not within the payload."""
         assert isinstance(target, ObjectParts)
         extent = extent_of(offset, placed.size, capability)
         self.moves.append(RangeCopy(offset, memoryview(target.head), extent=extent))
@@ -126,7 +117,7 @@ class PartReads(ObjectReads):
             if start + len(view) > placed.size:
                 raise BufferMismatchError(
                     f"the object has {placed.size} bytes, a range ends at {start + len(view)}",
-                    advice="Ask lookup(keys) for the sizes first.",
+                    advice="Call lookup(keys) for the sizes first.",
                     size_bytes=placed.size,
                     key=target.key.hex(),
                 )
@@ -143,7 +134,6 @@ class PartReads(ObjectReads):
         self.check()
 
     def check(self) -> None:
-        """Sets ``outcomes`` by the headers that were read."""
         for row, head in zip(self.rows, self.heads, strict=True):
             header = header_of(head, self.segment.seed, self.namespace, row)
             self.outcomes.append(STALE if header is None else header.descriptor)
@@ -155,14 +145,6 @@ def get_ranges(
     wanted: Sequence[ObjectParts],
     timeout_ms: int | None = None,
 ) -> Flow[list[int | None]]:
-    """As ``Client.get_ranges``.
-
-    Args:
-        timeout_ms: as for ``get``.
-
-    Raises:
-        BufferMismatchError: a range is not within its object; nothing of that batch was read.
-        MasterUnreachableError, DeadlineExceededError
-    """
+    """As ``Client.get_ranges``."""
     yield from read(context, namespace, wanted, timeout_ms, PartReads)
     return [None if parts.placed is None else parts.placed.size for parts in wanted]

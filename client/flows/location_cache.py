@@ -1,9 +1,8 @@
-"""A client's cache: known segments, and the places of leased objects.
+"""Caches of a client: segments, and the locations of leased objects.
 
-During an object's lease its extents keep their bytes, so the next get of it needs no call to the
-master. The client counts a lease from before its request, on this host's own clock
-(``kvstore.runtime.clock``), less a margin. So it never compares two clocks, and never takes a lease
-for longer than it is."""
+During an object's lease its extents keep their bytes, so another get needs no call. The client
+counts a lease from before its request, on its own clock, less a margin: no two clocks are compared.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +19,30 @@ from kvstore.limits import AVOID_MAX, Key, Namespace
 from kvstore.runtime.clock import uptime
 
 AVOID_FIRST_S = 2.0
-"""How long a node that did not answer is avoided: longer than the time-out by which that shows. It
-doubles each time that the node does not answer soon after."""
+"""Time to avoid a silent node: longer than the timeout that detects it. Doubles on each repeat."""
 
 AVOID_QUICK_S = 0.25
-"""The same for a node that failed at once: another attempt is cheap, and it may have restarted."""
+"""The same after a fast failure: a retry is cheap, and the node may have restarted."""
 
 AVOID_LONGEST_S = 10.0
 
 FAILED_MAX = 1_024
-"""Failed segments that are remembered."""
 
 
 class Replica(NamedTuple):
     segment: SegmentInfo
     offset: int
-    """The beginning of the extent: the header's first byte."""
+    """Offset of the header's first byte."""
     capability: bytes = b""
-    """For the extent; empty: the master makes none."""
+    """For the extent; empty: the master issues none."""
 
     @property
     def location(self) -> tuple[SegmentInfo, int]:
-        """What the replica is told by: each answer of the master has another capability."""
+        """The identity of the replica: each reply of the master has another capability."""
         return self.segment, self.offset
 
 
 class LeasedLocation(NamedTuple):
-    """Where a complete object is, and until when its lease lasts."""
-
     size: int
     """Payload bytes."""
     epoch: int
@@ -61,18 +56,18 @@ class LeasedLocation(NamedTuple):
 
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
 _PLACED: Callable[[Iterable[object]], LeasedLocation] = partial(tuple.__new__, LeasedLocation)
-"""Make one from a tuple of its fields, at half the cost of a call with the fields."""
+"""Build one from a tuple of its fields, at half the cost of a normal call."""
 
 
 def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
-    """One capability for each extent, cut out of their column; empty ones, if that is empty."""
+    """Split the column into one capability per extent; empty ones, if it is empty."""
     if not column:
         return [b""] * extents
     return [column[at : at + CAPABILITY_BYTES] for at in range(0, len(column), CAPABILITY_BYTES)]
 
 
 def writable_of_each(grants: Grants) -> Sequence[bytes]:
-    """One capability for each extent of the grants, with its stamp behind it (``WriteRow``)."""
+    """Return for each extent its capability, followed by the header MAC (``WriteRow``)."""
     capabilities = capability_of_each(grants.capabilities, len(grants.segments))
     stamps = grants.header_macs
     if not stamps:
@@ -85,7 +80,7 @@ def writable_of_each(grants: Grants) -> Sequence[bytes]:
 
 
 class PlacementCache:
-    """Leased placements by namespace and key; bounded; any thread (each step is one dict call)."""
+    """Leased locations by namespace and key; bounded; any thread (each step is one dict call)."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = uptime) -> None:
         self._capacity = capacity
@@ -98,19 +93,19 @@ class PlacementCache:
             self.forget(namespace, key)
             return None
         if placed is not None and placed.lease is not None:
-            return self._placed.pop((namespace, key), None)  # for this read alone
+            return self._placed.pop((namespace, key), None)  # for this read only
         return placed
 
     def remember(
         self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[LeasedLocation | None]
     ) -> None:
-        """``placed``: where the object of each key is; None: a miss."""
+        """Store the location of each key's object; None: a miss."""
         if not self._capacity:
             return
         known = self._placed
         for key, row in zip(keys, placed, strict=True):
             if row is not None:
-                # Out and in again, so that the order is that of lease ends.
+                # Reinserted, so that the dictionary is sorted by lease end.
                 known.pop((namespace, key), None)
                 known[namespace, key] = row
         while len(known) > self._capacity:
@@ -130,7 +125,7 @@ class PlacementCache:
 
 
 def is_silent(error: KVStoreError) -> bool:
-    """Whether the node did not answer at all, which took a while to find out."""
+    """Return whether the node did not reply at all, which took a timeout to detect."""
     return bool(error.fields.get("silent_ms"))
 
 
@@ -139,7 +134,6 @@ class SegmentFailure(NamedTuple):
     error: KVStoreError
     at: float
     until: float
-    """When it is tried again."""
     pause_s: float
 
     @property
@@ -148,20 +142,15 @@ class SegmentFailure(NamedTuple):
 
 
 class SegmentTable:
-    """Segments by epoch and id: a number of one epoch may name another segment in the next.
-
-    One epoch is remembered, the last that was asked for. Any thread.
-    """
+    """Segments by id, of the last requested epoch; ids differ between epochs. Threads: any."""
 
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self._clock = clock
         self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
         self._failed: dict[bytes, SegmentFailure] = {}
-        """Segments that failed lately, by uuid."""
 
     def of(self, epoch: int) -> dict[int, SegmentInfo]:
-        """The known segments of this epoch, by id; callers add new ones. The dictionary keeps its
-        epoch, even if another thread begins the next one."""
+        """Return the known segments of this epoch, by id; callers add new ones."""
         known_epoch, known = self._of
         if known_epoch != epoch:
             known = {}
@@ -169,8 +158,7 @@ class SegmentTable:
         return known
 
     def forget(self, segment: SegmentInfo) -> int:
-        """Drops the segment, so that it is looked up again; returns its epoch, 0 if that is not the
-        one that is remembered."""
+        """Drop the segment, so that it is looked up again; returns its epoch, or 0."""
         epoch, known = self._of
         if known.get(segment.segment_id) is not segment:
             return 0
@@ -179,11 +167,10 @@ class SegmentTable:
 
     @property
     def failing(self) -> bool:
-        """Whether any segment failed lately; otherwise there is no segment to avoid."""
         return bool(self._failed)
 
     def failed(self, segment: SegmentInfo, error: KVStoreError) -> None:
-        """Called when reads or writes on the segment failed: avoids it for a while."""
+        """Avoid a segment for a while after a failed read or write."""
         now, before = self._clock(), self._failed.get(segment.uuid)
         silent = is_silent(error)
         pause_s = AVOID_FIRST_S if silent else AVOID_QUICK_S
@@ -202,7 +189,7 @@ class SegmentTable:
         return failed is not None and self._clock() < failed.until
 
     def failures(self) -> list[SegmentFailure]:
-        """The segments that are avoided now, the latest first; forgets those of long ago."""
+        """Return the avoided segments, latest first; forgets expired ones."""
         now = self._clock()
         failures = []
         for uuid, failed in list(self._failed.items()):
@@ -213,22 +200,20 @@ class SegmentTable:
         return failures[::-1]
 
     def avoid(self) -> Sequence[bytes]:
-        """Segments (uuids) that new objects avoid: those that did not answer a moment ago. Segments
-        that failed at once are not among them: another attempt is cheap."""
+        """Return the silent segments (uuids), which new objects avoid."""
         if not self._failed:
             return ()
         silent = [failed for failed in self.failures() if failed.is_silent]
         return tuple(failed.segment.uuid for failed in silent[:AVOID_MAX])
 
     def met(self, segment: SegmentInfo) -> None:
-        """Called when the master has described the segment: forgets failures of earlier mounts."""
+        """Forget failures of earlier mounts, when the master has described the segment."""
         failed = self._failed.get(segment.uuid)
         if failed is not None and failed.segment.generation != segment.generation:
             self._failed.pop(segment.uuid, None)
 
     def reachable(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """The replicas without those that did not answer a moment ago, which would be slow to fail
-        again; those that failed in another way come last."""
+        """Drop silent replicas, which would be slow to fail again; sorts other failed ones last."""
         now = self._clock()
         good: list[Replica] = []
         last: list[Replica] = []
@@ -246,21 +231,14 @@ class SegmentTable:
         placements: Placements,
         until: float,
     ) -> Iterator[LeasedLocation | None]:
-        """One entry per row; None for a miss, or when no replica's segment is mounted any more.
-
-        Replicas that failed a moment ago come last.
-
-        Args:
-            known: segments of the epoch that ``placements`` are of.
-            until: of each row.
-        """
+        """Yield one location per row, recently failed replicas last; None: there is none."""
         sizes, epochs, counters, replica_counts, segments, offsets, column = placements
         capabilities = capability_of_each(column, len(segments))
         if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
             infos = list(map(known.get, segments))
             if None not in infos:
-                each = zip(infos, offsets, capabilities, strict=True)
-                replicas = zip(map(_REPLICA, each), strict=True)
+                fields = zip(infos, offsets, capabilities, strict=True)
+                replicas = zip(map(_REPLICA, fields), strict=True)
                 ends = repeat(until), repeat(None)
                 columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
                 yield from map(_PLACED, columns)

@@ -1,8 +1,4 @@
-"""Whole objects of one segment, read or written together: header, payload, checksum.
-
-A table of *rows* describes the work. All transports give the same outcomes, which
-``tests/conformance/test_objects.py`` checks.
-"""
+"""Transfers of complete objects of one segment: tables of rows, with equal outcomes everywhere."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ from kvstore.transport.base import Transport
 from kvstore.transport.common import batch_ended
 
 Outcome = bytes | int
-"""The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
+"""The descriptor of an object that was read, ``STALE`` or ``CORRUPT``."""
 
 
 class ReadRequest(Protocol):
-    """One object to read, and the memory for it: see ``Target``."""
+    """One object to read, and the memory for it: see ``ReadTarget``."""
 
     key: Key
 
@@ -32,38 +28,30 @@ class ReadRequest(Protocol):
 
 
 class ObjectReads(Transfer):
-    """Objects to read from one segment. Flows ``add`` rows, and read ``outcomes`` after the
-    transfer has succeeded."""
+    """Reads of objects from one segment. Flows ``add`` rows and use ``outcomes`` after success."""
 
     __slots__ = ("namespace", "outcomes", "rows", "verify")
 
     is_partial: ClassVar[bool] = False
-    """Whether only parts of the objects are read, so that leases of earlier lookups go on."""
+    """Whether only ranges are read, so that leases of earlier lookups continue."""
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
-        """``verify``: check payloads as well as headers."""
         super().__init__(segment, [], write=False)
         self.namespace = namespace
         self.verify = verify
         self.rows: list[ReadRow] = []
         self.outcomes: list[Outcome] = []
-        """One per row, once it has run."""
 
     def add(
         self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
     ) -> None:
-        """``capability``: as in ``ReadRow``.
-
-        Raises:
-            BufferMismatchError: as ``Target.make_room``.
-        """
+        """Add a row. Raises BufferMismatchError."""
         size, epoch, counter, _, _, _ = placed
-        room = target.allocate(size)
-        views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
+        memory = target.allocate(size)
+        views = cast("list[memoryview]", memory)  # ``DeviceReads`` have device memory there
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 
     def size(self) -> int:
-        """As ``Transfer.size``, without headers."""
         return sum([size for _, size, *_ in self.rows])
 
     def run(self, transport: Transport, deadline: float) -> None:
@@ -92,14 +80,7 @@ def headers(
     *,
     verify: bool = False,
 ) -> list[Outcome]:
-    """One outcome per row, of objects that stay where they are.
-
-    Args:
-        verify: hash their payloads, too; otherwise only their headers are checked.
-
-    Raises:
-        SegmentGoneError, InvalidRangeError
-    """
+    """Return one outcome per row in place. Raises SegmentGoneError, InvalidRangeError."""
     done = steps.read_objects(
         memory, segment.generation, segment.seed, namespace, rows, verify, math.inf, 1
     )

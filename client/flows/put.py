@@ -1,4 +1,4 @@
-"""Putting values: the flows of ``put``, which may give an allocation its key, and ``put_many``."""
+"""Puts of values: the flows of ``put``, which may commit an allocation, and ``put_many``."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Reading objects: the flow under ``get`` and its siblings.
+"""Reads of objects: the flow under ``get`` and its siblings.
 
-    cached placement, or lookup ──► read header and payload ──► right header? ──► right checksum?
-            ▲                              │ unreachable             │ no: stale       │ no: corrupt
-            └── next replica, asked anew ◄─┴─────────────────────────┴─────────────────┘
-                                   (ATTEMPTS times, then a miss)
+A lookup (or the cache) gives locations; the flow reads header and payload and verifies both. On a
+stale or corrupt result or an unreachable node it tries the next replica with a fresh lookup,
+``ATTEMPTS`` times in all; then it is a miss.
 
 The bytes are valid only if the lease, counted on the client's clock from before the request, had
-not ended when the last byte arrived. During the lease the extent holds the object's bytes. So if a
-get finds other bytes, asks again and is sent to the same place, the memory is bad, and the client
-reports it to the master.
+not ended when the last byte arrived. A get that finds other bytes under a lease, and gets the same
+location again, has found bad memory and reports it to the master.
 """
 
 from __future__ import annotations
@@ -60,46 +58,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
-"""Lookups of one get before it is a miss."""
 
 
 class GetOptions(NamedTuple):
-    """Which values, and how they are returned."""
-
     namespace: Namespace
     kind: Kind | None = None
-    """None: as they were put."""
     copy: bool = True
-    """False: views of the pool's memory, where it is mapped here."""
+    """False: views of the pool's memory, where it is mapped."""
     device: str = ""
-    """Where tensors are returned; empty: in the host's memory."""
+    """Device of returned tensors; empty: host memory."""
     timeout_ms: int | None = None
-    """Of the whole call; None: the client's."""
+    """Of the complete call; None: the client's."""
 
 
 class ReadTarget:
-    """One object to read, and the memory for its payload."""
-
     __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
 
     def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
         self.key = key
         self.views = views
-        """Caller's memory, filled in order; None: memory is made once the size is known."""
+        """Caller's memory, filled in sequence; None: memory is allocated once the size is known."""
         self.dtype = dtype
-        """What the caller's memory expects; "": raw bytes."""
         self.descriptor: bytes | None = None
-        """The descriptor of the object that was read; None: a miss."""
+        """Descriptor of the object that was read; None: a miss."""
         self.placed: LeasedLocation | None = None
         self.data: Bytes1D | None = None
         """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
-        """Memory that was allocated here for the payload."""
         self.bad: Sequence[CorruptReplica] = ()
         """Reads under a valid lease that found other bytes."""
 
     def allocate(self, size: int) -> Payload:
-        """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
+        """Return ``size`` bytes of memory. Raises BufferMismatchError: the caller's has less."""
         views = self.views
         if views is not None:
             if not isinstance(views, list):
@@ -112,7 +102,7 @@ class ReadTarget:
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
     def value(self, kind: Kind | None) -> Found:
-        """What was read, as ``kind`` or (None) as it was put; None: a miss."""
+        """Return the value as ``kind``, or (None) as it was put; None: a miss."""
         if self.descriptor is None or self.data is None:
             return None
         try:
@@ -122,8 +112,6 @@ class ReadTarget:
 
 
 class _OnDevice(ReadTarget):
-    """A target whose memory is allocated on a device."""
-
     __slots__ = ("device", "tensor")
 
     def __init__(self, key: Key, device: Device) -> None:
@@ -137,7 +125,6 @@ class _OnDevice(ReadTarget):
         return memory_of(self.device, self.tensor) if size else []
 
     def value(self, kind: Kind | None) -> Found:
-        """As ``ReadTarget.value``: a tensor."""
         del kind
         return (
             None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
@@ -145,7 +132,7 @@ class _OnDevice(ReadTarget):
 
 
 class CorruptReplica(NamedTuple):
-    """A place where a read under a lease found other bytes than the object's."""
+    """A location where a read under a lease found other bytes than the object's."""
 
     key: Key
     placed: LeasedLocation
@@ -160,29 +147,26 @@ def locate(
     fresh: bool = False,
     leases: list[ReadLease] | None = None,
 ) -> Flow[list[LeasedLocation | None]]:
-    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``.
+    """Return leased locations, from the cache unless ``fresh``.
 
-    Args:
-        leases: gets the shares of leases that the caller gives up after the read. None: leases end
-            by time, and the cache remembers where the objects are; so for objects that were read a
-            moment ago.
+    ``leases`` receives the lease shares to release; None: leases end by time.
     """
     remembered = context.placements
     placed: list[LeasedLocation | None] = []
-    wanted = keys
+    missing = keys
     if not fresh and len(remembered):
         placed = [remembered.get(namespace, key) for key in keys]
         if leases is not None:
             leases += _leases_of(placed)
         else:
             _keep_by_time(context, namespace, keys, placed)
-        wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
-        if not wanted:
+        missing = [key for key, known in zip(keys, placed, strict=True) if known is None]
+        if not missing:
             return placed
-    parts: list[tuple[Sequence[Key], int]] = [(wanted, 0)]
+    parts: list[tuple[Sequence[Key], int]] = [(missing, 0)]
     if leases is not None:
-        again = context.leases.read_again(namespace, wanted)
-        once = [key for key in wanted if key not in again] if again else wanted
+        again = context.leases.read_again(namespace, missing)
+        once = [key for key in missing if key not in again] if again else missing
         parts = [(list(again), 0)] if again else []
         if once:
             leases.append(context.leases.new())
@@ -199,11 +183,11 @@ def locate(
 def _look_up(
     context: Context, namespace: Namespace, keys: Sequence[Key], number: int = 0
 ) -> Flow[list[LeasedLocation | None]]:
-    """Leases the objects under this number; 0: by time, and remembers where they are."""
-    asked = context.clock()
+    """Lease the objects under this number; 0: by time, and cache the locations."""
+    requested_at = context.clock()
     found = yield CallMaster(calls.Lookup(namespace, keys, number, context.leases.take()))
     assert isinstance(found, calls.LookupReply)
-    until = asked + found.lease_ms / 1000 - context.lease_margin_s
+    until = requested_at + found.lease_ms / 1000 - context.lease_margin_s
     rows = yield from resolve_placements(context, found.epoch, found.placements, until)
     if not number:
         context.placements.remember(namespace, keys, rows)
@@ -213,11 +197,10 @@ def _look_up(
 def look_up_to_read(
     context: Context, namespace: Namespace, keys: Sequence[Key]
 ) -> Flow[list[LeasedLocation | None]]:
-    """Leases the objects for later reads, which need no call. The last of these reads, or
-    ``release``, releases the lease."""
+    """Lease the objects until the last later read, or ``release``."""
     lease = context.leases.new()
     rows = yield from _look_up(context, namespace, keys, lease.number)
-    release(context, namespace, keys)  # the new lease takes the place of earlier ones
+    release(context, namespace, keys)  # the new lease replaces earlier ones
     found = {
         key: row._replace(lease=lease)
         for key, row in zip(keys, rows, strict=True)
@@ -229,7 +212,7 @@ def look_up_to_read(
 
 
 def release(context: Context, namespace: Namespace, keys: Sequence[Key]) -> None:
-    """Gives up leases of ``look_up_to_read`` and ``ReadLeases.expect`` on these objects."""
+    """Release leases of ``look_up_to_read`` and ``ReadLeases.expect`` on these objects."""
     placed = [context.placements.get(namespace, key) for key in keys]
     context.leases.give_up(namespace, keys, _leases_of(placed))
 
@@ -240,8 +223,7 @@ def _keep_by_time(
     keys: Sequence[Key],
     placed: Sequence[LeasedLocation | None],
 ) -> None:
-    """Remembers again what was taken out of the cache; the shares of its leases are not given up,
-    so these end by time."""
+    """Put locations back into the cache; their leases are not released, but end by time."""
     for key, row in zip(keys, placed, strict=True):
         if row is not None and row.lease is not None:
             context.placements.remember(namespace, [key], [row._replace(lease=None)])
@@ -253,8 +235,7 @@ def _kept_for_the_rest(
     targets: Sequence[ReadTarget],
     leases: Sequence[ReadLease],
 ) -> list[ReadLease]:
-    """Remembers again where the objects of an earlier lookup are, of which only parts were read.
-    Returns the other leases, which end now."""
+    """Cache locations of which only ranges were read. Returns the other leases, which end now."""
     kept: set[ReadLease] = set()
     for target in targets:
         placed = target.placed
@@ -275,11 +256,7 @@ def read(
     timeout_ms: int | None = None,
     kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
-    """Reads every target that is stored, and sets its ``descriptor``, ``placed`` and ``data``.
-
-    Args:
-        kind: ``DeviceReads``, if the targets are on a device; ``PartReads`` of ``ObjectParts``.
-        timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
+    """Read every stored target; first replicas get a third of ``timeout_ms``.
 
     Raises:
         BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
@@ -302,7 +279,7 @@ def read(
                         replicas = context.segments.reachable(order_replicas(known, target.bad))
                         if not replicas:
                             context.count("avoided_reads")
-                            continue  # a miss: none of its nodes has answered
+                            continue  # a miss: none of its nodes has replied
                         replica = replicas[0]
                     segment, offset, capability = replica
                     group = groups.get(id(segment))
@@ -336,7 +313,7 @@ def read(
             for target in todo:
                 context.placements.forget(namespace, target.key)
             fresh = True
-        # Of a target that was not found in the end, one bad read may have met a removal.
+        # A single bad read of a target that was not found may have met a removal.
         bad = [target.bad for target in todo if len(target.bad) > 1]
         bad += [target.bad for target in targets if target.bad and target.placed is not None]
         yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
@@ -368,7 +345,7 @@ def tensor_of(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor |
 
 
 def unreadable(error: Unreadable, key: Key) -> Unreadable:
-    """The same error, as one about this object."""
+    """Return a copy of the error that names this object."""
     named = type(error)(
         f"no value can be made of {key_text(key)}: {error.message}", advice=error.advice
     )
@@ -377,25 +354,24 @@ def unreadable(error: Unreadable, key: Key) -> Unreadable:
 
 
 def confirmed(bad: Sequence[CorruptReplica], placed: LeasedLocation) -> list[CorruptReplica]:
-    """The entries of ``bad`` that are of the version placed now. A removal hides an object before
-    it wipes the header, so a reader with an older answer has not found bad memory."""
+    """Return the bad reads of the current version. A removal precedes the wipe of the header, so a
+    reader with an older reply has not found bad memory."""
     version = placed.epoch, placed.counter
-    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
+    return [read for read in bad if (read.placed.epoch, read.placed.counter) == version]
 
 
 def order_replicas(placed: LeasedLocation, bad: Sequence[CorruptReplica]) -> Sequence[Replica]:
-    """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
+    """Sort the replicas to try: as listed (failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
-    seen = Counter(each.replica.location for each in bad)
-    return sorted(placed.replicas, key=lambda replica: seen[replica.location])
+    failures = Counter(bad_read.replica.location for bad_read in bad)
+    return sorted(placed.replicas, key=lambda replica: failures[replica.location])
 
 
 def report_corrupt(
     context: Context, namespace: Namespace, bad: Sequence[CorruptReplica]
 ) -> Flow[None]:
-    """Reports bad memory to the master. It removes an object without another replica, which is then
-    a miss for all clients and can be put again."""
+    """Report bad memory to the master, which removes an object without another replica."""
     if not bad:
         return
     rows = {
@@ -418,11 +394,10 @@ def report_corrupt(
 class _SegmentReads(NamedTuple):
     reads: ObjectReads
     targets: list[tuple[ReadTarget, LeasedLocation, Replica]]
-    """The target of each row, and where it is read."""
 
 
 def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
-    """Notes the results of the reads; returns the targets without the right bytes."""
+    """Process the results of the reads; returns the targets without valid bytes."""
     again: list[ReadTarget] = []
     reads, targets = group
     now = context.clock()
@@ -447,7 +422,7 @@ def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
 
 
 def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
-    """Counts and logs a payload that does not match the checksum in its header."""
+    """Count and log a payload that does not match the checksum in its header."""
     context.count("checksum_mismatches")
     log.warning(
         "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
@@ -458,10 +433,10 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
     )
 
 
-def _first_bytes(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
-    _check_room(sum(len(view) for view in whole), size, key)
+def _first_bytes(total: list[memoryview], size: int, key: Key) -> list[memoryview]:
+    _check_room(sum(len(view) for view in total), size, key)
     views = []
-    for view in whole:
+    for view in total:
         if not size:
             break
         if len(view):  # an empty buffer has no memory to fill
@@ -470,12 +445,12 @@ def _first_bytes(whole: list[memoryview], size: int, key: Key) -> list[memoryvie
     return views
 
 
-def _check_room(room: int, size: int, key: Key) -> None:
-    if room < size:
+def _check_room(available: int, size: int, key: Key) -> None:
+    if available < size:
         raise BufferMismatchError(
-            f"the object has {size} bytes, the buffer {room}",
-            advice="Ask stat(key) for the size first.",
+            f"the object has {size} bytes, the buffer {available}",
+            advice="Call stat(key) for the size first.",
             size_bytes=size,
-            buffer_bytes=room,
+            buffer_bytes=available,
             key=key.hex(),
         )

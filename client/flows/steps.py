@@ -1,12 +1,9 @@
-"""What flows are made of: the steps they yield and the context they share.
+"""Steps that flows yield, and the context that they share.
 
-A flow is a pure generator: it decides what a client does, step by step, and does none of it. It
-yields *steps* (ask the master this, move these bytes, pause) and is sent their results; its return
-value is the caller's. It reads the time from the clock that it was given and touches no socket, so
-the same flows (``getting``, ``putting``, ``asking``) run in ``Client``, which has checked their
-arguments, and in a simulated cluster with virtual time. The error of a step is thrown into the flow
-where it waits. Errors of transfers are not thrown: the step's result is a list, with an error or
-None for each transfer.
+A flow is a pure generator: it yields *steps* (call the master, transfer bytes, pause), receives
+their results, and returns the caller's value. It has no clock or socket of its own, so the same
+flows run in ``Client`` and in a simulated cluster with virtual time. The error of a step is thrown
+into the flow, except those of transfers: their result is a list with an error or None for each.
 """
 
 from __future__ import annotations
@@ -43,16 +40,13 @@ log = logging.getLogger("kvstore.client")
 
 
 class CallMaster(NamedTuple):
-    """Step: call the master; the result is its reply."""
+    """Step: call the master. Result: its reply."""
 
     request: calls.Request
 
 
 class Transfer:
-    """Bytes to move on one segment; the result of a list of these is a list of errors or None.
-
-    The subclasses in ``kvstore.client.flows.object_transfers`` move whole objects.
-    """
+    """Copies on one segment; a list of them results in a list of errors or None."""
 
     __slots__ = ("deadline", "moves", "segment", "write")
 
@@ -63,23 +57,19 @@ class Transfer:
         write: bool,
         deadline: float | None = None,
     ) -> None:
-        """``deadline``: ``uptime()`` by which it must have stopped; None: the call's."""
+        """Create a transfer to end by ``deadline`` (``uptime()``); None: the call's."""
         self.segment = segment
         self.write = write
         self.deadline = deadline
         self.moves = moves
 
     def size(self) -> int:
-        return sum(len(move.buffer) for move in self.moves)
+        return sum(len(copy.buffer) for copy in self.moves)
 
     def run(self, transport: Transport, deadline: float) -> None:
-        """Have ``transport`` carry it out.
-
-        Raises:
-            As ``Transport.read`` and ``write``.
-        """
-        move = transport.write if self.write else transport.read
-        move(self.segment, self.moves, deadline)
+        """Carry the transfer out. Raises as ``Transport.read`` and ``write``."""
+        transfer_bytes = transport.write if self.write else transport.read
+        transfer_bytes(self.segment, self.moves, deadline)
 
 
 class SleepFor(NamedTuple):
@@ -87,8 +77,7 @@ class SleepFor(NamedTuple):
 
 
 class WaitForDevice(NamedTuple):
-    """Step: wait until the work that was queued on a device before the call has ended, so that its
-    memory can be read or filled."""
+    """Step: wait for the work queued on a device before the call, which may use its memory."""
 
     device: Device
     events: Sequence[Event]
@@ -101,7 +90,7 @@ Flow = Generator[Step, object, ResultT]
 
 
 class PoolAccess(Protocol):
-    """Segments that are mapped in this process, and its devices: see ``TransportSelector``."""
+    """Mapped segments and devices of this process: see ``TransportSelector``."""
 
     devices: ClientDevices
 
@@ -113,7 +102,7 @@ class PoolAccess(Protocol):
 
 
 class Leases(Protocol):
-    """The leases of views and allocations: see ``Views``."""
+    """The leases of views and allocations: see ``ViewManager``."""
 
     @property
     def allocated(self) -> int: ...
@@ -123,8 +112,6 @@ class Leases(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """State that the flows of one client share. Threads: any."""
-
     clock: Callable[[], float]
     host: str
     client_number: int = 0
@@ -136,17 +123,13 @@ class Context:
     views: Leases
     lease_margin_s: float
     verify_payload: bool
-    """Whether copied payloads are compared with their checksum."""
     verify_views: bool = False
-    """Whether views are compared with their checksum, before they are returned."""
     counters: dict[str, int]
-    """Events by name; see ``count``."""
     client: str = ""
-    """The name of the client, for reports."""
     here_only: bool = False
-    """Whether none of this client's transports reaches another host."""
+    """Whether no transport of this client reaches another host."""
     failover_s: float = 3.0
-    """How long the first replica may take where there is a second one."""
+    """Time limit of the first replica if there is a second one."""
 
     def count(self, name: str, number: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
@@ -161,10 +144,7 @@ def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
 def describe(
     context: Context, epoch: int, segment_ids: Sequence[int]
 ) -> Flow[Mapping[int, SegmentInfo]]:
-    """How to reach these segments of this epoch; without those that are not mounted any more.
-
-    If another master answers, the result is empty: its numbers name other segments.
-    """
+    """Describe the mounted segments of this epoch; empty if another master replies."""
     known = context.segments.of(epoch)
     unknown = set(segment_ids).difference(known)
     if unknown:
@@ -184,33 +164,27 @@ def describe(
 def resolve_placements(
     context: Context, epoch: int, placements: Placements, until: float
 ) -> Flow[list[LeasedLocation | None]]:
-    """Each row of ``placements`` as a ``LeasedLocation``, once its segments are described; None: a
-    miss."""
+    """Convert each row of ``placements``, once its segments are described; None: a miss."""
     known = yield from describe(context, epoch, placements.segments)
     return list(context.segments.rows(known, placements, until))
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:
-    """Called when moves on a segment failed: avoids the segment, and reports the failure if the
-    master may not know it.
-
-    Raises:
-        KVStoreError: as ``error``, when going elsewhere cannot help.
-    """
+    """Avoid and report a failed segment. Raises ``error`` if another node cannot help."""
     if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
         raise copy(error)  # no frame refers to the copy
     epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError | CapabilityRefusedError):
-        return  # the node has left or joined anew, or works: the master knows that already
+        return  # the node left, rejoined or works: the master knows that
     if not context.segments.avoided(segment):
         log.warning(
             "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)
         )
     context.segments.failed(segment, error)
-    # Not reported: a passed deadline, which may have been short (the master notices a silent node
-    # by itself); a node that no transport reaches, since it was not tried; and a segment of another
-    # epoch, whose number now names another segment.
+    # Not reported: deadlines, which may have been short (the master detects silent nodes itself);
+    # nodes that no transport reaches, since none was tried; segments of another epoch, whose id now
+    # names another segment.
     tried = error.fields.get("tried", 1)
     if isinstance(error, DeadlineExceededError) or not tried or not epoch:
         return
@@ -226,12 +200,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
 def carry_out(
     context: Context, transfers: Mapping[NameT, Transfer]
 ) -> Flow[dict[NameT, KVStoreError]]:
-    """Moves the bytes. Returns the errors of the transfers that failed, once ``unreachable`` has
-    handled each of them.
-
-    Raises:
-        As ``unreachable``.
-    """
+    """Run the transfers. Returns the errors that ``unreachable`` has handled."""
     if not transfers:
         return {}
     errors = yield list(transfers.values())
@@ -245,8 +214,7 @@ def carry_out(
 
 
 def _one_line(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)[:REASON_MAX]
+    return "".join(character if character.isprintable() else " " for character in text)[:REASON_MAX]
 
 
 REASON_MAX = 200
-"""Characters of the reason that the master is told."""

@@ -1,4 +1,4 @@
-"""Views: the flows of ``get(copy=False)``, whose values are the pool's own memory, leased."""
+"""Views: the flows of ``get(copy=False)``, whose values are leased memory of the pool."""
 
 from __future__ import annotations
 
@@ -30,18 +30,15 @@ from kvstore.native.interface import STALE, ReadRow
 
 
 class _HeaderChecks(NamedTuple):
-    """Headers to check in one segment, and their objects."""
-
     segment: SegmentInfo
     shown: memoryview
-    """``TransportSelector.readonly_memory``."""
     rows: list[ReadRow]
     of: list[tuple[int, LeasedLocation, Replica]]
 
 
 def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Values over the pool's own memory, leased; copies of objects that are not mapped here, or not
-    found in their places twice: the copying flow tries other replicas, and reports bad memory."""
+    """Return leased views; copies of objects that are not mapped, or were twice not at their
+    location: the copying flow tries other replicas and reports bad memory."""
     namespace = options.namespace
     views: list[Found] = [None] * len(keys)
     todo = list(range(len(keys)))
@@ -50,15 +47,15 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
         placed = yield from read_objects.locate(
             context, namespace, [keys[index] for index in todo], fresh=fresh
         )
-        here: dict[int, _HeaderChecks] = {}
+        mapped: dict[int, _HeaderChecks] = {}
         for index, known in zip(todo, placed, strict=True):
             if known is None:
                 continue
             for replica in known.replicas:
                 segment, offset, _ = replica
-                looks = here.get(id(segment))
+                looks = mapped.get(id(segment))
                 if looks is None and (shown := context.pool.readonly_memory(segment)) is not None:
-                    looks = here[id(segment)] = _HeaderChecks(segment, shown, [], [])
+                    looks = mapped[id(segment)] = _HeaderChecks(segment, shown, [], [])
                 if looks is not None:
                     size, epoch, counter, _, _, _ = known
                     looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
@@ -67,7 +64,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
             else:
                 copied.append(index)
         todo = []
-        for looks in here.values():
+        for looks in mapped.values():
             todo += _look(context, options, looks, views)
         for index in todo:
             context.placements.forget(namespace, keys[index])
@@ -84,7 +81,6 @@ def _copy(
     rows: Sequence[int],
     views: list[Found],
 ) -> Flow[None]:
-    """Puts copies of these objects into ``views``."""
     if rows:
         values = yield from read_values(context, [keys[index] for index in rows], options)
         for index, value in zip(rows, values, strict=True):
@@ -94,12 +90,11 @@ def _copy(
 def _look(
     context: Context,
     options: GetOptions,
-    looks: _HeaderChecks,
+    checks: _HeaderChecks,
     views: list[Found],
 ) -> list[int]:
-    """Puts values over the segment into ``views``. Returns the indexes of objects that are not in
-    their places now."""
-    segment, shown, rows, of = looks
+    """Store values over the segment in ``views``. Returns the indexes of missing objects."""
+    segment, shown, rows, of = checks
     namespace, kind = options.namespace, options.kind
     try:
         memory = context.pool.memory(segment)
@@ -111,7 +106,7 @@ def _look(
     base = address_of(shown)
     read_only = shown.toreadonly()
     stale: list[int] = []
-    held: list[Watched] = []
+    leased: list[Watched] = []
     now = context.clock()
     for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
         offset, size, epoch, counter, key, _, _ = row
@@ -128,12 +123,12 @@ def _look(
         at = offset + HEADER_BYTES
         tensor: Value | None = None
         try:
-            wanted = kind or read_descriptor(descriptor).kind
-            claimed = shown if wanted == "torch" else read_only  # torch wants it writable
+            requested = kind or read_descriptor(descriptor).kind
+            claimed = shown if requested == "torch" else read_only  # torch wants it writable
             array = array_over(descriptor, kind, claimed, at, size)
-            if wanted == "numpy":
+            if requested == "numpy":
                 views[index] = array
-            elif wanted == "bytes":
+            elif requested == "bytes":
                 views[index] = memoryview(array)  # type: ignore[arg-type]
             else:
                 views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
@@ -142,18 +137,17 @@ def _look(
             continue
         if size:
             named = ObjectLease(namespace, Key(key), epoch, counter)
-            place = LeasedExtent(segment.uuid, offset)
-            held.append((array, base + at, named, placed.until, place, tensor))
-    context.views.add_many(held, mounted)
+            location = LeasedExtent(segment.uuid, offset)
+            leased.append((array, base + at, named, placed.until, location, tensor))
+    context.views.add_many(leased, mounted)
     return stale
 
 
 def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """Tensors over the pool's own memory, leased, of objects that are in the memory of this
-    device; copies of all others, and of those that are not found there after all."""
+    """Return leased tensors over objects in the memory of this device, and copies of all others."""
     namespace, device = options.namespace, context.pool.devices.of(options.device)
     views: list[Found] = [None] * len(keys)
-    here: dict[int, tuple[DeviceHeaderChecks, list[tuple[int, LeasedLocation, int]]]] = {}
+    mapped: dict[int, tuple[DeviceHeaderChecks, list[tuple[int, LeasedLocation, int]]]] = {}
     placed = yield from read_objects.locate(context, namespace, keys)
     for index, known in enumerate(placed):
         if known is None or not known.size:
@@ -161,15 +155,15 @@ def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> 
         for segment, offset, _ in known.replicas:
             if context.pool.is_on(segment, device):
                 looks = DeviceHeaderChecks(segment, namespace, verify=context.verify_views)
-                looks, of = here.setdefault(id(segment), (looks, []))
+                looks, of = mapped.setdefault(id(segment), (looks, []))
                 size, epoch, counter, _, _, _ = known
                 looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
                 of.append((index, known, offset))
                 break
-    if here:
-        errors = yield [looks for looks, _ in here.values()]
+    if mapped:
+        errors = yield [looks for looks, _ in mapped.values()]
         assert isinstance(errors, list)
-        for (looks, of), error in zip(here.values(), errors, strict=True):
+        for (looks, of), error in zip(mapped.values(), errors, strict=True):
             if error is None:
                 _lend(context, namespace, keys, looks, of, views)
     rest = [index for index, view in enumerate(views) if view is None]
@@ -185,8 +179,8 @@ def _lend(
     of: Sequence[tuple[int, LeasedLocation, int]],
     views: list[Found],
 ) -> None:
-    """Puts tensors over the objects that were found into ``views``, and watches them."""
-    held: list[Watched] = []
+    """Store tensors over the objects that were found in ``views``, and watch them."""
+    leased: list[Watched] = []
     now = context.clock()
     rows = zip(of, looks.outcomes, looks.lent, strict=True)
     for (index, placed, offset), descriptor, lent in rows:
@@ -196,6 +190,6 @@ def _lend(
         if isinstance(tensor, UNREADABLE):
             continue
         named = ObjectLease(namespace, keys[index], placed.epoch, placed.counter)
-        place = LeasedExtent(looks.segment.uuid, offset, ends_with_owner=True)
-        held.append((lent.owner, lent.address, named, placed.until, place, tensor))
-    context.views.add_many(held, context.pool.watch(looks.segment))
+        location = LeasedExtent(looks.segment.uuid, offset, ends_with_owner=True)
+        leased.append((lent.owner, lent.address, named, placed.until, location, tensor))
+    context.views.add_many(leased, context.pool.watch(looks.segment))

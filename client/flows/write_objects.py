@@ -1,7 +1,7 @@
-"""Writing objects: the flow under ``put`` and its siblings.
+"""Writes of objects: the flow under ``put`` and its siblings.
 
-After put_start, each replica is wiped, then gets its payload, then its header; put_end follows. A
-grant that fails (a node died, the master changed) is revoked, and the flow asks for another.
+Each replica is wiped, then gets its payload, then its header. A failed grant is revoked, and
+another one requested.
 """
 
 from __future__ import annotations
@@ -35,29 +35,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
-"""Grants of one put before it is refused."""
 
-SHOWN_MAX = 3
-"""Failed nodes whose errors the message of a failed put repeats."""
+NAMED_MAX = 3
 
-OUTCOMES = {int(each): each for each in PutOutcome}
-"""By number: calling the enum takes 20 times as long."""
+OUTCOMES = {int(outcome): outcome for outcome in PutOutcome}
+"""By number: 20 times as fast as calling the enum."""
 
 
 class Items(NamedTuple):
-    """Objects to write, column by column: a Python object for each would cost more than the work on
-    it."""
+    """Objects to write, in columns: a Python object each would cost more than the work."""
 
     keys: Sequence[Key]
     sizes: Sequence[int]
-    """Payload bytes."""
     parts: Sequence[Payload]
     descriptors: Sequence[bytes]
     device: Device | None = None
-    """Where the payloads are; None: in the host's memory."""
+    """None: the payloads are in host memory."""
 
     def select(self, rows: Sequence[int]) -> Items:
-        """The items with these indexes."""
         keys, sizes, parts, descriptors, device = self
         return Items(
             [keys[row] for row in rows],
@@ -80,23 +75,20 @@ class PutOptions(NamedTuple):
     replicas: int = 1
     overwrite: bool = False
     partial: bool = False
-    """Store what there is room for, and say NO_SPACE of the rest."""
+    """Store what fits; the outcome of the rest is NO_SPACE."""
     ttl_ms: int = 0
-    """How long the objects live once they are stored; 0: no end."""
     wait_ms: int = 0
-    """How long the master waits for leases to end where there is no room."""
+    """Maximum wait of the master for leases to end if there is no space."""
 
 
 def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutOutcome]]:
-    """Stores every item that is missing. Returns one outcome each: STORED, FOUND or BEING_WRITTEN;
-    with ``options.partial`` also NO_SPACE.
+    """Store every missing item; one outcome each: STORED, FOUND, BEING_WRITTEN or NO_SPACE.
 
-    Without ``partial``, room is granted for all of a piece of ``PUT_KEYS_MAX`` items or for none;
-    an error may come after some pieces were stored.
+    Without ``partial``, space is granted for all of a chunk of ``PUT_KEYS_MAX`` items or for none;
+    earlier chunks may be stored when an error is raised.
 
     Raises:
-        PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
-            those nodes.
+        PutRefusedError: ATTEMPTS grants failed, or all possible nodes did; names them.
         NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
     """
     keys = items.keys
@@ -104,14 +96,14 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         return []
     outcomes = [PutOutcome.REFUSED] * len(keys)
     failures: list[_Failure] = []
-    quick: set[bytes] = set()  # segments that failed at once, and may soon work again
+    fast_failures: set[bytes] = set()  # segments that failed fast, and may soon work again
     attempts = 0
     error: KVStoreError | None = None
     try:
         while attempts < ATTEMPTS:
             attempts += 1
             before = len(failures)
-            avoid = (*context.segments.avoid(), *quick)[:AVOID_MAX]
+            avoid = (*context.segments.avoid(), *fast_failures)[:AVOID_MAX]
             try:
                 for run in _runs(outcomes, options.chain):
                     for started in (
@@ -125,15 +117,15 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
                     raise
                 if len(failures) == before:
                     attempts -= 1
-                if not quick:
+                if not fast_failures:
                     error = without_frames(full)
                     break
-                quick.clear()
+                fast_failures.clear()
             if PutOutcome.REFUSED not in outcomes:
                 return outcomes
             new = failures[before:]
-            quick.update(each.segment.uuid for each in new if not is_silent(each.error))
-            if not any(is_silent(each.error) for each in new):
+            fast_failures.update(item.segment.uuid for item in new if not is_silent(item.error))
+            if not any(is_silent(item.error) for item in new):
                 yield SleepFor(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
     except DeadlineExceededError as late:
         if not failures:
@@ -141,7 +133,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
         error = without_frames(late)
     if not failures:
         known = context.segments.failures()
-        failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
+        failures = [_Failure(item.segment, item.error) for item in known if item.is_silent]
     kind = DeadlineExceededError if isinstance(error, DeadlineExceededError) else PutRefusedError
     raise _put_error(context, kind, outcomes, failures, attempts) from error
 
@@ -153,7 +145,7 @@ def _put_error(
     failures: Sequence[_Failure],
     attempts: int,
 ) -> KVStoreError:
-    """The error of a put: the nodes that failed, and when they are tried again."""
+    """Build the error of a put: the failed nodes, and the time of the next attempt."""
     refused = outcomes.count(PutOutcome.REFUSED)
     what = f"put: {refused} of {len(outcomes)} objects not stored"
     last = {segment.node: error for segment, error in failures}
@@ -164,15 +156,15 @@ def _put_error(
             refused=refused,
             attempts=attempts,
         )
-    shown = "; ".join(each.message for each in [*last.values()][:SHOWN_MAX])
-    more = len(last) - SHOWN_MAX
-    others = f"; and {more} more nodes" if more > 0 else ""
-    avoided = [each.until for each in context.segments.failures()]
+    messages = "; ".join(item.message for item in [*last.values()][:NAMED_MAX])
+    more = len(last) - NAMED_MAX
+    other_nodes = f"; and {more} more nodes" if more > 0 else ""
+    avoided = [item.until for item in context.segments.failures()]
     again = max(0.0, min(avoided) - context.clock()) if avoided else 0.0
     tries = f", {attempts} attempts" if attempts else f"; tried again in {again:.1f} s"
     return kind(
-        f"{what}: {shown}{others}{tries}",
-        advice=next((each.advice for each in last.values() if each.advice), "")
+        f"{what}: {messages}{other_nodes}{tries}",
+        advice=next((item.advice for item in last.values() if item.advice), "")
         or "kvstore status lists the nodes; kvstore doctor tests the path to them.",
         refused=refused,
         attempts=attempts,
@@ -181,8 +173,7 @@ def _put_error(
 
 
 def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
-    """The refused items in groups to request together, of at most ``PUT_KEYS_MAX``; in a chain,
-    each contiguous piece is a group."""
+    """Group refused items into requests; in a chain, of contiguous items."""
     if len(outcomes) <= PUT_KEYS_MAX and outcomes.count(PutOutcome.REFUSED) == len(outcomes):
         return [list(range(len(outcomes)))]
     runs: list[list[int]] = []
@@ -197,16 +188,14 @@ def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
 
 
 class _GrantedItems(NamedTuple):
-    """Items of a put that the master has answered for together."""
+    """Items of a put that were granted or refused together."""
 
     run: Sequence[int]
-    """Their indexes."""
     items: Items
     parent: Key | None
     grants: calls.Grants | None
-    """None: there is no room for them."""
+    """None: there is no space for them."""
     at: float
-    """The clock before the request."""
 
 
 def _start(
@@ -217,9 +206,8 @@ def _start(
     wait_ms: int,
     avoid: Sequence[bytes],
 ) -> Flow[list[_GrantedItems]]:
-    """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
-    asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
-    written before all is granted, because stored objects could be evicted for the next ones."""
+    """Request space for ``run``. A partial put bisects: 2 log2(n) requests. Nothing is written
+    before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
     some = items if len(run) == len(keys) else items.select(run)
@@ -251,30 +239,29 @@ def _start(
         return [none]
     middle = len(run) // 2
     started = yield from _start(context, items, run[:middle], options, 0, avoid)
-    too_large = [size for each in started if each.grants is None for size in each.items.sizes]
+    too_large = [size for item in started if item.grants is None for size in item.items.sizes]
     if too_large and (options.chain or min(some.sizes[middle:]) >= min(too_large)):
         return [*started, none._replace(run=run[middle:], items=items.select(run[middle:]))]
     try:
         return started + (yield from _start(context, items, run[middle:], options, 0, avoid))
     except KVStoreError:
-        for each in started:
-            if each.grants is not None and each.grants.tokens:
-                yield from revoke(each.grants.epoch, each.grants.tokens)
+        for item in started:
+            if item.grants is not None and item.grants.tokens:
+                yield from revoke(item.grants.epoch, item.grants.tokens)
         raise
 
 
 def _finish(
     context: Context, started: _GrantedItems, options: PutOptions, failures: list[_Failure]
 ) -> Flow[list[PutOutcome]]:
-    """Carries out the transfers of a grant, and ends it; returns the outcomes. Adds to
-    ``failures``."""
+    """Run the transfers of a grant and end it; returns the outcomes and adds to ``failures``."""
     _, items, parent, grants, at = started
     if grants is None:
         return [PutOutcome.NO_SPACE] * len(items.keys)
     outcomes = [OUTCOMES[outcome] for outcome in grants.outcomes]
     granted: Sequence[int] = range(len(outcomes))
     if outcomes.count(PutOutcome.WRITE) < len(outcomes):
-        granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
+        granted = [index for index, item in enumerate(outcomes) if item is PutOutcome.WRITE]
     if not granted:
         return outcomes
     segments = yield from describe(context, grants.epoch, grants.segments)
@@ -308,18 +295,20 @@ def _finish(
                 yield from unreachable(context, transfer.segment, error)
             except KVStoreError as raised:  # these keys would be blocked until the deadline
                 if isinstance(raised, DeviceError):
-                    error.fields.setdefault("settled", 1)  # its copies have ended, or it says no
-                yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
+                    error.fields.setdefault(
+                        "settled", 1
+                    )  # its copies have ended, unless the field is set
+                yield from revoke(grants.epoch, grants.tokens, [item for item in errors if item])
                 raise
-    whole = not lost and len(writes) == len(distinct_ids)
-    written = list(range(len(granted))) if whole else []
-    for number in () if whole else range(len(granted)):
+    complete = not lost and len(writes) == len(distinct_ids)
+    written = list(range(len(granted))) if complete else []
+    for number in () if complete else range(len(granted)):
         its_segments = set(segment_ids[number * replicas : (number + 1) * replicas])
-        failed = [each for each in its_segments if each in lost or each not in writes]
+        failed = [item for item in its_segments if item in lost or item not in writes]
         if failed:
             outcomes[granted[number]] = PutOutcome.REFUSED
-            why = [lost[segment_id] for segment_id in failed if segment_id in lost]
-            yield from revoke(grants.epoch, [grants.tokens[number]], why)
+            errors_of_node = [lost[segment_id] for segment_id in failed if segment_id in lost]
+            yield from revoke(grants.epoch, [grants.tokens[number]], errors_of_node)
         else:
             written.append(number)
     if not written:
@@ -331,9 +320,9 @@ def _finish(
             ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEndReply)
             break
         except UnavailableError as error:
-            # The put may or may not be complete. If it is not, another put_end completes it. If it
-            # is, or the master has changed, the put_end is refused, and then a new put_start finds
-            # the object, or the flow writes it again.
+            # The put may or may not be complete. If not, another put_end completes it. Otherwise,
+            # or after a change of master, the put_end is rejected, and a new put_start finds the
+            # object, or the flow writes it again.
             log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), str(error))
     for number, outcome in zip(written, ended.outcomes, strict=True):
         outcomes[granted[number]] = OUTCOMES[outcome]
@@ -350,13 +339,13 @@ def _rows(
     chain: bool,
     grants: calls.Grants,
 ) -> list[WriteRow]:
-    """One per extent of the items that were granted, in their order."""
+    """Build one row per extent of the granted items."""
     root, replicas, tokens = parent or b"", grants.replicas, grants.tokens
     count = len(items.keys)
     parents = [root, *items.keys[:-1]] if chain else [root] * count
     if replicas > 1 or len(granted) < count:
-        each = [index for index in granted for _ in range(replicas)]
-        items, parents = items.select(each), [parents[index] for index in each]
+        per_extent = [index for index in granted for _ in range(replicas)]
+        items, parents = items.select(per_extent), [parents[index] for index in per_extent]
         tokens = [token for token in tokens for _ in range(replicas)]
     keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)
@@ -368,10 +357,7 @@ def _rows(
 
 
 def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
-    """Gives grants up. A missing answer does no harm: the grants also end at their deadline.
-
-    ``why``: errors of their transfers, which say what may still land, and on which connections.
-    """
+    """Revoke grants; a lost reply is harmless. ``why``: transfer errors, which name connections."""
     unsettled = [error for error in why if not error.fields.get("settled")]
     connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
     if 0 in connections:

@@ -1,1 +1,1 @@
-"""Memory of the pool that a program uses as its own: leases, views and allocations."""
+"""Leases, views and allocations: memory of the pool that a program uses directly."""

@@ -1,26 +1,24 @@
-"""Leases on memory of the pool, and how they are renewed.
+"""Leases on memory of the pool, and their renewal.
 
 A lease is renewed when a third of its remaining time has passed. If the master confirms it and the
-segment is mounted as it was, the lease is extended. Otherwise it ends with the last promise; a
-lease of an allocation, or of memory of a device, ends as soon as the segment is mounted again. Once
-a lease has ended, its ``is_held`` is False for good.
+mount of the segment is unchanged, it is extended. Otherwise it ends with the last promise; a lease
+of an allocation, or of device memory, ends at once when the segment is mounted again. After its end
+``is_held`` stays False.
 
-A renewal names the place of the leased memory as well as the version: the version may have ended
-there, and have come back with the memory of another node.
+A renewal names the location as well as the version, because the version may have ended there and
+returned with the memory of another node.
 
-Why the segment must be mounted as it was: the master may not yet know that the node has ended. A
-node that comes back *fences* (its generation grows) before it joins, and gets no writers for one
-lease after it has joined. So a renewal is valid if it is counted from the request and the client
-still sees the old generation when the reply arrives: the lease ends before any writer gets the
-memory. No clock of another process is compared.
+The mount must be unchanged because the master may not know yet that the node has ended. A returning
+node *fences* (increments its generation) before it joins, and gets no writers for one lease after
+that. So a renewal is valid if it is counted from the request and the old generation is still
+current when the reply arrives. No clock of another process is compared.
 
-If the segment was mounted again, its master may still know the object at this place, because the
-node has reported it. The client then asks once more, by key. The renewal is valid if the reply
-describes the generation that the segment has when the reply arrives: a master that does not know of
-the last mount would describe an older one. Until then the earlier lease holds.
+After a new mount, the master may still know the object, because the node has reported it. The
+client then looks it up by key; the renewal is valid if the reply describes the segment's generation
+at its arrival. Until then the earlier lease holds.
 
-The clock is an argument of everything here; ``kvstore.client.leases.views`` adds the arrays, their
-finalizers, the thread and the lock.
+All functions take the time as an argument; ``kvstore.client.leases.views`` adds arrays, finalizers,
+thread and lock.
 """
 
 from __future__ import annotations
@@ -44,23 +42,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 RENEW_PAUSE_S: Final = 0.01
-"""The least pause between two attempts to renew one lease; leases due within it are renewed
-together."""
+"""Minimum pause between attempts to renew one lease; leases due within it are renewed together."""
 
 RENEW_KEYS_MAX: Final = 4_096
-"""Keys per renewal call: well below the bound of a batch, and short work for the master."""
+"""Keys per renewal call: short work for the master."""
 
 Mounted = Callable[[], bool]
-"""Whether a segment is mounted as it was (``Transport.mount_checker``)."""
+"""Whether the mount of a segment is unchanged (``Transport.mount_checker``)."""
 
 
 class LeasedExtent(NamedTuple):
-    """The position of leased memory. It stays the same when another master mounts the segment."""
+    """The position of leased memory, independent of the master that mounts the segment."""
 
     uuid: bytes
     offset: int
     ends_with_owner: bool = False
-    """Whether the memory is a device's: what it holds is undefined once its node has ended."""
+    """Whether it is device memory, which is undefined after its node has ended."""
 
 
 class ObjectLease(NamedTuple):
@@ -73,21 +70,18 @@ class ObjectLease(NamedTuple):
 
 
 class AllocationLease(NamedTuple):
-    """The subject of a lease: an allocation that has no name yet."""
-
     epoch: int
     token: int
     segment: SegmentInfo
     offset: int
-    """Of the extent."""
     size: int
     """Payload bytes."""
     capability: bytes = b""
-    """To write the extent; empty: the master makes none."""
+    """For writes to the extent; empty: the master issues none."""
 
     @property
     def extent(self) -> Extent | None:
-        """The extent, with the capability for it; None: there is none."""
+        """The extent with its capability; None: there is none."""
         return extent_of(self.offset, self.size, self.capability)
 
     @property
@@ -96,8 +90,7 @@ class AllocationLease(NamedTuple):
 
 
 class RedundantAllocation(NamedTuple):
-    """The subject of a lease: an allocation whose put found its key stored already. Its memory is
-    quarantined, and readable until its deadline."""
+    """The subject of a lease: an allocation whose key was stored already, now quarantined."""
 
     epoch: int
     token: int
@@ -108,9 +101,8 @@ What = ObjectLease | AllocationLease | RedundantAllocation
 Watched = tuple[
     "NDArray[np.generic]", int, ObjectLease | AllocationLease, float, LeasedExtent | None, object
 ]
-"""An array to watch; the address of its first byte; what the lease is on; when the promise ends;
-where the object is (with that, it is found again if its segment is mounted anew); and a tensor over
-the array, if the program gets that instead of the array."""
+"""Array; address of its first byte; subject; end of the promise; location, by which it is found
+after a new mount; and a tensor, if the program gets that instead of the array."""
 
 
 class Lease:
@@ -142,34 +134,27 @@ class Lease:
         place: LeasedExtent | None = None,
     ) -> None:
         self.place = place
-        """Where the object is; None: an allocation, which cannot be found again."""
+        """Location of the object; None: an allocation, which cannot be looked up."""
         self.what: What = held
         self.size = size
-        """Length of the memory in bytes."""
         self._until = until
         self._mounted = mounted
         self._clock = clock
         self._kept = True
         self.holders: set[object] = set()
-        """A watch for each array over this memory; empty: the program has dropped all of them."""
+        """A watch per array over this memory; empty: the program has dropped all of them."""
         self.header = bytearray()
-        """Of an allocation: the header that a commit has written in front of it."""
         self.capability = b""
-        """Of an allocation: as it was last renewed; empty: as it was granted."""
+        """Of an allocation: as last renewed; empty: as granted."""
         self.unanswered: ObjectLease | None = None
-        """Of an allocation: the object that it may have become, by a commit without an answer."""
+        """Of an allocation: the object that it may have become, by a commit without a reply."""
         self.is_retried = False
-        """Whether the last attempt to renew the lease failed."""
         self.plan_renewal()
 
     @property
     def is_held(self) -> bool:
-        """Whether the promise has held without a gap until now. False is final.
-
-        The lease of an allocation also ends when its segment is mounted again, because the next
-        master does not know the allocation. The lease of an object goes on, because its node
-        reports the object to the next master; but not in memory that ends with the node.
-        """
+        """Whether the promise has held until now. False is final. An allocation's lease also ends
+        with its mount; an object's continues, except in device memory."""
         if self._kept:
             over = self._clock() >= self._until
             if over or not (self._outlives_mount or self._mounted()):
@@ -184,18 +169,16 @@ class Lease:
 
     @property
     def remaining_s(self) -> float:
-        """How much longer it holds if it is not renewed again."""
         return max(0.0, self._until - self._clock()) if self.is_held else 0.0
 
     def extend(self, until: float) -> None:
-        """Called when the master has given the same promise again."""
+        """Extend the lease after a repeated grant of the same promise."""
         if self.is_held and until > self._until:
             self._until = until
             self.plan_renewal()
 
     def renewed(self, until: float) -> None:
-        """Called when the master has answered a renewal; the module says why the segment is checked
-        only then."""
+        """Process a confirmed renewal; the segment is checked only then (see the module)."""
         if self._mounted():
             self.extend(until)
         self.plan_renewal()  # also if the new promise ends no later than the old one
@@ -206,26 +189,25 @@ class Lease:
         return self.place is not None and self._outlives_mount and not self._mounted()
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
-        """Called when a lookup has found the object at its place, on the segment that ``mounted``
-        watches."""
+        """Rebind the lease to the mount on which a lookup has found the object."""
         if self.is_held and mounted():
             self._mounted = mounted
             self.extend(until)
 
     def plan_renewal(self) -> None:
-        """Plans the next renewal for when a third of the time left has passed."""
+        """Plan the next renewal for when a third of the remaining time has passed."""
         self.is_retried = False
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 3, RENEW_PAUSE_S)
 
     def plan_retry(self) -> None:
-        """Plans the next attempt after a failed one: when a tenth of the time left has passed."""
+        """Plan a retry for when a tenth of the remaining time has passed."""
         self.is_retried = True
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 10, RENEW_PAUSE_S)
 
     def convert_to_object(self, named: ObjectLease, until: float) -> None:
-        """Called when the allocation was put: it is an object now."""
+        """Convert the lease to one on the object that was put."""
         self._kept = self.is_held  # a lease that has ended stays ended
         if isinstance(self.what, AllocationLease):
             self.place = self.what.place
@@ -235,13 +217,13 @@ class Lease:
         self.plan_renewal()
 
     def mark_redundant(self) -> None:
-        """Called when the allocation was put, and its object was stored already."""
+        """Mark an allocation whose key was stored already."""
         if isinstance(self.what, AllocationLease):
             self.what = RedundantAllocation(self.what.epoch, self.what.token)
             self.renew_at = math.inf
 
     def end(self) -> None:
-        """Ends the lease for good. The segment may be unmapped afterwards."""
+        """End the lease permanently. The segment may be unmapped afterwards."""
         self._kept = False
         self._mounted = _gone
 
@@ -256,15 +238,15 @@ def _gone() -> bool:
 class LeaseTable:
     """All leases of a client. Any thread may read it; one at a time may change it.
 
-    An address identifies memory only until its lease ends. After that, the client may get a new
-    lease on the same bytes while the program still holds the old array. The table then has both
-    leases. So a lease is found by the array with which it was handed out (``ArrayTracker``), and by
-    its address only if that array is not known."""
+    An address identifies memory only until its lease ends. The client may then get a new lease on
+    the same bytes while the program still uses the old array. So a lease is found by its array
+    (``ArrayTracker``), and by address only if the array is unknown.
+    """
 
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self.clock = clock
         self._leases: dict[int, list[Lease]] = {}
-        """By address of the first payload byte, the newest last; no list is empty."""
+        """By address of the first payload byte, newest last; no list is empty."""
 
     def lease_for(
         self,
@@ -275,47 +257,45 @@ class LeaseTable:
         mounted: Mounted,
         place: LeasedExtent | None = None,
     ) -> Lease:
-        """The lease of the memory at ``address``, for one more holder. A new lease is in the table
-        only after ``enter``."""
-        there = self._leases.get(address)
-        if there is not None and there[-1].what == held and there[-1].is_held:
-            there[-1].extend(until)
-            return there[-1]
+        """Return the lease of the memory, for one more holder. ``enter`` adds it to the table."""
+        leases = self._leases.get(address)
+        if leases is not None and leases[-1].what == held and leases[-1].is_held:
+            leases[-1].extend(until)
+            return leases[-1]
         return Lease(held, until, size, mounted, self.clock, place)
 
     def enter(self, address: int, lease: Lease, holder: object) -> None:
-        """Called once it is certain that ``release`` will be called for ``holder``."""
+        """Enter the lease, once ``release`` is certain to be called for ``holder``."""
         lease.holders.add(holder)
-        there = self._leases.get(address)
-        if there is None:
+        leases = self._leases.get(address)
+        if leases is None:
             self._leases[address] = [lease]
-        elif there[-1] is not lease:
-            there.append(lease)
+        elif leases[-1] is not lease:
+            leases.append(lease)
 
     def release(self, address: int, lease: Lease, holder: object) -> AllocationLease | None:
-        """Removes one holder; returns the allocation if it can no longer be put. Idempotent."""
+        """Remove one holder; returns the allocation if it can no longer be put. Idempotent."""
         lease.holders.discard(holder)
         if lease.holders:
             return None
         is_ours = lease.is_held
         lease.end()
-        there = [each for each in self._leases.get(address, ()) if each is not lease]
-        if there:
-            self._leases[address] = there
+        others = [other for other in self._leases.get(address, ()) if other is not lease]
+        if others:
+            self._leases[address] = others
         else:
             self._leases.pop(address, None)
         return lease.what if is_ours and isinstance(lease.what, AllocationLease) else None
 
     def starts_at(self, address: int) -> bool:
-        """Whether leased memory starts at this address."""
         return address in self._leases
 
     def containing(self, address: int) -> list[tuple[int, Lease]]:
-        """Every lease whose memory contains this byte, with the address of that memory."""
+        """Return every lease whose memory contains this byte, with its address."""
         return [
             (start, lease)
-            for start, there in list(self._leases.items())
-            for lease in reversed(there)
+            for start, leases in list(self._leases.items())
+            for lease in reversed(leases)
             if start <= address < start + lease.size
         ]
 
@@ -326,27 +306,25 @@ class LeaseTable:
         return sum(map(len, list(self._leases.values())))
 
     def wake_at(self) -> float:
-        """When the next renewal is due; infinity: none is."""
+        """Return the time of the next renewal, or infinity."""
         return min((lease.renew_at for lease in self if lease.is_held), default=math.inf)
 
     def due(self) -> list[LeaseRenewal]:
-        """The calls that renew the leases that are due now, or within ``RENEW_PAUSE_S``."""
+        """Return the calls for leases that are due within ``RENEW_PAUSE_S``."""
         return list(_renewals(lease for lease in self._due() if not lease.moved))
 
     def moved(self) -> list[Lease]:
-        """The due leases whose segments were mounted again."""
         return [lease for lease in self._due() if lease.moved]
 
     def _due(self) -> Iterator[Lease]:
-        soon = self.clock() + RENEW_PAUSE_S
-        return (lease for lease in self if lease.renew_at <= soon and lease.is_held)
+        horizon = self.clock() + RENEW_PAUSE_S
+        return (lease for lease in self if lease.renew_at <= horizon and lease.is_held)
 
 
 def found_at(
     lease: Lease, found: calls.LookupReply, described: calls.DescribeSegmentsReply
 ) -> SegmentInfo | None:
-    """The segment that holds the leased object at its place, according to these answers about its
-    key; None: none does."""
+    """Return the segment that holds the leased object at its location; None: none does."""
     what, placements = lease.what, found.placements
     version = placements.epochs[0], placements.counters[0]
     if (
@@ -364,31 +342,25 @@ def found_at(
 
 
 class LeaseRenewal:
-    """One renewal call, and the leases that it renews."""
-
     def __init__(self, request: calls.Renew, leases: list[Lease]) -> None:
         self.request = request
         self._leases = leases
 
     @property
     def patience_s(self) -> float:
-        """The time-out of the call. A first attempt takes half of the time left, so that a second
-        one, which may have to connect anew, can take most of the rest."""
-        left = min(lease.remaining_s for lease in self._leases)
+        """Timeout of the call. A first attempt takes half of the remaining time, so that a second
+        one, which may have to reconnect, fits into the rest."""
+        remaining = min(lease.remaining_s for lease in self._leases)
         is_retried = any(lease.is_retried for lease in self._leases)
-        return max(0.05, left * (0.8 if is_retried else 0.5))
+        return max(0.05, remaining * (0.8 if is_retried else 0.5))
 
     def failed(self, error: Exception) -> None:
         log.warning("lease_renewal_failed leases=%d error=%s", len(self._leases), str(error))
         for lease in self._leases:
             lease.plan_retry()
 
-    def on_reply(self, renewed: calls.RenewReply, asked: float, margin_s: float) -> None:
-        """
-        Args:
-            asked: on the leases' clock, before the question was sent.
-            margin_s: what is taken off each promise.
-        """
+    def on_reply(self, renewed: calls.RenewReply, requested_at: float, margin_s: float) -> None:
+        """Apply the reply. ``margin_s`` is subtracted from each promise."""
         held = (*renewed.keys_leased, *renewed.tokens_leased)
         extended = renewed.capabilities
         promised_ms = renewed.lease_ms if self.request.keys else renewed.deadline_ms
@@ -397,10 +369,10 @@ class LeaseRenewal:
                 if extended:
                     at = CAPABILITY_BYTES * index
                     lease.capability = extended[at : at + CAPABILITY_BYTES]
-                lease.renewed(asked + promised_ms / 1000 - margin_s)
+                lease.renewed(requested_at + promised_ms / 1000 - margin_s)
             else:
-                # The object was removed, or a new master does not know it: the bytes stay until
-                # the last promise ends, and ``is_held`` turns False then.
+                # The object was removed, or a new master does not know it: the bytes stay until the
+                # last promise ends; then ``is_held`` turns False.
                 lease.plan_renewal()
 
 

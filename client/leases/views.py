@@ -1,10 +1,9 @@
-"""Pool memory that the caller uses directly: leased views, and allocations to compute into.
+"""Pool memory in direct use: leased views, and allocations to compute into.
 
 Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
-(``leases.Lease``) belongs to the first array over the memory: slices, reshapes and tensors of it
-keep that array alive, and its finalizer ends the lease. One background thread, started with the
-first view or read, renews these leases before they end, and releases those of reads
-(``ReadLeases``) when no other call of the client does.
+belongs to the first array over the memory: slices, reshapes and tensors keep it alive, and its
+finalizer ends the lease. A background thread, started with the first view or read, renews these
+leases, and releases those of reads (``ReadLeases``) if no other call does.
 """
 
 from __future__ import annotations
@@ -41,11 +40,10 @@ from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 log = logging.getLogger("kvstore.client")
 
 BROKEN_PAUSE_S: Final = 0.2
-"""The pause of the renewing thread after an exception that is a bug."""
 
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
-"""Takes a request and the seconds that the call may last; raises KVStoreError."""
+"""Makes a call within a timeout in seconds; raises KVStoreError."""
 
 
 class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
@@ -55,12 +53,12 @@ class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
 
     address: int
     array: int
-    """``id`` of the array, unique for as long as the array lives."""
+    """``id`` of the array, unique while the array lives."""
     lease: Lease
     storage: int
     """Identifies the storage of the tensor over it; 0: there is none."""
     wakes: weakref.ref[NDArray[np.generic]] | None
-    """Of an allocation: wakes the renewing thread when it is gone."""
+    """Of an allocation: wakes the renewal thread when it is dropped."""
 
     __hash__ = object.__hash__  # of the reference: an array has no hash
 
@@ -69,17 +67,16 @@ class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
 
 
 class ArrayTracker:
-    """Which arrays were handed out, and the lease of each.
+    """The arrays in use, and the lease of each.
 
-    A lease belongs to the first array over its memory. What a program makes of that array leads
-    back to it: arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. If
-    that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
-    the memory was leased more than once, the answer is the lease that promises least.
+    A lease belongs to the first array over its memory. Derived arrays lead back to it by ``base``,
+    memoryviews by ``obj``, tensors by their storage. If that trace is lost (DLPack, or a tensor
+    made by the program), the address decides; of several leases on it, the one that promises least.
 
-    When an array is freed, only two C functions run, ``deque.append`` and ``SimpleQueue.put``: this
-    may happen between any two steps of any thread, whatever locks it holds, and a signal handler
-    that raises must not cut it short. ``remove_dead`` does the rest. Any thread may read; only one
-    thread at a time may call the other methods.
+    The finalizer of an array runs only two C functions, ``deque.append`` and ``SimpleQueue.put``:
+    it may run between any two steps of any thread, with any lock held, and a signal handler that
+    raises must not interrupt it. ``remove_dead`` does the rest. Any thread may read; one at a time
+    may call the other methods.
     """
 
     def __init__(
@@ -89,25 +86,21 @@ class ArrayTracker:
         self.leases = LeaseTable(clock)
         self._allocations: set[_ArrayReference] = set()
         self.woken: SimpleQueue[object] = SimpleQueue()
-        """Wakes the renewing thread, also when a dropped allocation is to be revoked. Its ``put``
-        takes no lock and may interrupt another ``put``, so finalizers may call it."""
+        """Wakes the renewal thread. Finalizers may call its ``put``, which takes no lock."""
         self._arrays: dict[int, _ArrayReference] = {}
         self._storages: dict[int, _ArrayReference] = {}
         self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
         self.let_go = self._let_go.append
-        """Notes that an array is gone."""
+        """Records that an array was dropped."""
 
     @property
     def allocated(self) -> int:
-        """Arrays alive that came from ``allocate``."""
         return len(self._allocations)
 
     def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
-        """As ``ViewManager.add_many``.
-
-        A signal handler may raise between any two steps. Until the watch is in ``_arrays`` the
-        lease is in no table; from then on the end of the array lets go of whatever there is.
-        """
+        """As ``ViewManager.add_many``. A signal handler may raise between any two steps: before the
+        watch is in ``_arrays`` the lease is in no table; after that, the finalizer releases what
+        exists."""
         leases: list[Lease] = []
         lease_for = self.leases.lease_for
         for array, address, held, until, place, value in arrays:
@@ -139,7 +132,7 @@ class ArrayTracker:
             self._storages[storage] = watch
 
     def remove_one_dead(self) -> None:
-        """From now on no thread calls ``remove_dead``: it runs whenever an array is freed."""
+        """Switch to running ``remove_dead`` whenever an array is freed, and in no thread."""
         for watch in list(self._arrays.values()):
             array = watch()
             if array is not None:
@@ -155,12 +148,11 @@ class ArrayTracker:
         self.remove_dead([])
 
     def remove_dead(self, dropped: list[AllocationLease]) -> None:
-        """Removes arrays that are gone; adds the allocations that can no longer be put to
-        ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
+        """Remove dropped arrays; add their unput allocations to ``dropped``. Repeatable."""
         while self._let_go:
             watch = self._let_go[0]
             assert isinstance(watch, _ArrayReference)
-            if self._arrays.get(watch.array) is watch:  # else another array has its id by now
+            if self._arrays.get(watch.array) is watch:  # otherwise another array has its id
                 self._arrays.pop(watch.array, None)
             if watch.storage and self._storages.get(watch.storage) is watch:
                 self._storages.pop(watch.storage, None)
@@ -172,16 +164,15 @@ class ArrayTracker:
                 self._let_go.remove(watch)
 
     def of(self, value: object) -> Lease | None:
-        """The lease of the view or allocation that ``value`` is or was made of; None: it is not
-        memory of this pool."""
+        """Return the lease of the view or allocation from which ``value`` was made, or None."""
         watch = self._watch(value)
         if watch is not None:
             return watch.lease
-        there = [lease for _, lease in self.leases.containing(_address(value))]
-        return next((lease for lease in there if not lease.is_held), there[0] if there else None)
+        leases = [lease for _, lease in self.leases.containing(_address(value))]
+        return next((lease for lease in leases if not lease.is_held), leases[0] if leases else None)
 
     def allocation(self, data: memoryview) -> Lease | None:
-        """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
+        """Return the unput allocation whose memory starts with ``data``."""
         if not self.allocated or not data.nbytes:
             return None
         watch, address = self._watch(data), _address(data)
@@ -191,13 +182,13 @@ class ArrayTracker:
             return lease if is_it else None
         if not self.leases.starts_at(address):
             return None
-        there = self.leases.containing(address)
+        leases = self.leases.containing(address)
         granted = [
             lease
-            for start, lease in there
+            for start, lease in leases
             if start == address and isinstance(lease.what, AllocationLease)
         ]
-        if len(there) == 1 and granted:
+        if len(leases) == 1 and granted:
             return granted[0]
         # Several leases cover this memory. A lost allocation must not be put; others are copied.
         return next((lease for lease in granted if not lease.is_held), None)
@@ -207,7 +198,6 @@ class ArrayTracker:
             watch.lease.end()
 
     def _watch(self, value: object) -> _ArrayReference | None:
-        """The watch of the array that ``value`` was made of."""
         while True:
             if isinstance(value, np.ndarray):
                 watch = self._arrays.get(id(value))
@@ -224,8 +214,6 @@ class ArrayTracker:
 
 
 class ViewManager:
-    """All views and allocations of one client."""
-
     def __init__(
         self,
         ask: MakeCall,
@@ -234,12 +222,7 @@ class ViewManager:
         reads: ReadLeases,
         watch: Callable[[SegmentInfo], Mounted] | None = None,
     ) -> None:
-        """
-        Args:
-            reads: the leases that are to be released.
-            watch: ``TransportSelector.watch``; None: a lease runs out after its segment was mounted
-                anew.
-        """
+        """``watch``: ``TransportSelector.watch``; None: a lease runs out after a new mount."""
         self._ask = ask
         self._watch = watch
         self._margin_s = lease_margin_s
@@ -250,7 +233,6 @@ class ViewManager:
     def _begin(self, reads: ReadLeases) -> None:
         self._reads = reads
         self._is_armed = False
-        """Whether the thread looks for leases to release."""
         reads.on_finish = self._release_later
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
@@ -260,7 +242,7 @@ class ViewManager:
         self._wake_at = math.inf
         self._closing = threading.Event()
         self._started: list[threading.Thread] = []
-        """Threads that several callers have started at once; one of them goes on."""
+        """Threads started by concurrent callers; only one of them continues."""
         self._thread: threading.Thread | None = None
 
     def add_many(
@@ -268,12 +250,7 @@ class ViewManager:
         arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
-        """Watches arrays on one segment, each the first one over its payload, until their memory is
-        let go.
-
-        Args:
-            mounted: whether the segment under them is mounted as it was.
-        """
+        """Watch arrays, each the first over its payload, until dropped."""
         with self._lock:
             self._remove_dead()
             leases = self._watches.add(arrays, mounted)
@@ -288,22 +265,21 @@ class ViewManager:
 
     @property
     def allocated(self) -> int:
-        """Arrays alive that came from ``allocate``."""
         return self._watches.allocated
 
     def stop_renewing(self) -> None:
-        """Stops renewals. A call to the master may still be under way; closing its stub ends it."""
+        """Stop renewals. A call in progress ends when its stub is closed."""
         self._closing.set()
         self._watches.woken.put(None)
 
     def close(self) -> None:
-        """Stops renewals. Views stay readable; their leases run out."""
+        """Stop renewals. Views stay readable; their leases run out."""
         self.stop_renewing()
         join_all(self._started, CLOSE_S)
         self._watches.remove_one_dead()
 
     def reset_after_fork(self, reads: ReadLeases) -> None:
-        """As ``forks.watch`` has it: the leases are the parent's, which renews and ends them."""
+        """Drop all leases in the child of a fork: the parent renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
         self._begin(reads)
@@ -320,11 +296,11 @@ class ViewManager:
         self._watches.remove_dead(self._dropped)
 
     def _relocate(self, moved: list[Lease]) -> None:
-        """Asks for objects whose segments were mounted anew, one by one, until a call fails."""
+        """Look up objects whose segments were mounted again, one by one, until a call fails."""
         for lease in moved:
             lease.plan_renewal()
         for lease in moved:
-            what, asked = lease.what, uptime()
+            what, requested_at = lease.what, uptime()
             if not isinstance(what, ObjectLease) or self._watch is None or not lease.is_held:
                 continue
             try:
@@ -343,7 +319,7 @@ class ViewManager:
                 return
             segment = found_at(lease, found, described)
             if segment is not None:
-                until = asked + found.lease_ms / 1000 - self._margin_s
+                until = requested_at + found.lease_ms / 1000 - self._margin_s
                 lease.mounted_again(self._watch(segment), until)
 
     def _renew_forever(self) -> None:
@@ -359,12 +335,12 @@ class ViewManager:
                     self._renew()
                     self._release()
             except Exception:
-                # This is a bug. The next round renews what this one has not.
+                # This is a bug. The next round retries.
                 log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
                 self._closing.wait(BROKEN_PAUSE_S)
 
     def _wait(self) -> None:
-        """Waits until a renewal is due, or there is an allocation to revoke."""
+        """Wait until a renewal is due, or there is an allocation to revoke."""
         with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
             self._remove_dead()
             self._wake_at = self._watches.leases.wake_at()
@@ -386,7 +362,7 @@ class ViewManager:
             due, moved = self._watches.leases.due(), self._watches.leases.moved()
         self._relocate(moved)
         for renewal in due:
-            asked = uptime()
+            requested_at = uptime()
             try:
                 renewed = self._ask(renewal.request, renewal.patience_s)
             except KVStoreError as error:
@@ -395,29 +371,29 @@ class ViewManager:
                 renewal.failed(error)
             else:
                 assert isinstance(renewed, calls.RenewReply)
-                renewal.on_reply(renewed, asked, self._margin_s)
+                renewal.on_reply(renewed, requested_at, self._margin_s)
 
     def _release_later(self) -> None:
         if not self._is_armed and not self._closing.is_set():
             self._is_armed = True
             try:
                 self._start()
-            except RuntimeError:  # no thread is left: the lease waits for the next call, or ends
+            except RuntimeError:  # no thread available: the lease waits for the next call, or ends
                 self._is_armed = False
             self._watches.woken.put(None)
 
     def _release(self) -> None:
-        """Releases leases that no call has released for ``IDLE_S``. Until then the thread stays
-        armed, so that a client that reads all the time does not wake it with each read."""
+        """Release leases that no call has released for ``IDLE_S``. Until then the thread stays
+        armed, so that a busy client does not wake it with each read."""
         if not self._is_armed or self._reads.release_at() > uptime():
             return
         while self._reads:
             self.release_now(1.0)
         self._is_armed = False
-        self._is_armed = bool(self._reads)  # one that was finished with between the two looks
+        self._is_armed = bool(self._reads)  # one that finished between the two checks
 
     def release_now(self, patience_s: float) -> None:
-        """Sends the leases that wait to be released; those of a call that fails end by time."""
+        """Release the waiting leases; those of a call that fails end by time."""
         try:
             self._ask(calls.Release(self._reads.take()), patience_s)
         except KVStoreError as error:
@@ -433,7 +409,7 @@ class ViewManager:
 
 
 def _storage(value: object) -> int:
-    """Identifies a tensor's storage while that lives; 0: not a tensor, or one without storage."""
+    """Return an id of a tensor's storage while it lives; 0: no tensor, or no storage."""
     storage = getattr(value, "untyped_storage", None)  # without importing torch
     if storage is None:
         return 0

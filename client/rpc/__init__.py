@@ -1,1 +1,1 @@
-"""Calls to a master: the stub, its connections, and when a call is sent again."""
+"""Calls to a master: the stub, its connections and its retries."""

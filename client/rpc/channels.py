@@ -1,14 +1,12 @@
-"""The gRPC channels of a stub: one per master, replaced after a call on it got no answer.
+"""The gRPC channels of a stub: one per master, replaced after a call without a reply.
 
-A gRPC channel reconnects by itself, but makes progress only while a call polls it, and a call fails
-at once while the channel is not connected. So between two failing calls the channel makes no
-progress. Measured: a master was back after 0.5 s, and its client noticed after 10 s. A new channel
+A gRPC channel reconnects only while a call polls it, and a call fails at once while it is not
+connected. Measured: a master was back after 0.5 s, and its client noticed after 10 s. A new channel
 connects within its first call.
 
-A channel without a call for ``IDLE_S`` closes its connection, before the master does: what a
-master closes, gRPC reports on the standard error of a program that imported gRPC before kvstore. A
-channel does so once in its life (https://github.com/grpc/grpc/issues/38454), so the next call gets
-a new one.
+A channel that is idle for ``IDLE_S`` closes its connection before the master does, because gRPC
+would report that on the standard error of a program that imported gRPC before kvstore. A channel
+does so only once (https://github.com/grpc/grpc/issues/38454), so the next call gets a new one.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ from kvstore.runtime.resolver import NameResolutionError, grpc_target
 from kvstore.security.credentials import Credentials, open_channel
 
 IDLE_S: Final = 25.0
-"""The connection is closed within two times that: before a master, which waits for 60 s within 10 %
-(``grpc.max_connection_idle_ms``)."""
+"""At most doubled: less than a master's 60 s within 10 % (``grpc.max_connection_idle_ms``)."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # gRPC's own backoff grows to two minutes, in which the client would not notice a restart.
+    # gRPC's own backoff grows to two minutes, which would delay the detection of a restart.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -51,11 +48,10 @@ class TrackedChannel:
     def __init__(self, channel: grpc.Channel, now: float) -> None:
         self.channel = channel
         self.used = now
-        """When the channel was made, or the last call ended."""
         self.calls: set[object] = set()
         """A token per call; the call removes it in one step, whatever a signal handler raises."""
         self.in_doubt = False
-        """Set by a call that got no answer; the next call then gets a new channel."""
+        """Set by a call without a reply; the next call then gets a new channel."""
 
 
 class ChannelPool:
@@ -68,8 +64,7 @@ class ChannelPool:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = uptime,
     ) -> None:
-        """``credentials``: the identity to show to masters; None: no authentication. ``idle_s``:
-        gRPC takes a time under 1 s for 1 s."""
+        """Create an empty pool. ``idle_s``: gRPC rounds less than 1 s up to 1 s."""
         self._credentials = credentials
         self._idle_s = idle_s
         self._options = (*CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(idle_s * 1_000)))
@@ -81,12 +76,7 @@ class ChannelPool:
 
     @contextmanager
     def acquire(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
-        """The channel to ``address``, for one call. For a new channel the host's name is resolved.
-
-        Raises:
-            ClosedError: after ``close``.
-            CarrierBrokenError: the host's name could not be resolved by the deadline.
-        """
+        """Yield the channel for one call. Raises ClosedError, ConnectionBrokenError."""
         target = address
         known = self._by_address.get(address)
         if known is None or self._is_idle(known):
@@ -120,12 +110,11 @@ class ChannelPool:
             for each in over:
                 each.channel.close()
 
-    def _is_idle(self, each: TrackedChannel) -> bool:
-        """Whether the channel has closed its connection, or is about to."""
-        return not each.calls and self._clock() - each.used > 0.9 * self._idle_s
+    def _is_idle(self, channel: TrackedChannel) -> bool:
+        """Return whether the channel has closed its connection, or is about to."""
+        return not channel.calls and self._clock() - channel.used > 0.9 * self._idle_s
 
     def close(self) -> None:
-        """Cancels the calls under way. Idempotent."""
         with self._lock:
             self._closed = True
             channels = [*self._by_address.values(), *self._retired]

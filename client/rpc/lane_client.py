@@ -1,4 +1,4 @@
-"""``LaneConnection``: a blocking stub's connection to a master's lane, one call at a time."""
+"""``LaneConnection``: a blocking connection to a master's lane, one call at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, h
 from kvstore.wire.status import decode_error
 
 _CONNECT_PAUSE_S = 0.005
-"""The pause between attempts to connect to a Unix socket whose backlog is full."""
+"""Pause between attempts to connect to a Unix socket whose backlog is full."""
 
 
 class StaleConnectionError(ConnectionBrokenError):
@@ -38,7 +38,7 @@ class StaleConnectionError(ConnectionBrokenError):
 
 
 class LaneConnection:
-    """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
+    """One connection, one call at a time. Threads: the acquiring one; ``interrupt``: any."""
 
     def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
         self._sock = sock
@@ -49,27 +49,27 @@ class LaneConnection:
         self._call_id = 0
 
     def handshake(self, joined: JoinReply, until: float) -> None:
-        """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
+        """Send the HELLO and read the reply. Raises TokenRefusedError, LaneUnreachableError."""
         first = hello(joined.lane_token)
         try:
-            answer = _greet(self._sock, first, until)
+            reply = _exchange_hello(self._sock, first, until)
         except TimeoutError:
-            raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
+            raise LaneUnreachableError("no HELLO: no reply in time", silent=True) from None
         except OSError as error:
-            raise LaneUnreachableError(f"no greeting: {_reason(error)}", silent=True) from None
+            raise LaneUnreachableError(f"no HELLO: {_reason(error)}", silent=True) from None
         except ProtocolError as error:
             raise LaneUnreachableError(error.message) from None
-        if answer[1] == ERROR:
-            refusal = decode_error(answer[3])
+        if reply[1] == ERROR:
+            refusal = decode_error(reply[3])
             if isinstance(refusal, PermissionDeniedError):
                 raise TokenRefusedError(refusal.message)
             raise LaneUnreachableError(refusal.message)
 
     def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
-        """The answer to one call, a REPLY or an ERROR.
+        """Return the reply. The connection is unusable after an error.
 
         Raises:
-            TimeoutError, CarrierBrokenError, ProtocolError: the connection cannot be used any more.
+            TimeoutError, ConnectionBrokenError, ProtocolError
         """
         self._call_id += 1
         request = frame(self._call_id, CALL, name, payload)
@@ -85,7 +85,7 @@ class LaneConnection:
             if kind in (REPLY, ERROR):
                 return self._call_id, kind, b"", data
         if status == TIMED_OUT:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("no reply in time")
         if status == UNASKED:
             raise StaleConnectionError("the connection had ended", sent=False)
         if status in (NOT_SENT, BROKEN):
@@ -100,9 +100,8 @@ class LaneConnection:
         )
 
     def interrupt(self) -> None:
-        """Makes a call under way fail."""
         with contextlib.suppress(OSError):
-            # Of the class: within TLS the object's own method would go on without TLS.
+            # The class's method: the object's own would continue without TLS.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class LaneConnection:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
-            self._sock.close()  # after an exception has cut its call
+            self._sock.close()  # after an exception has interrupted its call
 
 
 def connect(
@@ -121,10 +120,10 @@ def connect(
     generation: int,
     credentials: Credentials | None = None,
 ) -> LaneConnection:
-    """Connects by the Unix socket that the master names, if this host has it, else by TCP.
+    """Connect by the Unix socket that the master names, if it is on this host, else by TCP.
 
-    ``credentials``: the identity to show over TCP, by TLS; None: no TLS. Bytes in a Unix socket do
-    not leave the host's kernel, and the token of the join, which came by TLS, says who we are.
+    ``credentials``: the identity for TLS over TCP; None: no TLS. A Unix socket needs none: its
+    bytes stay in the kernel, and the token of the join, received over TLS, identifies the client.
 
     Raises:
         LaneUnreachableError
@@ -146,7 +145,7 @@ def connect(
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)
         except TimeoutError:
-            raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
+            raise LaneUnreachableError(f"{address}: no reply in time", silent=True) from None
         except OSError as error:
             raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
     sock.setblocking(False)
@@ -154,15 +153,14 @@ def connect(
 
 
 def _is_trusted(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is of our own user, or of root. Any other user of this
-    host may have taken the name, and is not shown our token; TLS over TCP proves who it is."""
+    """Return whether the peer of a Unix socket is our user or root, and may get our token."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid in (0, os.geteuid())
 
 
 def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:
-    """Takes over ``sock``. Raises OSError."""
+    """Start TLS on ``sock``, which it takes over. Raises OSError."""
     sock.settimeout(max(until - uptime(), 1e-3))
     try:
         return credentials.client().wrap_socket(sock, server_hostname=MASTER_NAME)
@@ -171,8 +169,8 @@ def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ss
         raise
 
 
-def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
-    """Sends the first frame; the answer to it. Raises TimeoutError, OSError."""
+def _exchange_hello(sock: socket.socket, first: bytes, until: float) -> Frame:
+    """Send the first frame; return the reply. Raises TimeoutError, OSError."""
     reader = FrameReader()
 
     def wait_until() -> None:
@@ -183,19 +181,19 @@ def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
 
     wait_until()
     sock.sendall(first)
-    while (answer := reader.next()) is None:
+    while (reply := reader.next()) is None:
         wait_until()
         if not (count := sock.recv_into(reader.space())):
             raise ConnectionError("the master closed the connection")
         reader.received(count)
     sock.setblocking(False)
-    return answer
+    return reply
 
 
 def _connect_unix(name: str, until: float) -> socket.socket | None:
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError:  # no descriptor is left
+    except OSError:  # out of file descriptors
         return None
     sock.setblocking(False)
     while True:

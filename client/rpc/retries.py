@@ -1,16 +1,16 @@
-"""Decides when a call is sent, sent again, or given up. Pure: it uses no socket.
+"""Retries of calls: when to send, resend or fail. Pure: it uses no socket.
 
-``attempts`` is a generator: it yields the next ``Action``, and is sent its outcome or thrown its
+``attempts`` is a generator: it yields the next ``Action``, and is sent its result or thrown its
 error. ``kvstore.client.rpc.stub`` drives it, and tests drive it with a list. Its rules:
 
-* Calls of clients need a join. A call whose carrier breaks joins anew, and learns from the epoch
-  whether the master is still the same.
-* A call that was certainly not sent may be sent again. One that was sent may be sent again if it is
-  idempotent, or if the master that may have executed it is gone with its state (a new epoch).
-* If there are several masters or an etcd, the call leaves a master that is silent, gone or on
-  standby, and goes to the leader, as often as necessary.
-* The lane is preferred. If it cannot be reached, gRPC carries all calls for a while.
-* Between attempts the call waits: exponentially longer, with jitter, never beyond the deadline.
+- Calls of clients require a join. A call whose connection breaks joins again; the epoch shows
+  whether the master is the same.
+- A call that was not sent may be sent again. One that was sent may be repeated if it is idempotent,
+  or if the master that may have executed it has ended with its state (a new epoch).
+- With several masters or etcd, the call leaves a master that is silent, unreachable or a standby
+  for the leader, as often as necessary.
+- The lane is preferred; while it is unreachable, gRPC is used for all calls.
+- Between attempts the call backs off exponentially, with jitter, never beyond the deadline.
 """
 
 from __future__ import annotations
@@ -45,56 +45,53 @@ from kvstore.wire.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch
 from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason
 
 LANE_RETRY_S: Final = 30.0
-"""How long gRPC carries everything before an unreachable lane is tried again."""
+"""Time before an unreachable lane is tried again; gRPC is used meanwhile."""
 
 LANE_SILENT_RETRY_S: Final = 1.0
-"""The same for a lane that accepts connections but stays silent: the master is stopped or busy."""
+"""The same for a lane that accepts connections but is silent: the master is stopped or busy."""
 
 LANE_CONNECT_S: Final = 1.0
-"""The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
-that drops packets never answers."""
+"""Limit on connecting to the lane for a call that gRPC could make: a firewall may drop packets."""
 
 REFUSALS_MAX: Final = 2
-"""Refused tokens that one call tolerates. If more are refused, although they are fresh, another
-process than the joined master refuses them, and gRPC carries all calls for a while."""
+"""Rejected fresh tokens, after which gRPC is used: the lane may be another process's."""
 
 JOIN_S: Final = 2.0
-"""How long one of several masters may take to answer a join before the next one is asked."""
+"""Time for one of several masters to reply to a join before the next one is tried."""
 
 LOCATE_S: Final = 2.0
-"""How long etcd may take to name the leader, before it is asked again."""
+"""Time for etcd to name the leader before it is queried again."""
 
 SILENCE_S: Final = 2.0
-"""How long one of several masters may be silent, beyond the time that the call itself may have to
-wait, before another one is asked: a stopped master keeps its connections open."""
+"""Maximum silence of one of several masters, in addition to the call's own wait: a stopped master
+keeps its connections open."""
 
 WIPES_S: Final = 8.0
-"""How long calls that remove or replace objects may have to wait: for nodes to wipe, or to count as
-dead."""
+"""Maximum wait of calls that remove or replace objects: nodes must wipe, or count as dead."""
 
 HOPS_MAX: Final = 3
-"""Redirections in a row that one call follows without a pause."""
+"""Redirections that one call follows without a pause."""
 
 BACKOFF_FIRST_S: Final = 0.02
 BACKOFF_MAX_S: Final = 1.0
 BACKOFF_SEVERAL_S: Final = 0.5
-"""The longest pause where there are several masters, one of which will lead within seconds."""
+"""Maximum backoff with several masters, one of which will lead within seconds."""
 
-TELL_S: Final = 1.0
-"""A call that has had no master for this long logs what it waits for."""
+LOG_WAIT_S: Final = 1.0
+"""A call without a master for this long logs why it waits."""
 
 ATTEMPT_S: Final = 0.01
-"""With less time left no further attempt is made."""
+"""Minimum remaining time for another attempt."""
 
-NO_ANSWER: Final = "no answer in time"
+NO_REPLY: Final = "no reply in time"
 
 
 class ConnectionBrokenError(Exception):
-    """A connection could not be made or broke before the reply.
+    """A failed connection, before or during a call.
 
     ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
-    reply came. ``strange``: the program that answered may be no master. ``generation``: that of
-    the link when the connection was made; None: the present one.
+    reply came. ``strange``: the peer may be no master. ``generation``: that of the link when the
+    connection was made; None: the present one.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class ConnectionBrokenError(Exception):
 
 
 class LaneUnreachableError(Exception):
-    """No connection to the lane; nothing was sent. ``silent``: connected, but no answer came."""
+    """Failure to reach the lane; nothing was sent. ``silent``: connected, but no reply came."""
 
     def __init__(self, reason: str, *, silent: bool = False) -> None:
         super().__init__(reason)
@@ -117,19 +114,18 @@ class LaneUnreachableError(Exception):
 
 
 class TokenRefusedError(Exception):
-    """The peer does not know the token: the joined master is gone. The call was not executed."""
+    """Rejection of the token: the joined master is not there any more. Not executed."""
 
 
 class FindLeader(NamedTuple):
-    """Ask the etcd for the leader. Answer: its address; empty if no master leads."""
+    """Query etcd for the leader. Result: its address; empty if there is none."""
 
     address: EtcdPlace
     timeout_s: float
 
 
 class JoinAt(NamedTuple):
-    """Join the master at ``address``, unless another call has joined since ``generation``. Answer:
-    anything."""
+    """Join the master at ``address``, unless another call has joined since ``generation``."""
 
     address: str
     timeout_s: float
@@ -137,45 +133,36 @@ class JoinAt(NamedTuple):
 
 
 class SendOnLane(NamedTuple):
-    """Send the call on the lane. Answer: the encoded reply."""
+    """Send the call on the lane. Result: the encoded reply."""
 
 
 class SendOnGrpc(NamedTuple):
-    """Send the call by gRPC. Answer: the encoded reply."""
+    """Send the call by gRPC. Result: the encoded reply."""
 
     address: str
 
 
 class ProbePort(NamedTuple):
-    """Find out which program listens at ``address``. Answer: what
-    ``kvstore.wire.port_probe.what_answers`` returns."""
+    """Identify the listener at ``address``. Result: that of ``port_probe.identify_service``."""
 
     address: str
     timeout_s: float
 
 
 class Backoff(NamedTuple):
-    """Wait. Answer: anything."""
-
     seconds: float
     reason: str = ""
-    """Why the call waits; empty during its first ``TELL_S``."""
+    """Reason for the wait; empty during its first ``LOG_WAIT_S``."""
 
 
 Action = FindLeader | JoinAt | SendOnLane | SendOnGrpc | ProbePort | Backoff
 Attempts = Generator[Action, Any, bytes]
-"""What ``attempts`` returns. It is sent the encoded reply after ``SendOnLane`` and ``SendOnGrpc``,
-an address after ``FindLeader``, a text after ``ProbePort``, and nothing of use after other
-actions."""
+"""Generator of ``attempts``. Receives the encoded reply after ``SendOnLane`` and ``SendOnGrpc``, an
+address after ``FindLeader``, a text after ``ProbePort``; other results are ignored."""
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
-    """The masters in ``host:port,host:port``; the port may be missing, and is the usual one then.
-    Empty for ``etcd://...``, which names no master.
-
-    Raises:
-        InvalidArgumentError: not of that form.
-    """
+    """Parse ``host:port,...``; empty for ``etcd://...``. Raises InvalidArgumentError."""
     if address.startswith(ETCD_SCHEME):
         return ()
     return tuple(
@@ -184,22 +171,21 @@ def parse_addresses(address: str) -> tuple[str, ...]:
 
 
 class MasterConnectionState:
-    """What a stub knows of its master. One per stub; all its calls use it."""
+    """State of the connection to the master, shared by all calls of a stub."""
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
         self.addresses = parse_addresses(address)
-        """The masters that may lead; empty if etcd names the leader."""
+        """Possible leaders; empty if etcd names the leader."""
         self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
         self.alone = len(self.addresses) == 1
         self.shown = shown_place(address)
         self.joined: JoinReply | None = None
         self.current = False
-        """Whether ``joined`` is believed to be valid."""
+        """Whether ``joined`` is assumed valid."""
         self.generation = 0
-        """Grows at each join and loss; connections of an earlier generation are closed."""
-        self._turn = 0
+        """Incremented at each join and loss; connections of an earlier generation are closed."""
+        self._address_index = 0
         self._leader = ""
-        """The leader as named by etcd, or by a master that stands by."""
         self._lane = lane
         self._lane_retry_at = 0.0
         self._lane_problem = ""
@@ -208,17 +194,15 @@ class MasterConnectionState:
 
     @property
     def address(self) -> str:
-        """The master in use, or to try next; empty: etcd must be asked."""
-        return self._leader or (self.addresses[self._turn] if self.addresses else "")
+        """The master in use, or to try next; empty: etcd must be queried."""
+        return self._leader or (self.addresses[self._address_index] if self.addresses else "")
 
     @property
     def epoch(self) -> int:
-        """The epoch of the master that was last joined; 0 before."""
         return self.joined.epoch if self.joined is not None else 0
 
     def accept(self, joined: JoinReply, address: str) -> None:
-        """Called after a join at ``address``: that master is used from now on, even if another call
-        has chosen a different one meanwhile."""
+        """Use the master at ``address`` after a join, despite other calls."""
         if address != self.address:
             self._leader = address
         before = self.joined
@@ -229,28 +213,27 @@ class MasterConnectionState:
         self.generation += 1
 
     def on_master_lost(self, generation: int) -> None:
-        """Called when the master joined in ``generation`` cannot be reached, or is another one."""
+        """Record that the master joined in ``generation`` is unreachable or another one."""
         if self.current and self.generation == generation:
             self.current = False
             self.generation += 1
 
     def next_address(self, failed: str) -> None:
-        """Called after ``on_master_lost`` when ``failed`` cannot be used: goes on to the next
-        address, unless another call has done so or has joined a master since."""
+        """Select the next address after ``failed``, unless another call has done so or joined."""
         if self.current or self.address != failed:
             return
         if self._leader:
             self._leader = ""
-        if self.addresses and self.addresses[self._turn] == failed:
-            self._turn = (self._turn + 1) % len(self.addresses)
+        if self.addresses and self.addresses[self._address_index] == failed:
+            self._address_index = (self._address_index + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
-        """Called after ``on_master_lost`` when etcd or a standby names ``leader``."""
+        """Select the ``leader`` that etcd or a standby has named, after ``on_master_lost``."""
         if not self.current:
             self._leader = leader
 
     def failover_timeout_s(self, request: Request) -> float:
-        """How long a master may be silent to ``request`` before another one is asked."""
+        """Return the maximum silence of a master on ``request`` before another one is tried."""
         if self.alone:
             return math.inf
         if isinstance(request, PutStart | Allocate):
@@ -273,7 +256,7 @@ class MasterConnectionState:
         self._lane_problem = reason
 
     def lane_warning(self) -> str | None:
-        """What to log after gRPC carried a call that the lane could not; once for a client."""
+        """Return the warning for a call that gRPC made instead of the lane; once per client."""
         if not self._lane_problem or self._warned:
             return None
         self._warned = True
@@ -285,9 +268,9 @@ class MasterConnectionState:
         )
 
     def backoff_s(self, attempt: int) -> float:
-        """How long to wait after ``attempt`` failures, 1 or more: doubling, half of it random."""
-        most = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
-        longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        """Return the backoff after ``attempt`` failures, 1 or more: doubling, half of it random."""
+        maximum = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
+        longest: float = min(maximum, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
     def metadata(self, call: RpcMethod[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
@@ -303,14 +286,14 @@ def attempts(
     clock: Callable[[], float],
     broken: ConnectionBrokenError | NotLeaderError | None = None,
 ) -> Attempts:
-    """Carries one call to its reply; see the module.
+    """Drive one call to its reply; see the module.
 
     Args:
         call: None: only joins, and returns nothing.
-        broken: the error by which an earlier attempt, on the lane, has ended.
+        broken: the error of an earlier attempt on the lane.
 
     Raises:
-        KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
+        KVStoreError: the master's error; MasterUnreachableError; DeadlineExceededError.
     """
     started = clock()
     failures = refusals = hops = 0
@@ -337,7 +320,7 @@ def attempts(
                 generation = link.generation
             if call is None:
                 return b""
-            epoch = link.epoch  # another call may join anew while this one is under way
+            epoch = link.epoch  # another call may join again meanwhile
             if doubtful == epoch:
                 raise _unknown_outcome_error(call, address, reasons)
             if call.lane and link.lane_open(clock()):
@@ -375,7 +358,7 @@ def attempts(
             failures += 1
             reasons[address or link.shown] = refusal.message
             if call is not None and not joining and not call.idempotent:
-                # A leader whose term ended while it executed the call answers so, too.
+                # A leader whose term ended while it executed the call replies so, too.
                 doubtful = epoch
             link.on_master_lost(generation)
             link.next_address(address)
@@ -386,11 +369,11 @@ def attempts(
             if not leader or hops > HOPS_MAX:
                 pause_s = link.backoff_s(failures)
         except UnavailableError as refusal:
-            # A master that stands by or is stopping refuses every join.
+            # A master that is a standby or is stopping refuses every join.
             if not joining or isinstance(refusal, DeadlineExceededError):
                 harmless = joining or call is None or call.idempotent
                 if reasons and harmless and isinstance(refusal, DeadlineExceededError):
-                    # The last of several attempts ran into the deadline.
+                    # The last of several attempts reached the deadline.
                     raise _unreachable(link, reasons, failures, clock() - started) from None
                 raise
             failures += 1
@@ -408,16 +391,12 @@ def attempts(
         if left_s < ATTEMPT_S or (link.alone and identified):
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
-            reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
+            reason = reasons.get(address or link.shown, "") if now - started > LOG_WAIT_S else ""
             yield Backoff(min(pause_s, left_s / 2), reason)
 
 
 def _locate(link: MasterConnectionState, left_s: float) -> Generator[Action, Any, str]:
-    """The address of the leader; another call may meanwhile find that it cannot be used.
-
-    Raises:
-        NotLeaderError: no master leads.
-    """
+    """Locate the leader. Raises NotLeaderError: no master leads."""
     assert link.etcd is not None, "where there are addresses, there is an address"
     leader = yield FindLeader(link.etcd, min(left_s, LOCATE_S))
     if not leader:
@@ -458,19 +437,17 @@ def _unreachable(
 
 
 def deadline_error(link: MasterConnectionState, name: str) -> DeadlineExceededError:
-    """The error of a call whose deadline passed without a reply."""
+    """Build the error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
         f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
-        advice=f"A longer timeout_ms gives it more time; kvstore doctor --master {link.shown} says "
-        "whether it answers.",
+        advice=f"Check the master, or raise timeout_ms: kvstore doctor --master {link.shown}.",
         address=link.address or link.shown,
     )
 
 
 def failover_error(generation: int) -> ConnectionBrokenError:
-    """The error of a call that one of several masters has not answered for too long, on a
-    connection that was made under this generation of the link."""
-    error = ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
+    """Build the error of a call with a silent master, on a connection of this generation."""
+    error = ConnectionBrokenError(NO_REPLY, sent=True, silent=True)
     error.generation = generation
     return error
 
@@ -478,19 +455,19 @@ def failover_error(generation: int) -> ConnectionBrokenError:
 def grpc_failure(
     error: grpc.RpcError, link: MasterConnectionState, name: str, *, last: bool
 ) -> KVStoreError | ConnectionBrokenError | TokenRefusedError:
-    """What a failed gRPC call means. ``last``: it had all the time that the whole call had left."""
+    """Classify a failed gRPC call. ``last``: it had all the remaining time of the call."""
     detail = detail_of(error)
     if detail is not None:
-        answer = decode_error(detail)
-        if isinstance(answer, PermissionDeniedError) and "join" in answer.fields:
-            return TokenRefusedError(answer.message)
-        return answer
+        reply = decode_error(detail)
+        if isinstance(reply, PermissionDeniedError) and "join" in reply.fields:
+            return TokenRefusedError(reply.message)
+        return reply
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return (
             deadline_error(link, name)
             if last
-            else ConnectionBrokenError(NO_ANSWER, sent=True, silent=True)
+            else ConnectionBrokenError(NO_REPLY, sent=True, silent=True)
         )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return ConnectionBrokenError(

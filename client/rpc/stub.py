@@ -20,8 +20,8 @@ from kvstore.client.rpc.channels import ChannelPool
 from kvstore.client.rpc.lane_client import LaneConnection, StaleConnectionError, connect
 from kvstore.client.rpc.retries import (
     LANE_CONNECT_S,
-    NO_ANSWER,
-    TELL_S,
+    LOG_WAIT_S,
+    NO_REPLY,
     Action,
     Attempts,
     Backoff,
@@ -57,22 +57,23 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
-REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
-"""What gRPC says of a master that does not accept a client's certificate, and what that means."""
+CERTIFICATE_REJECTIONS = {
+    "socket closed": "it has closed the connection: it may reject our certificate"
+}
+"""gRPC's text for a master that rejects a client's certificate, and its meaning."""
 
 CLOSED_PAUSE_S = 0.05
-"""How often a call that waits looks whether the client was closed."""
+"""Interval in which a waiting call checks whether the client was closed."""
 
 SPIN_S = 300e-6
-"""How long a hot call polls for its reply before it sleeps: most come within that, and waking up
-takes as long again."""
+"""Busy-polling time of a hot call: most replies come within it."""
 
 LANE_CONNECTIONS_MAX = 32
-"""Connections to the lane at once, one call each; more calls at once go over gRPC."""
+"""Lane connections, one call at a time each; further concurrent calls use gRPC."""
 
 
 def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
-    """Waits within a call. Raises ClosedError: the client was closed meanwhile."""
+    """Wait within a call. Raises ClosedError: the client was closed meanwhile."""
     until = uptime() + seconds
     while not is_closed() and (left_s := until - uptime()) > 0:
         time.sleep(min(left_s, CLOSED_PAUSE_S))
@@ -81,8 +82,6 @@ def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
 
 
 class _Sending(NamedTuple):
-    """A call, as each attempt sends it."""
-
     call: RpcMethod[Any, Any]
     payload: bytes
     deadline: float
@@ -91,11 +90,10 @@ class _Sending(NamedTuple):
 
 
 class MasterStub:
-    """Calls a master. Several threads may call at once.
+    """Calls to a master, by several threads at once; of clients after a join.
 
-    Calls of clients first join the master. Then they take the lane, a pool of connections with one
-    call at a time each, or gRPC if the lane cannot be reached. Calls of operators take gRPC and
-    need no join. In the child of a fork, call ``close_after_fork``.
+    They use the lane, a pool of connections with one call at a time each, or gRPC if the lane is
+    unreachable. Calls of operators use gRPC. In the child of a fork, call ``close_after_fork``.
     """
 
     def __init__(
@@ -109,13 +107,14 @@ class MasterStub:
         auth: str = "",
         client_number: int = 0,
     ) -> None:
-        """
+        """Create a stub; it connects at its first call.
+
         Args:
-            address: ``host:port`` of the master, or of several, separated by commas.
+            address: ``host:port`` of one or more masters, separated by commas.
             host: ``kvstore.runtime.host.host_id()``.
             name: of the caller, for the master's log.
             cluster: name of the cluster to join; empty: any.
-            auth: the file that proves our identity; empty: no authentication.
+            auth: the certificate file; empty: no authentication.
 
         Raises:
             InvalidArgumentError: ``address`` is not an address.
@@ -126,23 +125,21 @@ class MasterStub:
         self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
-        self._answered = self._told_waiting = False
+        self._has_replied = self._has_logged_wait = False
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
-        """Our identity; None: without authentication."""
         self._channels = ChannelPool(self.credentials)
 
     def reset_after_fork(self) -> None:
-        """Called after a foreign exception has cut a call: the next calls use connections and locks
-        of their own. Calls of other threads go on."""
+        """Reconnect at the next calls, after a foreign exception interrupted a call."""
         self._joining = threading.Lock()
         self._idle: deque[LaneConnection] = deque()
         self._connections: set[LaneConnection] = set()
 
     @property
     def joined(self) -> JoinReply | None:
-        """The master's answer to the last join; None before the first."""
+        """The master's reply to the last join; None before the first."""
         return self._link.joined
 
     @property
@@ -152,20 +149,14 @@ class MasterStub:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0
 
     @property
     def contacted(self) -> bool:
-        """Whether a master has answered a call, or a join."""
-        return self._answered or self._link.joined is not None
+        return self._has_replied or self._link.joined is not None
 
     def join(self, deadline: float) -> JoinReply:
-        """Joins now if the stub has not joined, as any other call would.
-
-        Raises:
-            As ``call``.
-        """
+        """Join now if the stub has not joined. Raises as ``call``."""
         if self._closed:
             raise ClosedError("the client is closed")
         if not self._link.current:
@@ -176,18 +167,18 @@ class MasterStub:
         return joined
 
     def call(self, request: Request, deadline: float, trace: str = "") -> Reply:
-        """The master's reply.
+        """Return the master's reply.
 
         Args:
             deadline: a ``uptime()`` value, by which this returns or raises.
-            trace: the ``traceparent`` of the span that this call is part of; empty: of none.
+            trace: the ``traceparent`` of the caller's span; empty: none.
 
         Raises:
-            MasterUnreachableError: no master was found until the deadline, or (``fields["sent"]``
-                is 1) the connection broke during a call that must not be sent twice.
-            DeadlineExceededError: the master did not answer in time.
+            MasterUnreachableError: no master was found by the deadline, or (``fields["sent"]`` is
+                1) the connection broke during a call that must not be sent twice.
+            DeadlineExceededError: the master did not reply in time.
             ClosedError: the stub was closed, before or meanwhile.
-            KVStoreError: the error that the master answered.
+            KVStoreError: the master's error.
         """
         if self._closed:
             raise ClosedError("the client is closed")
@@ -196,12 +187,12 @@ class MasterStub:
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
         call = CALLS[type(request)]
-        cut = CUTS.get(type(request))
-        if cut is not None and cut.is_large(request):
-            return self._call_in_chunks(cut, request, deadline, trace)
+        split = CUTS.get(type(request))
+        if split is not None and split.is_large(request):
+            return self._call_in_chunks(split, request, deadline, trace)
         payload = encode_request(request)
         if len(payload) > REQUEST_BYTES_MAX:
-            return self._call_in_chunks(cut, request, deadline, trace)
+            return self._call_in_chunks(split, request, deadline, trace)
         if trace:
             payload = with_trace(payload, trace)
         sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
@@ -215,40 +206,35 @@ class MasterStub:
                 broken = without_frames(error)
         under_way = attempts(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(under_way, sending))
-        self._answered = True
+        self._has_replied = True
         if isinstance(reply, JoinReply):
             self._accept(reply, self._link.address)
         return reply
 
     def _call_in_chunks(
-        self, cut: Cut | None, request: Request, deadline: float, trace: str
+        self, split: Cut | None, request: Request, deadline: float, trace: str
     ) -> Reply:
-        """As ``call``, in several requests; again, if another master has answered some of them.
-
-        Raises:
-            BatchTooLargeError: it cannot be cut; nothing was sent.
-        """
-        pieces = [] if cut is None else cut.pieces(request)
-        if cut is None or len(pieces) < 2:
+        """Send the call in several requests to one master. Raises BatchTooLargeError."""
+        chunks = [] if split is None else split.pieces(request)
+        if split is None or len(chunks) < 2:
             raise BatchTooLargeError(
                 f"{type(request).__name__}: over {REQUEST_BYTES_MAX} bytes in one request",
                 advice="Split the batch.",
             )
         while True:
-            replies = [self.call(piece, deadline, trace) for piece in pieces]
+            replies = [self.call(chunk, deadline, trace) for chunk in chunks]
             if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
-                return cut.joined(replies)
+                return split.joined(replies)
 
     def close_after_fork(self) -> None:
-        """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
-        parent's connections. Takes no lock."""
+        """Refuse calls in a fork's child; close inherited file descriptors. Takes no lock."""
         self._closed = True
         for connection in list(self._connections):
             connection.close()
         fork_support.leak_deliberately(self._channels)  # gRPC's threads and locks were the parent's
 
     def close(self) -> None:
-        """Ends calls under way with ``ClosedError``. Idempotent."""
+        """End calls in progress with ``ClosedError``. Idempotent."""
         self._closed = True
         with self._lock:
             connections = list(self._connections)
@@ -258,8 +244,6 @@ class MasterStub:
             with contextlib.suppress(IndexError):
                 self._drop(self._idle.pop())
         self._channels.close()
-
-    # --- attempts ------------------------------------------------------------------------------
 
     def _run(self, under_way: Attempts, sending: _Sending) -> bytes:
         action = next(under_way)
@@ -325,7 +309,7 @@ class MasterStub:
 
     def _accept(self, joined: JoinReply, address: str) -> None:
         self._link.accept(joined, address)
-        self._told_waiting = False
+        self._has_logged_wait = False
 
     def _on_grpc(
         self,
@@ -336,8 +320,7 @@ class MasterStub:
         *,
         last: bool = True,
     ) -> bytes:
-        # gRPC's channels are guarded by conditions of Python, which a signal handler that raises
-        # would leave taken for ever.
+        # A signal handler that raises would leave the conditions of gRPC's channels locked.
         return uninterrupted(
             functools.partial(self._send, address, call, payload, deadline, last, current())
         )
@@ -371,15 +354,14 @@ class MasterStub:
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
-                    failure.reason = REFUSED_US.get(failure.reason, failure.reason)
+                    failure.reason = CERTIFICATE_REJECTIONS.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
-            except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
+            except grpc.FutureCancelledError as error:  # cancelled, or the channel was closed
                 failure = ConnectionBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
                 failure = ConnectionBrokenError(str(error), sent=False)
-        # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
-        # open for as long as the caller keeps this error.
+        # Outside the handler: as ``__context__``, gRPC's error would keep the connection open.
         try:
             raise failure
         finally:
@@ -390,23 +372,21 @@ class MasterStub:
     ) -> bytes:
         if call is JOIN:
             with contextlib.suppress(grpc.FutureTimeoutError):
-                return calling.result(TELL_S)
-            self._log_waiting(NO_ANSWER, deadline)
+                return calling.result(LOG_WAIT_S)
+            self._log_waiting(NO_REPLY, deadline)
         return calling.result()
 
     def _log_waiting(self, reason: str, deadline: float) -> None:
-        """Logs what a call waits for; once, until a master is joined."""
-        if reason and not self._told_waiting:
-            self._told_waiting = True
+        """Log the reason for a wait; once, until a master is joined."""
+        if reason and not self._has_logged_wait:
+            self._has_logged_wait = True
             logger.warning(
                 "waiting for a master at %s, up to %.1f s more: %s",
                 self._link.shown, deadline - uptime(), reason,
             )  # fmt: skip
 
-    # --- the lane ------------------------------------------------------------------------------
-
     def _take(self) -> LaneConnection | None:
-        """An idle connection, if there is one; its other end may have closed it since."""
+        """Take an idle connection, if any; its peer may have closed it."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -417,9 +397,9 @@ class MasterStub:
             self._drop(connection)
 
     def _on_lane(self, connection: LaneConnection, sending: _Sending) -> bytes:
-        """The reply's bytes. The connection goes back to the pool, or is closed."""
+        """Return the reply's bytes. The connection returns to the pool, or is closed."""
         call, payload, deadline, silence_s = sending
-        # Polling threads compete for the interpreter's lock: it pays for one, not for several.
+        # Polling threads compete for the GIL: polling pays for one, not for several.
         alone = len(self._connections) - len(self._idle) <= 1
         until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
         stop = current()
@@ -450,7 +430,7 @@ class MasterStub:
         return data
 
     def _connect(self, deadline: float) -> LaneConnection | None:
-        """A new connection; None if ``LANE_CONNECTIONS_MAX`` are open."""
+        """Open a connection; None if ``LANE_CONNECTIONS_MAX`` are open."""
         joined, generation = self._link.joined, self._link.generation
         assert joined is not None
         with self._lock:

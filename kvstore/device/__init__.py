@@ -1,1 +1,1 @@
-"""Memory of accelerators: copies between a device's memory and the memory of the pool."""
+"""Memory of accelerators, and copies between it and the pool."""

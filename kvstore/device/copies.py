@@ -1,7 +1,4 @@
-"""Lists of copies as arrays: made, joined and cut without a step of Python for each copy.
-
-A batch of 1,000 blocks of 64 pages is 64,000 copies. All functions are pure.
-"""
+"""Lists of copies as arrays: a batch of 1,000 blocks of 64 pages is 64,000 copies. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +10,17 @@ from kvstore.device.driver import Numbers
 
 
 class CopyList(NamedTuple):
-    """Pairs of runs of equal size: one run on the device, the other mostly in the host's memory."""
+    """Pairs of runs of equal size: one run on the device, the other usually in host memory."""
 
     device: Numbers
-    """Addresses."""
     other: Numbers
-    """Addresses, mostly of the host."""
+    """Addresses, usually of the host."""
     sizes: Numbers
     """Bytes; none is 0."""
 
 
 def merged(copies: CopyList) -> CopyList:
-    """Joins copies that follow each other without a gap on both sides."""
+    """Merge copies that are contiguous on both sides."""
     device, other, sizes = copies
     if len(sizes) < 2:
         return copies
@@ -37,15 +33,14 @@ def merged(copies: CopyList) -> CopyList:
 
 
 def split_at_windows(copies: CopyList, base: int, window: int) -> CopyList:
-    """Cuts copies where the other side crosses a multiple of ``window`` bytes from ``base``: a
-    driver copies only within memory that was page-locked in one piece."""
+    """Split copies at multiples of ``window`` bytes from ``base``, the units of page locks."""
     device, other, sizes = copies
     first = (other - base) // window
-    pieces = (other + sizes - 1 - base) // window - first + 1
-    if pieces.max(initial=1) == 1:
+    parts = (other + sizes - 1 - base) // window - first + 1
+    if parts.max(initial=1) == 1:
         return copies
-    row = np.repeat(np.arange(len(sizes)), pieces)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    row = np.repeat(np.arange(len(sizes)), parts)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
     border = base + (first[row] + number) * window
     begin = np.maximum(other[row], border)
     end = np.minimum(other[row] + sizes[row], border + window)

@@ -1,12 +1,11 @@
-"""NVIDIA's driver, through its own library ``libcuda.so.1``.
+"""The NVIDIA driver, through its library ``libcuda.so.1``.
 
-The library is called directly, with arrays of addresses as numpy holds them: for the 64,000 copies
-of 1,000 blocks, NVIDIA's Python package converts each address and size by itself, which holds the
-interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4). Calling the library needs no
-package, because every driver brings it.
+The library is called directly, with numpy arrays of addresses: for the 64,000 copies of 1,000
+blocks, NVIDIA's Python package converts each address and size by itself and holds the GIL for 13 to
+25 ms (measured with cuda-bindings 12.9.4).
 
-Streams and events are handles of the device's primary context, which torch uses as well. Each call
-makes that context current and then restores what was current before.
+Streams and events are handles of the device's primary context, as in torch. Each call makes that
+context current and then restores the previous one.
 """
 
 # mypy: allow-untyped-calls
@@ -58,8 +57,6 @@ _ToAddress = ctypes.POINTER(ctypes.c_uint64)
 
 
 class _IPCHandle(ctypes.Structure):
-    """``CUipcMemHandle``, which is passed by value."""
-
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
@@ -89,7 +86,7 @@ _FUNCTIONS: Final = {
     "cuIpcOpenMemHandle_v2": [_ToAddress, _IPCHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [_Address],
 }
-"""The functions that are called, by the types of their arguments; each returns a ``CUresult``."""
+"""Argument types of the called functions; each returns a ``CUresult``."""
 
 
 class _Location(ctypes.Structure):
@@ -112,12 +109,11 @@ _BATCH_V1: Final[Any] = [
     _Numbers, _Numbers, _Numbers, _Size, ctypes.POINTER(_Attributes), ctypes.POINTER(_Size), _Size,
     ctypes.POINTER(_Size), _Handle,
 ]  # fmt: skip
-"""Arguments of ``cuMemcpyBatchAsync`` since CUDA 12.8; the last but one tells the refused copy."""
+"""Arguments of ``cuMemcpyBatchAsync`` since CUDA 12.8; one returns the refused copy."""
 
 
 class _CudaEvent:
-    """An event that gives its handle back to the driver's spare ones when nothing refers to it.
-    That takes no lock and calls no function of CUDA, because a finalizer may run anywhere."""
+    """An event whose handle is recycled when dropped, without a lock or a call of CUDA."""
 
     __slots__ = ("handle", "spare")
 
@@ -130,8 +126,7 @@ class _CudaEvent:
 
 
 class _CudaArrayInterface:
-    """Memory of a device as torch takes it over without a copy; the tensor's storage refers to
-    this."""
+    """Device memory that torch adopts without a copy; the tensor's storage keeps this alive."""
 
     def __init__(self, address: int, size: int, keep: object) -> None:
         self.__cuda_array_interface__ = {
@@ -141,13 +136,10 @@ class _CudaArrayInterface:
 
 
 class CUDADriver:
-    """Implements ``Driver``. Threads: any.
-
-    In the child of a fork every call fails: CUDA does not survive one.
-    """
+    """The CUDA driver of one device. Threads: any. In the child of a fork every call fails."""
 
     def __init__(self, number: int) -> None:
-        """Raises DeviceError: no driver, or no such device."""
+        """Open a device. Raises DeviceError: no driver, or no such device."""
         self.name: Final = f"cuda:{number}"
         self._library = library()
         device = _Int()
@@ -169,10 +161,7 @@ class CUDADriver:
 
     @property
     def copies_batches(self) -> bool:
-        """Whether ``copy`` is one call of the driver."""
         return self._batch is not None
-
-    # --- order --------------------------------------------------------------------------------
 
     def record_event(self, stream: int | None = None) -> Event:
         return self._record(current_stream(self._number) if stream is None else stream)
@@ -197,15 +186,13 @@ class CUDADriver:
             self._call("cuEventRecord", handle, stream)
         return event
 
-    # --- copies -------------------------------------------------------------------------------
-
     def copy(self, way: Direction, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         if self._batch is None or len(sizes) == 1:
             return self.copy_ordinary(way, to, source, sizes)
         attributes = _Attributes(source_order=_IN_STREAM_ORDER)
         first, refused = _Size(0), _Size(0)
-        arrays = [np.ascontiguousarray(each, np.int64) for each in (to, source, sizes)]
-        columns = [each.ctypes.data_as(_Numbers) for each in arrays]
+        arrays = [np.ascontiguousarray(column, np.int64) for column in (to, source, sizes)]
+        columns = [column.ctypes.data_as(_Numbers) for column in arrays]
         with self._current():
             status = self._batch(
                 *columns, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1,
@@ -232,10 +219,8 @@ class CUDADriver:
         return self._record(stream)
 
     def _synchronize_after_error(self, way: Direction) -> None:
-        """Some copies of a refused batch may be queued: they end before the error is raised."""
+        """Wait for copies of a refused batch that were queued, before the error is raised."""
         self._library.cuStreamSynchronize(self._streams[way])
-
-    # --- memory -------------------------------------------------------------------------------
 
     def lock(self, address: int, size: int) -> bool:
         with self._current():
@@ -264,11 +249,9 @@ class CUDADriver:
                 "device memory is returned as a torch tensor, and torch is not installed here",
                 device=self.name,
             ) from None
-        # For its current stream torch may return memory that this stream still uses. Memory from
-        # its pool for our stream is unused, because the host waits for all that runs on ours.
+        # Memory of torch's pool for our stream is unused, because the host waits for that stream.
         ours = torch.cuda.ExternalStream(self._streams[Direction.LOAD], device=self.name)
-        # Leaving the stream makes the previous one current again. If that were of another device,
-        # torch would make a context there. So the device is chosen first.
+        # Otherwise leaving the stream would make torch create a context on the previous device.
         chosen = torch.cuda.device(self.name)
         with self._current(), chosen, torch.cuda.stream(ours):
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
@@ -284,8 +267,6 @@ class CUDADriver:
 
         with self._current(), torch.cuda.device(self.name):
             return torch.as_tensor(_CudaArrayInterface(address, size, keep), device=self.name)
-
-    # --- memory that processes share ----------------------------------------------------------
 
     def allocate(self, size: int) -> int:
         made = _Address()
@@ -319,15 +300,13 @@ class CUDADriver:
         with self._current():
             self._call("cuIpcCloseMemHandle", address)
 
-    # --- the library --------------------------------------------------------------------------
-
     def _new_stream(self, priority: int) -> int:
         made = _Handle()
         self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
         return made.value or 0
 
     def _batch_function(self) -> Any:
-        """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""
+        """Return ``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""
         try:
             batch = self._library.cuMemcpyBatchAsync
         except AttributeError:
@@ -354,8 +333,7 @@ class CUDADriver:
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Lets calls pass while another thread captures a graph, as engines do at their start.
-        Otherwise CUDA would refuse most calls meanwhile, and spoil the graph."""
+        """Allow calls while another thread captures a graph, which they would invalidate."""
         mode = _Int(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
@@ -376,7 +354,7 @@ _loading: Final = threading.Lock()
 
 
 def library() -> ctypes.CDLL:
-    """The driver's library, initialised. Raises DeviceError: there is none, or it fails."""
+    """Return the driver's library, initialised. Raises DeviceError: it is missing or fails."""
     with _loading:
         if _libraries:
             return _libraries[0]
@@ -400,17 +378,12 @@ def library() -> ctypes.CDLL:
 class DeviceInfo(NamedTuple):
     name: str
     copies_batches: bool
-    """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""
+    """Whether one call copies a batch: CUDA 12.8 or later."""
     locks: bool
-    """Whether memory of this process can be page-locked."""
 
 
 def probe() -> list[DeviceInfo]:
-    """The devices that this process can use, for ``kvstore doctor``.
-
-    Raises:
-        DeviceError: no driver, or a device that does not work.
-    """
+    """Return the usable devices, for ``kvstore doctor``. Raises DeviceError."""
     found = []
     page = mmap.mmap(-1, mmap.PAGESIZE)
     address = address_of(memoryview(page))
@@ -424,7 +397,7 @@ def probe() -> list[DeviceInfo]:
 
 
 def uuid_of(number: int) -> bytes:
-    """What identifies a device in all processes of a host, whatever its number is there."""
+    """Return the UUID of a device, equal in all processes of a host."""
     cuda = library()
     device = _Int()
     uuid = (ctypes.c_char * _UUID_BYTES)()
@@ -439,11 +412,7 @@ def uuid_of(number: int) -> bytes:
 
 
 def name_of(handle: str) -> str:
-    """This process's name of the device whose memory was exported as ``handle``.
-
-    Raises:
-        DeviceError: this process does not see that device, or there is no driver.
-    """
+    """Return this process's name of an exporting device. Raises DeviceError: it has none."""
     for number in range(_count()):
         if handle.startswith(uuid_of(number).hex()):
             return f"cuda:{number}"
@@ -451,7 +420,6 @@ def name_of(handle: str) -> str:
 
 
 def _count() -> int:
-    """Devices that this process sees."""
     cuda = library()
     count = _Int()
     status = cuda.cuDeviceGetCount(ctypes.byref(count))

@@ -1,8 +1,8 @@
-"""One device as a client uses it: copies, waits with a deadline, and page-locked memory.
+"""One device of a client: copies, waits with a deadline, and page-locked memory.
 
-The rule that keeps bytes right: a copy is queued only after the host has seen that the work before
-it has ended. So no copy waits behind an engine's work in a queue of the device, where no deadline
-would reach it; and once a call has waited for its own copies, none of its work is left to run.
+A copy is queued only after the host has seen the end of the work before it. So no copy waits in a
+device queue behind an engine's work, beyond any deadline; and once a call has waited for its own
+copies, none of its work remains.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ from kvstore.runtime.clock import uptime
 log = logging.getLogger("kvstore.device")
 
 GROUP_BYTES: Final = 32 << 20
-"""Bytes copied between two looks at the deadline, the caller's wish to stop and the segment's
-generation: so many that the gap between two groups does not show."""
+"""Bytes copied between checks of deadline, cancellation and generation."""
 
 SETTLE_S: Final = 5.0
-"""How long copies under way may still take when the deadline has passed. At 25 GB/s a group of
-copies takes 1.3 ms; a device that needs seconds has failed."""
+"""Extra time for copies after the deadline; a group takes 1.3 ms at 25 GB/s."""
 
 NAP_MIN_S: Final = 20e-6
 NAP_MAX_S: Final = 500e-6
-"""Sleep between two looks at an event: short at first, because copies of a few blocks are."""
 
 
 class Device:
-    """One device of a client: see the module. Threads: any, for all but ``close``."""
+    """One device of a client. Threads: any, for all but ``close``."""
 
     def __init__(self, driver: DeviceDriver, *, ring_bytes: int) -> None:
-        """``ring_bytes``: page-locked memory for bytes that cannot be copied where they are."""
+        """``ring_bytes``: page-locked memory for bytes that cannot be copied in place."""
         self.name: Final = driver.name
         self.driver: Final = driver
         self.ring: Final = StagingRing(driver, ring_bytes)
@@ -50,20 +47,20 @@ class Device:
 
     @property
     def has_failed(self) -> bool:
-        """Whether copies did not end in time. Then they may still be running."""
+        """Whether copies did not end in time and may still be running."""
         return self._failed
 
     def wait(self, events: Iterable[Event], deadline: float) -> None:
-        """Waits until all these moments have passed.
+        """Wait for all these events.
 
         Raises:
-            DeadlineExceededError: they had not by the deadline; no memory was touched.
+            DeadlineExceededError: not by the deadline; no memory was touched.
             ClosedError: the call was cancelled, or the client is closed.
             DeviceError: the device has failed.
         """
         if self._failed:
             raise self._failure()
-        for event in {id(each): each for each in events}.values():
+        for event in {id(candidate): candidate for candidate in events}.values():
             if not self._wait(event, deadline, stoppable=True):
                 raise DeadlineExceededError(
                     f"the work before the copy had not ended on {self.name} by the deadline",
@@ -71,12 +68,7 @@ class Device:
                 )
 
     def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
-        """Queues copies. Call ``wait_for_copies`` before the memory is used for anything else.
-
-        Args:
-            locked: the segment that the other side is in; None: a slot of the ring, or memory of
-                this device.
-        """
+        """Queue copies to wait for. ``locked``: the other side; None: ring or device memory."""
         if self._failed:
             raise self._failure()
         if locked is not None:
@@ -86,7 +78,7 @@ class Device:
         return self.driver.copy(way, to, source, sizes)
 
     def copy_ordinary(self, way: Direction, copies: CopyList) -> Event:
-        """As ``copy``; the other side is memory that is not page-locked."""
+        """As ``copy``; the other side is not page-locked."""
         if self._failed:
             raise self._failure()
         device, other, sizes = copies
@@ -95,11 +87,11 @@ class Device:
         return self.driver.copy_ordinary(way, device, other, sizes)
 
     def wait_for_copies(self, event: Event, deadline: float) -> None:
-        """Waits until copies have ended. Unless this raises, they touch no memory afterwards.
+        """Wait until copies have ended. Unless this raises, they touch no memory afterwards.
 
         Raises:
-            DeviceError: they did not end for seconds after the deadline. The device is not used
-                again by this client, and its page-locked memory is kept.
+            DeviceError: they did not end for seconds after the deadline. This client does not use
+                the device again, and keeps its page-locked memory.
         """
         if self._failed:
             raise self._failure()
@@ -111,8 +103,8 @@ class Device:
 
     @contextmanager
     def slot(self, deadline: float) -> Iterator[memoryview]:
-        """A slot of the ring. The copies through it are settled when the block is left; if the
-        device has failed they may still run, and the slot is kept.
+        """Yield a slot of the ring. Its copies have ended when the block is left, unless the device
+        has failed; then the slot is kept.
 
         Raises:
             As ``StagingRing.take``.
@@ -125,8 +117,7 @@ class Device:
                 self.ring.give(slot)
 
     def close(self) -> None:
-        """Gives page-locked memory back, except what copies under way use. Calls in ``wait`` fail.
-        Idempotent."""
+        """Release unused page-locked memory. Calls in ``wait`` fail. Idempotent."""
         self._is_closed = True
         self.locks.close()
         self.ring.close()
@@ -147,8 +138,8 @@ class Device:
 
     def _failure(self) -> DeviceError:
         return DeviceError(
-            f"{self.name} did not finish copies, and this client does not use it any more",
-            advice="Look at the kernel's log for errors of the device, and start the process anew.",
+            f"{self.name} did not finish copies; this client does not use it any more",
+            advice="Check the kernel's log for errors of the device, and restart the process.",
             device=self.name,
             settled=0,
         )

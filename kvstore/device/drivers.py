@@ -1,7 +1,7 @@
 """The drivers of this process, by device.
 
-``cuda`` is the kind of NVIDIA's devices. Tests add a kind of their own. Peers and settings choose
-among ``_kinds``, so a kind that is safe in tests only must not be there otherwise.
+``cuda`` is the kind of NVIDIA's devices; tests add their own. Peers and settings choose among
+``_kinds``, so a kind that is safe only in tests must not be registered otherwise.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ _lock: Final = threading.Lock()
 
 
 def full_name(name: str) -> str:
-    """The name of a device with its number: ``cuda`` is the device on which this thread computes,
-    as it is for torch."""
+    """Return the name with its number: ``cuda`` is this thread's current device, as for torch."""
     if name != "cuda":
         return name
     return f"cuda:{current_device()}"
 
 
 def driver_of(name: str) -> DeviceDriver:
-    """The driver of a device, made once per process.
-
-    Raises:
-        DeviceError: there is no such device, or no driver for it.
-    """
+    """Return a device's driver, created once. Raises DeviceError: there is none."""
     name = full_name(name)
     with _lock:
         known = _drivers.get(name)
@@ -41,15 +36,9 @@ def driver_of(name: str) -> DeviceDriver:
 
 
 def driver_of_handle(name: str, handle: str) -> DeviceDriver:
-    """The driver of the device whose memory another process has exported, whatever number the
-    device has in this process.
+    """Return the driver of an exported memory's device. Raises DeviceError: it cannot be used.
 
-    Args:
-        name: of the device in the exporting process.
-        handle: as ``DeviceDriver.export`` returned it there.
-
-    Raises:
-        DeviceError: this process cannot use that device.
+    ``name``: of the device in the exporting process; ``handle``: of ``DeviceDriver.export``.
     """
     if name.startswith("cuda:"):
         from kvstore.device.cuda import name_of  # loads the driver's library
@@ -59,8 +48,7 @@ def driver_of_handle(name: str, handle: str) -> DeviceDriver:
 
 
 def use(name: str, driver: DeviceDriver | None) -> None:
-    """Makes ``driver`` the driver of this device in this process; None: the usual one again. For
-    tests."""
+    """Override the driver of this device; None: restore the usual one. For tests."""
     with _lock:
         _drivers.pop(name, None)
         if driver is not None:
@@ -68,7 +56,7 @@ def use(name: str, driver: DeviceDriver | None) -> None:
 
 
 def add_kind(kind: str, make: Callable[[int], DeviceDriver]) -> None:
-    """Makes devices of another kind known in this process. For tests."""
+    """Register devices of another kind. For tests."""
     _kinds[kind] = make
 
 

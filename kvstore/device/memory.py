@@ -1,4 +1,4 @@
-"""A value that is in the memory of a device."""
+"""Values in device memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _NONE: Final = np.empty(0, np.int64)
 
 
 class DeviceMemory:
-    """Bytes of a device's memory, in one or several runs: a payload to store, or memory to fill.
-
-    Immutable. Does not own the memory; ``keep`` keeps its owner alive.
-    """
+    """Runs of device memory: a payload, or memory to fill. Immutable; does not own the memory."""
 
     __slots__ = ("addresses", "after", "device", "keep", "nbytes", "sizes")
 
@@ -35,12 +32,13 @@ class DeviceMemory:
         keep: object = None,
         nbytes: int | None = None,
     ) -> None:
-        """
+        """Describe memory of a device.
+
         Args:
-            addresses: of the runs, on the device, in the order of the payload.
+            addresses: of the runs, in the sequence of the payload.
             sizes: of the runs, in bytes; none is 0.
-            after: moments that must have passed before kvstore touches the memory; none: the end of
-                what was queued on the call's stream before the call (``Client.put``).
+            after: events before which kvstore must not touch the memory; none: the end of the work
+                queued on the call's stream before the call (``Client.put``).
             keep: an object that owns the memory.
             nbytes: the sum of ``sizes``, if it is known.
         """
@@ -55,7 +53,7 @@ class DeviceMemory:
         return self.nbytes
 
     def first(self, size: int) -> DeviceMemory:
-        """The first ``size`` bytes of this memory, which has as many."""
+        """Return the first ``size`` bytes of this memory, which has as many."""
         if size == self.nbytes:
             return self
         if not 0 < size < self.nbytes:
@@ -68,24 +66,23 @@ class DeviceMemory:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two runs share a byte."""
-        order = np.argsort(self.addresses)
-        starts = self.addresses[order]
-        return bool((starts[:-1] + self.sizes[order][:-1] > starts[1:]).any())
+        sequence = np.argsort(self.addresses)
+        starts = self.addresses[sequence]
+        return bool((starts[:-1] + self.sizes[sequence][:-1] > starts[1:]).any())
 
     @staticmethod
     def joined(memories: Sequence[DeviceMemory]) -> DeviceMemory:
-        """Memories of one device, one after the other."""
+        """Concatenate memories of one device."""
         if len(memories) == 1:
             return memories[0]
-        addresses = np.concatenate([each.addresses for each in memories])
-        sizes = np.concatenate([each.sizes for each in memories])
-        events = [event for each in memories for event in each.after]
+        addresses = np.concatenate([memory.addresses for memory in memories])
+        sizes = np.concatenate([memory.sizes for memory in memories])
+        events = [event for memory in memories for event in memory.after]
         return DeviceMemory(memories[0].device, addresses, sizes, events, list(memories))
 
 
 def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
-    """The memory of a contiguous tensor on this device, which is kept alive."""
+    """Return the memory of a contiguous tensor on this device, which is kept alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return DeviceMemory(device, _NONE, _NONE)
@@ -93,15 +90,10 @@ def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
 
 
 def layout_copies(values: Sequence[DeviceMemory], places: Sequence[int]) -> CopyList:
-    """The copies between values on a device and places elsewhere, where the runs of each value lie
-    end to end from its place on.
-
-    Args:
-        places: an address per value.
-    """
-    device = np.concatenate([each.addresses for each in values])
-    sizes = np.concatenate([each.sizes for each in values])
-    counts = np.fromiter((len(each.sizes) for each in values), np.int64, len(values))
+    """Build the copies between values and a contiguous run of addresses elsewhere for each."""
+    device = np.concatenate([value.addresses for value in values])
+    sizes = np.concatenate([value.sizes for value in values])
+    counts = np.fromiter((len(value.sizes) for value in values), np.int64, len(values))
     starts = np.cumsum(sizes) - sizes
     firsts = np.cumsum(counts) - counts
     shift = np.asarray(places, np.int64) - starts[firsts]

@@ -1,8 +1,7 @@
-"""Segments of this host whose memory a device's driver has page-locked.
+"""Page locks of a device's driver on mapped segments of this host.
 
-Locking all of a large segment takes seconds, and the system may refuse it. So memory is locked in
-windows, each when its first copy is made. The bytes of a window that is not locked go through the
-ring (``kvstore.device.staging_ring``).
+Locking a large segment takes seconds, and the system may refuse it. So memory is locked in windows,
+each at its first copy; bytes of other windows go through the ring.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from kvstore.device.driver import DeviceDriver
 from kvstore.memory.process_memory import address_of
 
 WINDOW_BYTES: Final = 256 << 20
-"""Small enough that the call that meets a window first does not wait long for its pages."""
+"""Small enough for a call not to wait long for the first lock of a window."""
 
 
 class LockedSegment:
-    """One mapped segment."""
-
     def __init__(self, memory: memoryview, is_mounted: Callable[[], bool]) -> None:
         self.memory = memory
-        """Keeps the segment mapped for as long as parts of it are locked."""
+        """Keeps the segment mapped while windows are locked."""
         self.base = address_of(memory)
         self.is_mounted = is_mounted
         self.windows: dict[int, bool] = {}
@@ -34,24 +31,21 @@ class LockedSegment:
 
 
 class PageLocks:
-    """See the module. Threads: any."""
+    """The locked segments of one device. Threads: any."""
 
     def __init__(self, driver: DeviceDriver) -> None:
         self._driver = driver
         self._segments: dict[int, LockedSegment] = {}
-        """Segments by the ``id`` of their mapped memory, which an entry here keeps alive."""
+        """By the ``id`` of their mapped memory, which an entry here keeps alive."""
         self._changing = threading.Lock()
         self._is_closed = False
         self._is_kept = False
 
     @contextmanager
     def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[LockedSegment]:
-        """The segment of this memory. Its windows stay locked until the block is left.
+        """Yield the segment of this mapping, whose windows stay locked within the block.
 
-        Args:
-            memory: all of it, the same object for each mapping.
-            is_mounted: see ``Transport.mount_checker``; once it says no, ``sweep`` unlocks the
-                memory.
+        ``sweep`` unlocks it once ``is_mounted`` (``Transport.mount_checker``) is False.
         """
         with self._changing:
             segment = self._segments.get(id(memory))
@@ -67,7 +61,7 @@ class PageLocks:
                 self._unlock(lambda segment: True)
 
     def lock(self, segment: LockedSegment, offset: int, size: int) -> bool:
-        """Locks the windows of a range; False: one of them could not be locked, now or for good."""
+        """Lock the windows of a range; False: one of them could not be locked, now or earlier."""
         numbers = range(offset // WINDOW_BYTES, (offset + size - 1) // WINDOW_BYTES + 1)
         return all(
             segment.windows[number] if number in segment.windows else self._lock(segment, number)
@@ -83,16 +77,16 @@ class PageLocks:
             return segment.windows.get(number, False)
 
     def sweep(self) -> None:
-        """Unlocks segments that are gone, as soon as no copy uses them."""
+        """Unlock departed segments, as soon as no copy uses them."""
         self._unlock(lambda segment: not segment.is_mounted())
 
     def keep(self) -> None:
-        """Called when copies may run for ever: from now on nothing is unlocked."""
+        """Keep everything locked from now on, because copies may run forever."""
         with self._changing:
             self._is_kept = True
 
     def close(self) -> None:
-        """Unlocks all segments; one in use is unlocked when its last user leaves. Idempotent."""
+        """Unlock all segments; one in use when its last user leaves. Idempotent."""
         with self._changing:
             self._is_closed = True
         self._unlock(lambda segment: True)

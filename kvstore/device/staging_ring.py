@@ -1,4 +1,4 @@
-"""Page-locked memory through which bytes go that a device cannot copy where they are."""
+"""Page-locked memory for bytes that a device cannot copy in place."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from kvstore.errors import ClosedError, DeadlineExceededError
 from kvstore.runtime.clock import uptime
 
 SLOTS: Final = 8
-"""Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
-emptied."""
+"""Equal parts of a ring. Each transfer uses one or two, to fill one while the other is emptied."""
 
 RING_BYTES: Final = 64 << 20
-"""Page-locked memory of a process for each GPU, for bytes that it cannot copy where they are: those
-of nodes on other hosts, or of their clients. Four threads that each fill one slot while another is
-emptied do not wait."""
+"""Page-locked memory per process and GPU; enough for four threads with two slots each."""
 
-LOOK_AGAIN_S: Final = 0.001
-"""How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""
+CHECK_INTERVAL_S: Final = 0.001
+"""Interval in which a waiting call checks for a slot: slots are used for milliseconds."""
 
 
 class StagingRing:
     """A fixed amount of page-locked memory, allocated at its first use. Threads: any."""
 
     def __init__(self, driver: DeviceDriver, size: int) -> None:
-        """``size``: in bytes, a multiple of ``SLOTS``."""
+        """Create a ring of ``size`` bytes, a multiple of ``SLOTS``."""
         self.slot_bytes: Final = size // SLOTS
         self._driver = driver
         self._size = size
@@ -38,31 +35,24 @@ class StagingRing:
         self.taken = 0
 
     def take(self, deadline: float) -> memoryview:
-        """Waits for a free slot. The caller must hold none, or callers could wait for each other.
-
-        Args:
-            deadline: a ``uptime()`` value.
-
-        Raises:
-            ClosedError, DeadlineExceededError
-        """
+        """Wait for a free slot, holding none. Raises ClosedError, DeadlineExceededError."""
         while True:
             with self._changing:
                 self._prepare()
                 if self._free:
                     self.taken += 1
                     return self._free.pop()
-            left = deadline - uptime()
-            if left <= 0:
+            remaining = deadline - uptime()
+            if remaining <= 0:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
-                    advice="Move fewer tensors at once.",
+                    advice="Copy fewer tensors at once.",
                     settled=1,
                 )
-            time.sleep(min(left, LOOK_AGAIN_S))
+            time.sleep(min(remaining, CHECK_INTERVAL_S))
 
     def give(self, slot: memoryview) -> None:
-        """Gives a slot back; no copy of it is under way."""
+        """Return a slot that no copy uses."""
         with self._changing:
             self._free.append(slot)
             self.taken -= 1
@@ -70,20 +60,20 @@ class StagingRing:
                 self._release()
 
     def close(self) -> None:
-        """Releases the memory, when all slots have been given back. Idempotent."""
+        """Release the memory once all slots are free. Idempotent."""
         with self._changing:
             self._is_closed = True
             self._release()
 
     def _release(self) -> None:
-        """Releases the memory if no slot is taken. The caller holds the lock."""
+        """Release the memory if no slot is used. The caller holds the lock."""
         if self._memory is not None and not self.taken:
             memory, self._memory = self._memory, None
             self._free.clear()
             self._driver.release(memory)
 
     def _prepare(self) -> None:
-        """Allocates the memory at the first call. The caller holds the lock."""
+        """Allocate the memory at the first call. The caller holds the lock."""
         if self._is_closed:
             raise ClosedError("the client is closed", settled=1)
         if self._memory is None:

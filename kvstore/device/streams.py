@@ -1,8 +1,4 @@
-"""Finds the stream on which a caller computes: a call comes after the work that it has there.
-
-torch keeps the current stream per thread. ``AsyncClient`` makes its calls in other threads, so it
-takes the caller's streams along.
-"""
+"""The streams on which a caller computes; ``AsyncClient`` passes them on to its threads."""
 
 from __future__ import annotations
 
@@ -16,20 +12,19 @@ if TYPE_CHECKING:
 
 
 def current_stream(number: int) -> int:
-    """The handle of the stream of a CUDA device on which this thread computes; 0: the default
-    one."""
+    """Return the handle of this thread's current stream on a CUDA device; 0: the default one."""
     torch = _torch()
     return int(torch.cuda.current_stream(number).cuda_stream) if torch is not None else 0
 
 
 def current_device() -> int:
-    """The number of the CUDA device on which this thread computes."""
+    """Return the number of this thread's current CUDA device."""
     torch = _torch()
     return int(torch.cuda.current_device()) if torch is not None else 0
 
 
 def current_streams() -> list[torch.cuda.Stream]:
-    """The streams of all devices on which this thread computes; none if torch does not use CUDA."""
+    """Return this thread's current streams on all devices; none if torch does not use CUDA."""
     torch = _torch()
     if torch is None:
         return []
@@ -38,12 +33,7 @@ def current_streams() -> list[torch.cuda.Stream]:
 
 @contextmanager
 def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
-    """Lets this thread compute on these streams, at most one of each device. So what torch has to
-    do for a call, such as making a tensor contiguous, comes after the caller's own work.
-
-    Args:
-        streams: of torch, or handles of streams on torch's current device.
-    """
+    """Make these streams (at most one per device) current for this thread, before torch's work."""
     torch = _torch()
     if torch is None:
         yield
@@ -60,13 +50,13 @@ def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
 
 
 def handle_of(stream: int | torch.cuda.Stream | None) -> int | None:
-    """The driver's handle of a stream."""
+    """Return the driver's handle of a stream."""
     if stream is None or isinstance(stream, int):
         return stream
     return int(stream.cuda_stream)
 
 
 def _torch() -> Any:
-    """torch, if it is imported and has begun to use CUDA."""
+    """Return torch, if it is imported and has initialised CUDA."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

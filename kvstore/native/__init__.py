@@ -1,9 +1,8 @@
-"""The steps of the hot path, ``steps``: compiled (``fast``), or in Python (``slow``).
+"""Primitives of the hot path: compiled, or in Python.
 
-``pip install`` compiles them where it finds a C compiler and Python's headers. Otherwise, or with
-the variable ``KVSTORE_NATIVE=0`` (to compare, or to look for a fault; ``fast`` checks it itself),
-those in Python do the same, slower. Callers see no difference: one suite tests both, and
-``docs/performance.md`` says what the compiled ones gain.
+``pip install`` compiles them if it finds a C compiler and Python's headers. Otherwise, or with
+``KVSTORE_NATIVE=0`` (for comparison or debugging; ``_native`` checks it), the slower Python ones
+are used. One suite tests both; ``docs/performance.md`` has the gain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The header of a row's object, as Python reads and writes it; ``rows.h`` does the same."""
+"""Headers of a row's object in Python; ``rows.h`` does the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.native.interface import CAPABILITY_BYTES, ReadRow, WriteRow
 def header_of(
     head: memoryview | bytearray, seed: int, namespace: str, row: ReadRow
 ) -> Header | None:
-    """The header of exactly the row's object; None: another object, or none, is there."""
+    """Return the header of exactly the row's object; None: another object, or none, is there."""
     offset, size, epoch, counter, key, _, _ = row
     header = unpack(head, seed, offset)
     if header is None or (
@@ -27,8 +27,7 @@ def header_of(
 def write_header(
     head: memoryview | bytearray, seed: int, namespace: str, row: WriteRow, checksum: int
 ) -> None:
-    """Writes the row's header, with the checksum of its payload, to the start of ``head``, and
-    behind it the row's stamp, if there is one."""
+    """Write the row's header and, if the row has one, the header MAC to ``head``."""
     offset, size, epoch, counter, key, _, parent, descriptor, capability = row
     header = Header(
         Namespace(namespace), Key(key), Key(parent) if parent else None, size, epoch, counter,

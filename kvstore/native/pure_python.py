@@ -1,8 +1,4 @@
-"""The steps of the hot path in Python, for where ``fast`` was not built. Any thread may call them.
-
-They are written to be short: no polling, no threads, one system call per piece. Their results, and
-what they leave in memory or on a socket, are those of the compiled steps.
-"""
+"""The primitives in short Python, if not compiled; with the same results. Threads: any."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from kvstore.memory.segment import RangeAccess
 from kvstore.native import interface
 from kvstore.native.interface import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
-from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # it is a step
+from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # a primitive
 from kvstore.runtime import tcp_protocol as protocol
 from kvstore.runtime.clock import uptime, uptime_ms
 from kvstore.runtime.stream import ConnectionEndedError, StalledError, Stream
@@ -47,23 +43,22 @@ from kvstore.runtime.tcp_protocol import (
 from kvstore.security.tls_stream import NO_TLS, NeedsTlsError
 
 PIECE_BYTES: Final = 64 << 10
-"""Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash
-gives the GIL back above 100 KB, and taking it again from a busy thread may cost 5 ms."""
+"""Copied, hashed, sent or received between checks of clock and generation. xxhash releases the GIL
+above 100 KB, and regaining it from a busy thread may cost 5 ms."""
 
 SERVED_BYTES: Final = 1 << 20
 SERVED_PARTS: Final = 512
-"""The most bytes and buffers that a node's connection sends or receives in one go."""
+"""Maximum buffers that a node's connection sends or receives per system call."""
 
 _LANE_HEAD: Final = struct.Struct("<IQBB")
-"""As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
+"""As in ``kvstore.wire.frames``: length of the rest, call id, kind, length of the name."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""As ``seal`` takes them: key, generation, expiry."""
+"""A mount as in ``seal``: key, generation, expiry."""
 
 _STAMPED: Final = struct.Struct("<8s5Q")
 _STAMP_TAG: Final = b"KVhead\0\1"
-"""What a stamp covers: this tag, offset, payload bytes, epoch, counter, bytes of the namespace;
-then namespace and key."""
+"""Prefix of the MAC's input; offset, size, version, namespace and key follow."""
 
 _ORDER_BITS: Final = 18
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -72,12 +67,7 @@ _WORD: Final = (1 << 64) - 1
 _counting: Final = threading.Lock()
 
 
-# --- objects in mapped memory --------------------------------------------------------------------
-
-
 class _EndedEarlyError(Exception):
-    """The batch ended early: ``how``."""
-
     def __init__(self, how: BatchEnd) -> None:
         super().__init__(how)
         self.how = how
@@ -87,19 +77,19 @@ def read_objects(
     memory: memoryview, generation: int, seed: int, namespace: str, rows: list[ReadRow],
     verify: bool, deadline: float, threads: int, /,
 ) -> list[bytes | int] | BatchEnd:  # fmt: skip
-    """Check the header of each row where it stands, and copy its payload.
+    """Check the header of each row, and copy its payload.
 
     Args:
-        memory: the whole segment, mapped.
-        generation: the one that the segment must have; checked before each 256 KiB.
+        memory: the complete segment, mapped.
+        generation: expected one; checked before each 256 KiB.
         seed: of the segment's header checksums.
-        verify: hash the payload as it is copied, or where it stays, and compare.
+        verify: hash and compare the payload.
         deadline: a ``uptime()`` value, checked as often.
-        threads: at most so many threads copy, each its own rows.
+        threads: maximum threads that copy, each its own rows.
 
     Returns:
-        Per row its descriptor, or ``STALE`` or ``CORRUPT``. Or how the whole batch ended; the
-        contents of the buffers are undefined then.
+        Per row its descriptor, ``STALE`` or ``CORRUPT``. Or the reason why the batch ended; the
+            contents of the buffers are undefined then.
     """
     del threads
     outcomes: list[bytes | int] = []
@@ -113,12 +103,12 @@ def read_objects(
             if header is None or (buffers is None and not verify):
                 continue
             hasher = xxhash.xxh3_64()
-            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+            for source, chunk in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
                 _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
-                    piece[:] = place
+                    chunk[:] = source
                 if verify:
-                    hasher.update(piece)  # what was copied: others may write to the place
+                    hasher.update(chunk)  # the copy: others may write to the source
             if verify and hasher.intdigest() != header.payload_checksum:
                 outcomes[-1] = interface.CORRUPT
     except _EndedEarlyError as ended:
@@ -130,21 +120,20 @@ def write_objects(
     memory: memoryview, generation: int, seed: int, namespace: str, rows: list[WriteRow],
     deadline: float, threads: int, /,
 ) -> BatchEnd:  # fmt: skip
-    """Wipe each row's header position, copy its payload, then write its header. 0: all of it
-    is done; otherwise some rows may be."""
+    """Wipe each row's header, copy its payload, write its header. Returns 0 if all are complete."""
     del threads
     try:
         _check(rows, len(memory))
         for row in rows:
             offset, size, buffers = row[0], row[1], row[5]
             _check_may_continue(memory, generation, deadline)
-            memory[offset : offset + len(WIPE)] = WIPE  # first: a header promises a whole payload
+            memory[offset : offset + len(WIPE)] = WIPE  # first: a header implies a complete payload
             hasher = xxhash.xxh3_64()
-            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+            for target, chunk in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
                 _check_may_continue(memory, generation, deadline)
                 if buffers is not None:
-                    place[:] = piece
-                hasher.update(piece)
+                    target[:] = chunk
+                hasher.update(chunk)
             _check_may_continue(memory, generation, deadline)
             write_header(memory[offset:], seed, namespace, row, hasher.intdigest())
     except _EndedEarlyError as ended:
@@ -153,7 +142,7 @@ def write_objects(
 
 
 def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
-    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError: wrong sizes."""
+    """Raise _EndedEarlyError if a row exceeds ``room`` bytes; ValueError: wrong sizes."""
     for row in rows:
         if row[5] is not None and sum(map(len, row[5])) != row[1]:
             raise ValueError("buffers and payload differ in size")
@@ -162,7 +151,7 @@ def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
 
 
 def _check_may_continue(memory: memoryview, generation: int, deadline: float) -> None:
-    """Raises _EndedEarlyError: the segment was mounted anew, or it is too late."""
+    """Raise _EndedEarlyError after a new mount of the segment or the deadline."""
     if memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] != generation:
         raise _EndedEarlyError(interface.GONE)
     if uptime() >= deadline:
@@ -172,11 +161,11 @@ def _check_may_continue(memory: memoryview, generation: int, deadline: float) ->
 def _beside(
     payload: memoryview, buffers: Sequence[memoryview] | None
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yields the payload's place in pieces, each beside its piece of ``buffers`` (None: itself)."""
+    """Yield the payload's memory in chunks, each with its chunk of ``buffers`` (None: itself)."""
     at = 0
-    for piece in _pieces([payload] if buffers is None else buffers):
-        yield payload[at : at + len(piece)], piece
-        at += len(piece)
+    for chunk in _pieces([payload] if buffers is None else buffers):
+        yield payload[at : at + len(chunk)], chunk
+        at += len(chunk)
 
 
 def _pieces(buffers: Sequence[memoryview] | None) -> Iterator[memoryview]:
@@ -185,12 +174,8 @@ def _pieces(buffers: Sequence[memoryview] | None) -> Iterator[memoryview]:
             yield buffer[start : start + PIECE_BYTES]
 
 
-# --- keys, records, buffers ----------------------------------------------------------------------
-
-
 def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
-    """All keys in one piece, and their length; None unless they are ``bytes`` of one length
-    from 1 to 256, and at least one."""
+    """Return the packed keys and their length; None unless they are ``bytes`` of one length."""
     packable = [key for key in keys if type(key) is bytes]
     sizes = set(map(len, packable))
     if len(packable) != len(keys) or len(sizes) != 1 or not 0 < max(sizes) <= KEY_BYTES_MAX:
@@ -201,7 +186,7 @@ def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
 def get_many(
     shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
 ) -> list[AnyRecord | None]:
-    """The record of each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
+    """Return the record of each key of ``data``, from ``shards[hash(key) & mask]``."""
     if stride < 1 or not 0 <= mask < len(shards):
         raise ValueError("no stride, or a mask for more shards")
     keys = [Key(data[at : at + stride]) for at in range(0, len(data), stride)]
@@ -209,7 +194,7 @@ def get_many(
 
 
 def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
-    """The indices of two buffers that share a byte; None: no two do."""
+    """Return the indices of two buffers that share a byte, or None."""
     spans = sorted(
         (address_of(each), len(each), index) for index, each in enumerate(buffers) if len(each)
     )
@@ -220,29 +205,25 @@ def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
 
 
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
-    """As ``xxhash.xxh3_64_intdigest``."""
     return xxhash.xxh3_64_intdigest(data, seed)
-
-
-# --- a lane's socket -----------------------------------------------------------------------------
 
 
 def exchange(
     sock: socket.socket, request: bytes, call_id: int, spin_s: float, deadline: float,
     length_max: int, /,
 ) -> tuple[int, int, int, bytes | None]:  # fmt: skip
-    """Send one frame on a lane's socket (non-blocking) and receive the answer to it.
+    """Send one frame on a lane's socket (non-blocking) and receive the reply.
 
     Args:
-        spin_s: how long to poll for the answer before sleeping; ``kvstore.wire.busy_poll_gauge``
-            has the outcomes.
+        spin_s: busy-polling time before sleeping; ``kvstore.wire.busy_poll_gauge`` has the
+            outcomes.
         deadline: a ``uptime()`` value.
-        length_max: of the answer's frame.
+        length_max: of the reply's frame.
 
     Returns:
-        ``ANSWERED``, the outcome of polling, the frame's kind and its payload. Or what
-        went wrong, an errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; of ``GARBLED`` with
-        an answer to another call its kind and payload.
+        ``ANSWERED``, the outcome of polling, the frame's kind and its payload. Or the error, an
+            errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; for ``GARBLED`` with a reply to
+            another call its kind and payload.
     """
     del spin_s
     if uptime() >= deadline:
@@ -269,7 +250,7 @@ def exchange(
 
 
 def _is_quiet(sock: socket.socket) -> bool:
-    """Whether the connection is open and no byte has come."""
+    """Return whether the connection is open and idle."""
     if isinstance(sock, ssl.SSLSocket) and sock.pending():
         return False
     try:
@@ -301,37 +282,34 @@ def _left(deadline: float) -> float:
 
 
 def _classify_error(error: OSError | RefusedTransferError) -> tuple[int, int]:
-    """How an exchange ended with ``error``, and its errno or ``TransferStatus``."""
+    """Classify ``error``; returns the end of the exchange, and the errno or ``TransferStatus``."""
     if isinstance(error, RefusedTransferError):
         return interface.REFUSED, -1 if error.status is None else error.status
     if isinstance(error, TimeoutError):
         return interface.TIMED_OUT, 0
     if isinstance(error, ConnectionEndedError):
         return interface.ENDED, 0
-    if isinstance(error, ssl.SSLError):  # its number is none of the system's
+    if isinstance(error, ssl.SSLError):  # not a number of the system
         return interface.BROKEN, errno.EBADMSG
     return interface.BROKEN, error.errno or 0
-
-
-# --- the client's end of a data connection -------------------------------------------------------
 
 
 def tcp_read(
     stream: Stream, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
     deadline: float, stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
-    """``read_objects`` over a greeted connection to a data server; one request.
+    """As ``read_objects``, in one request over an open connection to a data server.
 
     Args:
-        stream: its time-outs are changed.
+        stream: its timeouts are changed.
         size: of the segment, bytes.
         rows: at most ``RANGES_MAX``; none without buffers.
-        stall_s: also ``TIMED_OUT`` when no byte moved in either direction for so long.
-        sealed: whether the connection is one with capabilities, so that the rows' are shown.
+        stall_s: ``TIMED_OUT`` also after this time without a byte in either direction.
+        sealed: whether the connection requires the rows' capabilities.
 
     Returns:
-        ``ANSWERED``, the outcome of polling, 1, and the outcomes. Or what went wrong, the
-        errno or ``Status``, whether no byte can land in the segment any more, and None.
+        ``ANSWERED``, the outcome of polling, 1, and the outcomes. Or the error, the errno or
+            ``Status``, whether no byte can arrive in the segment any more, and None.
     """
     del stall_s, spin_s
     outcomes: list[bytes | int] = []
@@ -343,9 +321,9 @@ def tcp_read(
             stream.receive([memoryview(head)], deadline)
             header = header_of(head, seed, namespace, row)
             hasher = xxhash.xxh3_64()
-            for piece in _pieces(row[5]):
+            for chunk in _pieces(row[5]):
                 # Without the right header these are bytes of another object: not for the caller.
-                into = scratch[: len(piece)] if header is None else piece
+                into = scratch[: len(chunk)] if header is None else chunk
                 stream.receive([into], deadline)
                 if verify:
                     hasher.update(into)
@@ -367,16 +345,16 @@ def tcp_write(
     stream: Stream, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
     stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
-    """``write_objects`` over such a connection; at most a third of ``RANGES_MAX`` rows."""
+    """As ``write_objects`` over such a connection; at most ``RANGES_MAX`` / 3 rows."""
     del stall_s, spin_s
 
     def send(stream: Stream) -> None:
         for row in rows:
             stream.send([WIPE], deadline, socket.MSG_MORE)
             hasher, head = xxhash.xxh3_64(), bytearray(HEADER_BYTES)
-            for piece in _pieces(row[5]):
-                hasher.update(piece)
-                stream.send([piece], deadline, socket.MSG_MORE)
+            for chunk in _pieces(row[5]):
+                hasher.update(chunk)
+                stream.send([chunk], deadline, socket.MSG_MORE)
             write_header(head, seed, namespace, row, hasher.intdigest())
             more = 0 if row is rows[-1] else socket.MSG_MORE
             stream.send([memoryview(head)], deadline, more)
@@ -393,22 +371,21 @@ def tcp_write(
 
 
 def _extent(row: ReadRow | WriteRow) -> Extent:
-    shown = row[-1][: interface.CAPABILITY_BYTES]
-    return Extent(row[0], HEADER_BYTES + row[1], shown or NO_EXTENT.capability)
+    capability = row[-1][: interface.CAPABILITY_BYTES]
+    return Extent(row[0], HEADER_BYTES + row[1], capability or NO_EXTENT.capability)
 
 
 def request(
     stream: Stream, op: Op, ranges: Sequence[tuple[int, int]], extents: Sequence[Extent] | None,
     move: Callable[[Stream], None], deadline: float,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """One request on a greeted connection; with ``extents`` on one with capabilities. ``move``
-    sends, or receives, the bytes of all ranges. Returns as ``tcp_read``, without outcomes."""
+    """Make one request. ``move`` sends or receives all bytes. Returns as ``tcp_read``."""
     is_read = op is Op.READ
     if not stream.is_idle():
         return interface.UNASKED, 0, 1
     how, number = interface.ANSWERED, 0
     try:
-        # Bytes to write follow at once, so the request travels with the first of them.
+        # Bytes to write follow at once, so the request is sent with the first of them.
         more = 0 if is_read else socket.MSG_MORE
         stream.send([protocol.pack_request(op, ranges, extents)], deadline, more)
         if is_read:
@@ -419,7 +396,7 @@ def request(
     if is_read or (how != interface.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
         return how, number, int(is_read)
     try:
-        receive_status(stream, deadline)  # says also why the peer has hung up
+        receive_status(stream, deadline)  # has the reason if the peer has closed
     except (OSError, RefusedTransferError) as error:
         said, status = _classify_error(error)
         is_refused = said == interface.REFUSED
@@ -430,10 +407,11 @@ def request(
 
 
 def receive_status(stream: Stream, deadline: float) -> None:
-    """
+    """Receive a status.
+
     Raises:
         RefusedTransferError: the status is not OK.
-        NeedsTlsError: the server speaks TLS, and this stream does not.
+        NeedsTlsError: the server uses TLS, and this stream does not.
         StalledError, EndedError, OSError: as ``Stream.receive``.
     """
     raw = bytearray(protocol.STATUS_BYTES)
@@ -447,21 +425,18 @@ def receive_status(stream: Stream, deadline: float) -> None:
         raise RefusedTransferError(status)
 
 
-# --- capabilities --------------------------------------------------------------------------------
-
-
 def seal(
     mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
     holder: int, order: int, rights: int, /,
 ) -> bytes:  # fmt: skip
-    """Makes the capabilities of a batch, ``CAPABILITY_BYTES`` for each extent.
+    """Issue capabilities, ``CAPABILITY_BYTES`` for each extent.
 
     Args:
-        mounts: by segment its key (16 bytes), generation and the expiry in ms of its node's
-            clock (8 bytes each, little-endian). The capabilities of other segments are zeros,
-            which no node accepts.
+        mounts: by segment its key (16 bytes), generation and the expiry in ms of its node's clock
+            (8 bytes each, little-endian). The capabilities of other segments are zeros, which no
+            node accepts.
         segments, offsets, sizes: of each extent; its payload bytes.
-        order: the number of the last order to wipe.
+        order: the last wipe sequence number.
         rights: one bit for each ``Op``.
 
     Raises:
@@ -477,8 +452,8 @@ def seal(
             raise ValueError("a mount has 32 bytes")
         key, generation, expires_ms = _MOUNT.unpack(mount)
         length = HEADER_BYTES + size
-        said = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
-        made.append(protocol.pack_capability(expires_ms, order, siphash(key, said)))
+        signed = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
+        made.append(protocol.pack_capability(expires_ms, order, siphash(key, signed)))
     return b"".join(made)
 
 
@@ -487,10 +462,10 @@ def stamp(
     epochs: Sequence[int], counters: Sequence[int], namespaces: Sequence[str], keys: Sequence[Key],
     /,
 ) -> bytes:  # fmt: skip
-    """Makes the stamps of headers (``kvstore.memory.header``), ``STAMP_BYTES`` for each.
+    """Compute header MACs (``kvstore.memory.header``), ``STAMP_BYTES`` for each.
 
     Args:
-        mounts: by segment its stamp key, 16 bytes. The stamps of other segments are zeros.
+        mounts: by segment its MAC key, 16 bytes. The MACs of other segments are zeros.
         segments, offsets, sizes: of each extent; its payload bytes.
         epochs, counters, namespaces, keys: of the object that may be there.
 
@@ -513,26 +488,21 @@ def stamp(
 
 
 class CapabilityVerifier(NamedTuple):
-    """What the capabilities of one connection are checked with."""
-
     key: bytes
-    """Of the segment."""
     generation: int
     holder: int
     mac: Callable[[bytes, bytes], bytes]
     """``siphash``, in Python or compiled."""
     wipe_seqs: memoryview
     writes_in_progress: memoryview
-    """As ``serve`` takes them."""
 
     def check(self, record: protocol.CapabilityRange, op: Op) -> None:
-        """Raises RefusedTransferError: it is no capability of this holder for ``op`` on the range
-        now."""
-        place = record.extent_offset, record.extent_length
-        said = protocol.sealed(
-            self.generation, self.holder, *place, record.expires_ms, record.wipe_seq, record.rights
+        """Raise RefusedTransferError unless it permits ``op`` on the range to this holder."""
+        extent = record.extent_offset, record.extent_length
+        signed = protocol.sealed(
+            self.generation, self.holder, *extent, record.expires_ms, record.wipe_seq, record.rights
         )
-        if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
+        if not hmac.compare_digest(record.mac, self.mac(self.key, signed)):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
         if record.expires_ms <= uptime_ms():
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
@@ -542,11 +512,11 @@ class CapabilityVerifier(NamedTuple):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
 
     def begin_write(self, records: Sequence[protocol.CapabilityRange]) -> None:
-        """Notes which extents are written, and then compares the capabilities with the last orders
-        for them: whoever makes an order known finds this write, or it is refused here.
+        """Record the written extents, then compare their capabilities with the wipe sequence
+        numbers: a concurrent wipe finds this write, or it is refused here.
 
         Raises:
-            RefusedTransferError: a capability is older than an order to wipe its extent.
+            RefusedTransferError: a capability is older than a wipe request for its extent.
         """
         asked, orders = self.writes_in_progress.cast("Q"), self.wipe_seqs.cast("Q")
         for index, record in enumerate(records, 1):
@@ -560,15 +530,16 @@ class CapabilityVerifier(NamedTuple):
 
 
 def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None:
-    """Ends the right to write of all capabilities for these extents that are older than the
-    order. Requests that have begun go on: ``writes_in_progress`` of ``serve`` names them.
+    """Revoke the write capabilities for these extents that are older than the wipe request.
+
+    Requests in progress continue: ``writes_in_progress`` of ``serve`` names them.
 
     Args:
-        orders: ``ORDERS_BYTES``, zeros at first: the last order of each extent, by a hash of
-            its offset.
+        orders: ``ORDERS_BYTES``, initially zeros: the last wipe sequence number of each extent, by
+            a hash of its offset.
 
     Raises:
-        ValueError: ``wipe_seqs`` has another size.
+        ValueError: ``orders`` has another size.
     """
     if orders.nbytes != interface.ORDERS_BYTES:
         raise ValueError("no table of orders")
@@ -581,11 +552,8 @@ def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None
 
 
 def _slot(offset: int) -> int:
-    """The word of an extent's last order. Extents that share a word share the higher order."""
+    """Return the word of an extent's wipe sequence number; extents may share the higher one."""
     return (offset // EXTENT_ALIGN * _GOLDEN & _WORD) >> (64 - _ORDER_BITS)
-
-
-# --- the node's end ------------------------------------------------------------------------------
 
 
 def serve(
@@ -593,22 +561,21 @@ def serve(
     counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int,
     orders: memoryview, asked: memoryview, /,
 ) -> tuple[int, int]:  # fmt: skip
-    """Serve the requests of a greeted connection until it ends.
+    """Serve the requests of an open connection until it ends.
 
     Args:
-        file: descriptor of the segment.
-        cut: once its first byte is not 0, the connection ends when nothing is being received.
+        file: file descriptor of the segment.
+        cut: a non-zero byte ends the connection once nothing is being received.
         counts: four numbers of 8 bytes, added to: reads, their bytes, writes, their bytes.
-        stall_s: how long the peer may take over one piece.
+        stall_s: how long the peer may take over one chunk.
         idle_s: how long a connection may wait for its next request.
-        key: of the segment, with which capabilities are checked; empty: the connection is one
-            without them.
+        key: of the segment, for checks of capabilities; empty: none are required.
         holder: of the capabilities.
-        orders: as of ``call_back``; ``key`` empty: not used.
-        asked: ``ASKED_BYTES``, in which others read what is being written; not used as above.
+        orders: as for ``call_back``; unused without ``key``.
+        asked: ``ASKED_BYTES``, in which others read what is being written; unused without ``key``.
 
     Returns:
-        How it ended, and the errno or, of ``REFUSED``, the ``Status`` to be told.
+        The end of the connection, and the errno or, for ``REFUSED``, the ``Status`` to send.
     """
     del file
     sealed = CapabilityVerifier(key, generation, holder, siphash, orders, asked) if key else None
@@ -621,9 +588,7 @@ def serve_ranges(
     cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
     sealed: CapabilityVerifier | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """As ``serve``, a segment of ``size`` bytes. If ``memory`` has the superblock alone, ``held``
-    reads and writes the extents; compiled steps cannot serve such a segment. ``sealed``: None: the
-    connection is one without capabilities."""
+    """As ``serve``; ``held`` accesses extents that ``memory`` lacks. ``sealed``: None: a token."""
     words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
     counted = memoryview(counts).cast("Q")
     copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
@@ -678,12 +643,7 @@ def serve_ranges(
 def _next_request(
     stream: Stream, soon: Callable[[], float], idle_s: float, sealed: CapabilityVerifier | None
 ) -> tuple[Op, list[tuple[int, int]], float] | None:
-    """Op and ranges, and until when (``uptime()``) bytes of them may move; None: no request came
-    for ``idle_s``.
-
-    Raises:
-        RefusedTransferError: no such request, or a range without a valid capability.
-    """
+    """Return operation, ranges and deadline, or None. Raises RefusedTransferError."""
     raw = bytearray(protocol.REQUEST_BYTES)
     idle_until = uptime() + idle_s
     while True:
@@ -713,11 +673,7 @@ def _next_request(
 
 
 def _total(ranges: list[tuple[int, int]], size: int) -> int:
-    """The sum of the lengths.
-
-    Raises:
-        RefusedTransferError: a range is outside the segment, or all together are larger than it.
-    """
+    """Return the sum of the lengths. Raises RefusedTransferError: it is out of range."""
     total = sum(length for _, length in ranges)
     is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)
     if is_outside or total > size:
@@ -728,8 +684,7 @@ def _total(ranges: list[tuple[int, int]], size: int) -> int:
 def _parts(
     ranges: list[tuple[int, int]], memory: memoryview, copied: memoryview | None
 ) -> Iterator[list[tuple[int, memoryview]]]:
-    """The ranges in groups of at most ``SERVED_BYTES``: offsets, and their bytes in ``memory``, or
-    places for them in ``copied``."""
+    """Group the ranges by ``SERVED_BYTES``: offsets, and bytes in ``memory`` or ``copied``."""
     group: list[tuple[int, memoryview]] = []
     used = 0
     for start, length in ranges:

@@ -1,1 +1,1 @@
-"""Transports copy ranges between a segment and a process's memory; ``base`` is the interface."""
+"""Transports: they copy ranges between a segment and a process; ``base`` is the interface."""

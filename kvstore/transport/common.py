@@ -1,4 +1,4 @@
-"""Common to all transports: checks of a call's moves, copies in pieces, hashes during the copy."""
+"""Common code of transports: range checks, chunked copies, hashes during the copy."""
 
 from __future__ import annotations
 
@@ -22,38 +22,34 @@ if TYPE_CHECKING:
     from xxhash import xxh3_64
 
 HASH_BYTES: Final = 64 << 10
-"""Bytes hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy
-Python thread taking it again costs up to the switch interval: 1 ms per 256 KiB was measured, for a
-hash that takes 4 µs."""
+"""Bytes hashed at once. xxhash releases the GIL above 100 KB, and regaining it from a busy Python
+thread costs up to the switch interval: 1 ms per 256 KiB was measured, for a hash of 4 µs."""
 
 
 @dataclass(slots=True)
 class RangeCopy:
-    """One range of a segment and the memory it is copied to (read) or from (write)."""
+    """A range of a segment and the memory it is copied to (read) or from (write)."""
 
     offset: int
-    """In the segment, bytes."""
     buffer: memoryview
-    """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
-    it and keeps it alive and, for writes, unchanged until the call returns."""
+    """Flat, ``B``-formatted, of the range's length. The caller keeps it until the call returns."""
     hasher: xxh3_64 | None = None
-    """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
-    may share one."""
+    """Gets every byte of this copy, in sequence. Consecutive copies may share one."""
     extent: Extent | None = None
     """The extent around the range, with the client's capability for it; None: it has none."""
 
 
 def check_moves(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> None:
-    """Raises InvalidRangeError: a move leaves the segment or touches its superblock."""
+    """Raise InvalidRangeError if a range leaves the segment or touches its superblock."""
     size = segment.size
-    for move in moves:
-        offset = move.offset
-        if offset < SUPERBLOCK_BYTES or offset + len(move.buffer) > size:
-            raise invalid_range(offset, len(move.buffer), size)
+    for copy in moves:
+        offset = copy.offset
+        if offset < SUPERBLOCK_BYTES or offset + len(copy.buffer) > size:
+            raise invalid_range(offset, len(copy.buffer), size)
 
 
 def extent_of(offset: int, size: int, capability: bytes) -> Extent | None:
-    """The extent at ``offset`` of a payload of ``size`` bytes; None: there is no capability."""
+    """Return the extent of ``size`` payload bytes; None: there is no capability."""
     return Extent(offset, HEADER_BYTES + size, capability) if capability else None
 
 
@@ -69,7 +65,7 @@ def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:
 def segment_gone(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
     return SegmentGoneError(
         f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted, or mounted again,",
-        advice="Ask the master again where the object is.",
+        advice="Look the object up again.",
         node=segment.node,
         settled=settled,
     )
@@ -86,18 +82,17 @@ def deadline_exceeded(segment: SegmentInfo, *, settled: int = 1) -> DeadlineExce
 
 
 def not_encrypted(segment: SegmentInfo) -> NodeUnreachableError:
-    """For a client that demands encryption. The node works, so its master is not told."""
+    """Build the error for a client that requires encryption. The master gets no report."""
     return NodeUnreachableError(
         f"node {segment.node} ({segment.address}) does not encrypt its data port, and "
         "data_encryption of this client is tls",
-        advice="Start that node with --data-encryption tls; or this client without it, where the "
-        "network between both may see bytes of blocks.",
+        advice="Start that node with --data-encryption tls; or this client without it, if the "
+        "network between them is trusted.",
         node=segment.node, address=segment.address, transport="tcp", tried=0, settled=1,
     )  # fmt: skip
 
 
 def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
-    """Why a batch over mapped memory was not carried out whole."""
     if how == OUTSIDE:
         return InvalidRangeError(
             f"an object is not within the segment of {segment.size} bytes", node=segment.node
@@ -106,7 +101,7 @@ def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
 
 
 def feed(hasher: xxh3_64, data: memoryview) -> None:
-    """Give ``data`` to ``hasher``, never releasing the GIL."""
+    """Hash ``data`` without releasing the GIL."""
     if len(data) <= HASH_BYTES:
         hasher.update(data)
         return
@@ -116,26 +111,26 @@ def feed(hasher: xxh3_64, data: memoryview) -> None:
 
 class Piece(NamedTuple):
     row: int
-    """Index of the range that it is cut from."""
+    """Index of its range."""
     start: int
     """In the range, bytes."""
     size: int
 
 
 def windows(lengths: Sequence[int], bytes_max: int, pieces_max: int) -> Iterator[list[Piece]]:
-    """Ranges of these lengths, cut and grouped, in order. A range of no bytes is one piece."""
+    """Split and group ranges of these lengths, in sequence. An empty range is one window."""
     window: list[Piece] = []
-    room = bytes_max
+    remaining = bytes_max
     for row, length in enumerate(lengths):
         start = 0
         while True:
-            size = min(room, length - start)
+            size = min(remaining, length - start)
             window.append(Piece(row, start, size))
             start += size
-            room -= size
-            if not room or len(window) == pieces_max:
+            remaining -= size
+            if not remaining or len(window) == pieces_max:
                 yield window
-                window, room = [], bytes_max
+                window, remaining = [], bytes_max
             if start == length:
                 break
     if window:

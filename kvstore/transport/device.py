@@ -1,10 +1,9 @@
-"""Transport to segments in the memory of a device of this host, which another process owns.
+"""Transport to segments in device memory that another process of this host owns.
 
-The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are in that
-memory. The entry in ``/dev/shm`` has the superblock: the generation, which fences writers as in any
-segment, and the word that says whether the owner lives. Memory of a device ends with its owner,
-whoever has it open. So generation and word are read before each copy and at the end of a call, and
-bytes that were copied meanwhile count only if the owner has lived through the call.
+The node exports its memory, and this process opens it (CUDA IPC). The entry in ``/dev/shm`` has the
+superblock: the generation, which fences writers, and the owner's liveness word. Device memory ends
+with its owner, so both are read before each copy and at the end of a call, and copied bytes count
+only if the owner has lived through the call.
 """
 
 from __future__ import annotations
@@ -55,30 +54,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.transport")
 
 LOCK: Final = struct.Struct("hhqqi4x")
-"""``struct flock``. A process that has the memory open holds a shared lock on the entry's first
-byte, and the owner waits for those before it frees the memory (``kvstore.node.device_segment``)."""
+"""``struct flock``. A process with the memory open holds a shared lock on the entry's first byte;
+the owner waits for it before it frees the memory (``kvstore.node.device_segment``)."""
 
-AGAIN_S: Final = 30.0
-"""Pause before memory that could not be opened is tried again; a try may take half a second."""
+RETRY_S: Final = 30.0
+"""Pause before memory that could not be opened is retried; an attempt may take half a second."""
 
-SAID_MAX: Final = 1_000
+LOGGED_MAX: Final = 1_000
 
 
 class DeviceView(NamedTuple):
-    """Memory of a segment that a program uses where it is."""
+    """Memory of a segment that a program uses in place."""
 
     tensor: torch.Tensor
-    """One-dimensional, of uint8."""
     owner: NDArray[np.uint8]
-    """Lives as long as the tensor's storage. Nothing reads it: its memory is a device's."""
+    """Lives as long as the tensor's storage. Never read: it is device memory."""
     address: int
 
 
 class DeviceMapping:
-    """The memory of one segment, open in this process."""
-
     def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
-        """Internal: use ``attach``. Takes over all but ``device``."""
         self.device: Final = device
         self.ranges: Final = DeviceRanges(device, base)
         self._memory: Final = memoryview(page)
@@ -86,11 +81,11 @@ class DeviceMapping:
         self._alive: Final = self._memory.cast("I")
         self._fd = fd
         self._users: set[object] = set()
-        """Each takes itself out in one step, whatever a signal handler raises."""
+        """Each user removes itself in one step, whatever a signal handler raises."""
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
-        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._returned: deque[weakref.ref[NDArray[np.uint8]]] = deque()
 
     @classmethod
@@ -100,7 +95,7 @@ class DeviceMapping:
         segment: SegmentInfo,
         device_of: Callable[[DeviceLocation], Device],
     ) -> DeviceMapping:
-        """Raises DeviceError, NodeUnreachableError: the memory cannot be opened here."""
+        """Open the memory. Raises DeviceError, NodeUnreachableError."""
         name = place.entry
         if not name.startswith(SHM_PREFIX) or "/" in name:
             raise _not_here(segment, f"{name!r} is no name of a segment")
@@ -131,15 +126,13 @@ class DeviceMapping:
             raise
 
     def is_mounted(self, generation: int) -> bool:
-        """Whether the owner lives, and the segment has not been mounted anew. Two aligned words:
-        never torn."""
+        """Return whether the owner lives, and the mount is unchanged. Never torn."""
         return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_owner_alive(
             self._alive[ALIVE_OFFSET // 4]
         )
 
     @property
     def is_current(self) -> bool:
-        """Whether the segment still exists."""
         return self.is_mounted(self._words[GENERATION_OFFSET // 8] or -1)
 
     @property
@@ -148,7 +141,7 @@ class DeviceMapping:
 
     @contextmanager
     def views(self) -> Iterator[bool]:
-        """Keeps the memory open. False: it has been closed already."""
+        """Keep the memory open. Yields False if it is closed already."""
         me = object()
         try:
             with self._changing:
@@ -162,19 +155,17 @@ class DeviceMapping:
                 uninterrupted(self.close_if_unused)
 
     def make_view(self, offset: int, size: int) -> DeviceView:
-        """A tensor over these bytes. The memory stays open while it lives, and until
-        ``close_if_unused``. The caller is within ``views``."""
+        """Return a tensor, which keeps the memory open. The caller is within ``views``."""
         address = self.ranges.base + offset
         owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
         tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
             watch = weakref.ref(owner, self._returned.append)
-            self._lent[id(watch)] = watch
+            self._views[id(watch)] = watch
         return DeviceView(tensor, owner, address)
 
     def close_if_unused(self) -> bool:
-        """Closes the memory, if ``end`` was called and nothing uses it any more. Closing calls the
-        driver, which a finalizer must not do. Returns whether the memory is closed."""
+        """Close unused memory after ``end``; returns whether it is closed. Not for finalizers."""
         with self._changing:
             is_last, is_closed = self._is_last(), self._is_closed
         if is_last:
@@ -182,7 +173,7 @@ class DeviceMapping:
         return is_closed
 
     def end(self) -> None:
-        """Closes the memory, when nothing uses it any more. Idempotent."""
+        """Close the memory once nothing uses it. Idempotent."""
         with self._changing:
             self._is_ending = True
             is_last = self._is_last()
@@ -190,47 +181,44 @@ class DeviceMapping:
             self._close()
 
     def close_after_fork(self) -> None:
-        """In the child of a fork: calls nothing of the device."""
+        """Drop it in the child of a fork, without a call of the device."""
         if not self._is_closed:
             os.close(self._fd)
 
     def _is_last(self) -> bool:
-        """Whether the memory is to be closed now; only once. The caller holds the lock."""
+        """Return, only once, whether to close the memory now. The caller holds the lock."""
         while self._returned:
-            self._lent.pop(id(self._returned[0]), None)
+            self._views.pop(id(self._returned[0]), None)
             self._returned.popleft()
-        in_use = self._users or self._lent
+        in_use = self._users or self._views
         is_last = self._is_ending and not in_use and not self._is_closed
         self._is_closed = self._is_closed or is_last
         return is_last
 
     def _close(self) -> None:
-        if not self.device.has_failed:  # otherwise copies may be under way for ever
+        if not self.device.has_failed:  # otherwise copies may be in progress forever
             with contextlib.suppress(DeviceError):
                 self.device.driver.close(self.ranges.base)
-        # The page stays mapped while somebody asks ``is_mounted``, and its mapping has a copy of
-        # the descriptor: closing this one would not end the lock.
+        # The mapping, which ``is_mounted`` uses, has a copy of the file descriptor and so the lock.
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
         os.close(self._fd)
 
 
 class DeviceTransport(Transport):
-    """Reaches segments in the memory of this host's devices. Every failure is settled: no byte
-    lands after a call, unless the device has failed. Threads: any."""
+    """Reaches segments in device memory of this host. All failures are settled. Threads: any."""
 
     name: str = "device"
 
     def __init__(self, ring_bytes: int) -> None:
-        """``ring_bytes``: page-locked memory, per device, for bytes that go to or from the host."""
+        """``ring_bytes``: page-locked memory per device, for copies from and to the host."""
         self._ring_bytes = ring_bytes
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, DeviceMapping | None] = {}
-        """By uuid of the segment; None: its memory could not be opened here."""
+        """By uuid of the segment; None: its memory could not be opened."""
         self._ending: list[DeviceMapping] = []
-        """Dropped attachments that are still used, such as by a tensor over their memory."""
+        """Dropped mappings that are still used, such as by a tensor."""
         self._again_at = 0.0
-        """When memory that could not be opened is tried again."""
-        self._said: set[bytes] = set()
+        self._logged: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
 
@@ -242,24 +230,18 @@ class DeviceTransport(Transport):
         return attachment is not None and attachment.is_usable
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
-        """Whether the segment is in the memory of this device, and open."""
+        """Return whether the segment is in the memory of this device, and open."""
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
     def make_view(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
-        """A tensor over bytes of the segment, which stays open while the tensor lives, and until
-        the next ``sweep``; if the transport is closed before, until the process ends.
-
-        Raises:
-            NodeUnreachableError: the memory is not open.
-        """
+        """Return a tensor, which keeps the segment open. Raises NodeUnreachableError: it is not."""
         attachment = self._attachment(segment)
         if attachment is None:
             raise _not_here(segment, "it is not open")
         return attachment.make_view(offset, size)
 
     def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """As ``Transport.mount_checker``, of a segment that is open."""
         attachment = self._attached.get(segment.uuid)
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
@@ -277,7 +259,7 @@ class DeviceTransport(Transport):
         )
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; what could not be opened is tried again later."""
+        """As ``Transport.sweep``; also retries what could not be opened."""
         for attachment in list(self._attached.values()):
             if attachment is not None:
                 attachment.close_if_unused()
@@ -306,14 +288,14 @@ class DeviceTransport(Transport):
     def has_views(
         self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
     ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
-        """The memory of a segment, and a function that raises if the call must not go on.
+        """Yield the memory of a segment, and a function that raises if the call must not continue.
 
         Args:
             ranges: offset and length of all that the call touches.
 
         Raises:
-            As ``Transport.read``; SegmentGoneError at the end, too, if the owner has not lived
-            through the call.
+            As ``Transport.read``; SegmentGoneError also at the end, if the owner has not lived
+                through the call.
         """
         attachment = self._attachment(segment)
         if attachment is None:
@@ -365,9 +347,9 @@ class DeviceTransport(Transport):
                     self._attached[uuid] = DeviceMapping.attach(place, segment, self._device_of)
                 except KVStoreError as error:
                     self._attached[uuid] = None
-                    self._again_at = uptime() + AGAIN_S
-                    if uuid not in self._said and len(self._said) < SAID_MAX:
-                        self._said.add(uuid)
+                    self._again_at = uptime() + RETRY_S
+                    if uuid not in self._logged and len(self._logged) < LOGGED_MAX:
+                        self._logged.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
                                     segment.node, str(error))  # fmt: skip
             return self._attached[uuid]
@@ -393,21 +375,21 @@ class DeviceTransport(Transport):
     def _close_unused(self) -> None:
         with self._changing:
             ending, self._ending = self._ending, []
-        left = [each for each in ending if not each.close_if_unused()]
+        used = [mapping for mapping in ending if not mapping.close_if_unused()]
         with self._changing:
-            self._ending += left
+            self._ending += used
 
     def _closed_error(self) -> ClosedError:
         return ClosedError("the transport was closed", settled=1)
 
 
 def _ranges_of(moves: Sequence[RangeCopy]) -> list[tuple[int, int]]:
-    return [(move.offset, len(move.buffer)) for move in moves]
+    return [(copy.offset, len(copy.buffer)) for copy in moves]
 
 
-def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:
+def _not_here(segment: SegmentInfo, reason: str) -> NodeUnreachableError:
     return NodeUnreachableError(
-        f"the device's memory of node {segment.node!r} is not open in this process: {why}",
+        f"the device's memory of node {segment.node!r} is not open in this process: {reason}",
         node=segment.node,
         settled=1,
     )

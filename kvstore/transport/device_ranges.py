@@ -1,7 +1,7 @@
-"""Ranges of a segment in the memory of a device, to and from memory of the host.
+"""Copies between device and host memory, through a slot of page-locked memory.
 
-The bytes go through a slot of a ring of page-locked memory (``kvstore.device.staging_ring``). Its
-halves take turns: the device copies one while the processor copies and hashes the other."""
+The device copies one half while the processor copies and hashes the other.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +18,24 @@ from kvstore.device.driver import Direction, Event
 from kvstore.memory.process_memory import address_of
 from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
-PIECES_MAX: Final = 4_096
-"""Copies that are queued at once."""
+CHUNKS_MAX: Final = 4_096
 
 _Taking = Callable[[int, int, memoryview], None]
-"""Gets the index of a range, where in the range a piece begins, and the piece's bytes."""
+"""Gets the index of a range, the offset of a chunk in it, and the chunk's bytes."""
 
 
 class _Window(NamedTuple):
-    """Pieces that the device copies into a half of a slot, end to end."""
+    """Chunks that the device copies into half a slot, end to end."""
 
     event: Event | None
-    """None: they have no bytes."""
     half: memoryview
     chunks: list[Piece]
 
 
 class DeviceRanges:
-    """See the module. The caller has checked that the ranges are within the segment. However a call
-    ends, no copy of it is under way afterwards, unless the device has failed.
+    """Ranges in device memory. No copy is in progress after a call. Threads: any.
 
-    Threads: any.
-
-    Raises, in all methods:
-        DeadlineExceededError: no part of the ring was free by the deadline.
-        DeviceError: the driver refused, or the device has failed.
+    All methods raise DeadlineExceededError (no part of the ring was free) or DeviceError.
     """
 
     def __init__(self, device: Device, base: int) -> None:
@@ -51,46 +44,45 @@ class DeviceRanges:
         self.base: Final = base
 
     def read(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Fills the moves' buffers. ``check`` is called before the device gets work; if it raises,
-        the call ends."""
+        """Fill the buffers. ``check`` is called before the device gets work, and may raise."""
 
         def take(index: int, start: int, data: memoryview) -> None:
-            move = moves[index]
-            move.buffer[start : start + len(data)] = data
-            if move.hasher is not None:
-                feed(move.hasher, data)
+            copy = moves[index]
+            copy.buffer[start : start + len(data)] = data
+            if copy.hasher is not None:
+                feed(copy.hasher, data)
 
-        self._read([(move.offset, len(move.buffer)) for move in moves], take, deadline, check)
+        self._read([(copy.offset, len(copy.buffer)) for copy in moves], take, deadline, check)
 
     def hashed(
         self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
     ) -> list[xxh3_64]:
-        """The hash of each range (offset, length). ``check``: as ``read``."""
+        """Return the hash of each range (offset, length). ``check``: as ``read``."""
         hashers = [xxh3_64() for _ in ranges]
         self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
         return hashers
 
     def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Writes the moves' buffers, in their order. ``check``: as ``read``."""
-        lengths = [len(move.buffer) for move in moves]
+        """Write the buffers, in sequence. ``check``: as ``read``."""
+        lengths = [len(copy.buffer) for copy in moves]
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._wait_for_copies(queued, deadline)
                     batch = _CopyBatch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
-                        move = moves[row]
-                        piece = move.buffer[start : start + size]
-                        if move.hasher is not None:
-                            feed(move.hasher, piece)
-                        place = self.base + move.offset + start
-                        if batch.may_overlap(place):
+                        copy = moves[row]
+                        piece = copy.buffer[start : start + size]
+                        if copy.hasher is not None:
+                            feed(copy.hasher, piece)
+                        address = self.base + copy.offset + start
+                        if batch.may_overlap(address):
                             queued += self._send(batch)
                         half[at : at + size] = piece
-                        batch.add(place, at, size)
+                        batch.add(address, at, size)
                     queued += self._send(batch)
             finally:
                 self._wait_for_copies(events[0] + events[1], deadline)
@@ -104,18 +96,18 @@ class DeviceRanges:
     ) -> None:
         lengths = [length for _, length in ranges]
         with self._halves(deadline) as halves:
-            under_way: list[_Window] = []
+            in_progress: list[_Window] = []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
                     check()
-                    under_way.append(self._begin(ranges, pieces, halves[number % 2]))
-                    if len(under_way) == 2:
-                        self._finish(under_way[0], take, deadline)
-                        del under_way[0]
-                for window in under_way:
+                    in_progress.append(self._begin(ranges, pieces, halves[number % 2]))
+                    if len(in_progress) == 2:
+                        self._finish(in_progress[0], take, deadline)
+                        del in_progress[0]
+                for window in in_progress:
                     self._finish(window, take, deadline)
             finally:
-                events = [each.event for each in under_way if each.event is not None]
+                events = [each.event for each in in_progress if each.event is not None]
                 self._wait_for_copies(events, deadline)
 
     def _begin(
@@ -139,7 +131,7 @@ class DeviceRanges:
         return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
     def _wait_for_copies(self, events: list[Event], deadline: float) -> None:
-        """Waits for events, and takes each from the list when it has passed."""
+        """Wait for events; removes each from the list after it has occurred."""
         while events:
             self.device.wait_for_copies(events[0], deadline)
             del events[0]
@@ -152,26 +144,25 @@ class DeviceRanges:
 
 
 class _CopyBatch:
-    """Copies that may run in any order, because their places on the device are disjoint."""
+    """Copies that may run in any order, because their device ranges are disjoint."""
 
     def __init__(self, base: int) -> None:
-        """``base``: the address of the host's memory."""
         self._base = base
         self._rows: list[tuple[int, int, int]] = []
         self._end = 0
 
-    def may_overlap(self, place: int) -> bool:
-        """Whether the range at ``place`` begins before the end of one that is here."""
-        return place < self._end
+    def may_overlap(self, address: int) -> bool:
+        """Return whether the range at ``address`` begins before the end of one in the batch."""
+        return address < self._end
 
-    def add(self, place: int, at: int, size: int) -> None:
-        """Copies between ``place`` on the device and ``at`` bytes behind ``base``."""
+    def add(self, address: int, at: int, size: int) -> None:
+        """Add a copy between ``address`` on the device and ``at`` bytes after ``base``."""
         if size:
-            self._rows.append((place, self._base + at, size))
-            self._end = max(self._end, place + size)
+            self._rows.append((address, self._base + at, size))
+            self._end = max(self._end, address + size)
 
     def taken(self) -> CopyList | None:
-        """The copies, which are no longer here; None: there are none."""
+        """Remove and return the copies; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
         if not rows:
             return None
@@ -180,7 +171,7 @@ class _CopyBatch:
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Each piece, and where it begins if they lie end to end."""
+    """Yield each chunk with its offset if they lie end to end."""
     at = 0
     for piece in pieces:
         yield at, piece

@@ -1,11 +1,11 @@
-"""Transport over shared memory: a move is one copy, hashed while it is still in cache.
+"""Transport over shared memory: one copy, hashed while it is still in cache.
 
 Memory order. A reader learns of an object from the master, which learned of it from the writer
 after its last byte: system calls on both ends order the writer's stores before the reader's loads,
-on any CPU. Within a write, payload and header may become visible in another order than they were
-written (not on x86). Readers look only after the master's answer, except a scan after a crash,
-which verifies payload checksums. The generation is one aligned word, read between pieces: a writer
-that outlives a takeover may finish the piece it is in, which the master's quarantine covers.
+on any CPU. Within a write, payload and header may become visible in any order (not on x86); only a
+scan after a crash reads without the master's reply, and it verifies checksums. The generation is
+one aligned word, read between chunks: a writer that outlives a takeover may finish its chunk, which
+the master's quarantine covers.
 """
 
 from __future__ import annotations
@@ -40,28 +40,24 @@ from kvstore.transport.common import (
 log = logging.getLogger("kvstore.transport")
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that copy a batch of several MiB: one core does not use all of the memory's bandwidth."""
+"""Threads for a batch of several MiB: one core does not use all of the memory's bandwidth."""
 
 
 STOPPABLE_BYTES = 32 << 20
-"""Bytes copied in one go if the call may be stopped; an object is always copied in one go."""
+"""Bytes copied between checks for cancellation; an object is always copied at once."""
 
-SAID_MAX = 1_000
+LOGGED_MAX = 1_000
 
-AGAIN_S = 10.0
-"""Pause before memory that a node does not hand over is asked for again: a node that does not
-answer costs a call a second."""
+RETRY_S = 10.0
+"""Pause before the next request for a file descriptor: a silent node costs a call a second."""
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 class ShmTransport(Transport):
-    """Reaches segments in this host's ``/dev/shm``: of a node with identities by a descriptor that
-    it hands over, and otherwise by their name.
+    """Reaches segments in this host's ``/dev/shm``: by file descriptor or by name. Threads: any.
 
-    Keeps one mapping per segment. Every failure is settled: no byte lands after a call. Threads:
-    any; a call holds the GIL but for switches of the interpreter. Compiled steps give it back for
-    large batches of objects.
+    Every failure is settled. A call holds the GIL, except in compiled primitives on large batches.
     """
 
     name: str = "shm"
@@ -69,11 +65,11 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
-        """By uuid; None: the segment could not be mapped here."""
+        """By uuid; None: the segment could not be mapped."""
         self.not_mapped: dict[str, str] = {}
-        """Why segments of this host are not mapped, by their node."""
+        """Reasons why segments of this host are not mapped, by node."""
         self._again: dict[bytes, float] = {}
-        """When a segment that was not handed over is asked for again, by its uuid."""
+        """Time of the next request for a segment's file descriptor, by uuid."""
         self._changing = threading.Lock()
         self._closed = False
 
@@ -141,7 +137,6 @@ class ShmTransport(Transport):
         return None if mapping is None else mapping.watch(segment.generation)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``. Views that were handed out stay valid."""
         with self._changing:
             mapping = self._mappings.get(segment.uuid)
             if mapping is not None and not mapping.is_current:
@@ -171,8 +166,7 @@ class ShmTransport(Transport):
                     mapping.close()
 
     def close_after_fork(self) -> None:
-        """As ``Transport.close_after_fork``: the memory is unmapped here, but for what views refer
-        to."""
+        """As ``Transport.close_after_fork``: unmaps the memory, except what views refer to."""
         for mapping in self._mappings.values():
             if mapping is not None:
                 mapping.close_after_fork()
@@ -211,20 +205,19 @@ class ShmTransport(Transport):
             return Mapping.of(request_descriptor(segment, handover), segment.uuid)
         except NoDescriptorError as error:
             if not error.is_for_now:
-                self._again[segment.uuid] = uptime() + AGAIN_S
+                self._again[segment.uuid] = uptime() + RETRY_S
             self._log_unmapped(segment, str(error))
         except (OSError, ValueError) as error:
             self._log_unmapped(segment, str(error))
         return None
 
-    def _log_unmapped(self, segment: SegmentInfo, why: str) -> None:
-        """Logs once for each node why its memory cannot be mapped: its bytes travel by a slower
-        transport, or not at all."""
+    def _log_unmapped(self, segment: SegmentInfo, reason: str) -> None:
+        """Log once per node the reason why its memory cannot be mapped."""
         known = self.not_mapped.get(segment.node)
-        if known != why and (known is not None or len(self.not_mapped) < SAID_MAX):
-            self.not_mapped[segment.node] = why
+        if known != reason and (known is not None or len(self.not_mapped) < LOGGED_MAX):
+            self.not_mapped[segment.node] = reason
             entry = segment.shm_name or "-"
-            log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, why)
+            log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, reason)
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
@@ -234,8 +227,8 @@ class ShmTransport(Transport):
             raise self._closed_error() if self._closed else _not_here(segment)
         check_moves(segment, moves)
         try:
-            for move in moves:
-                _copy(segment, mapping, move, deadline, is_write=is_write)
+            for copy in moves:
+                _copy(segment, mapping, copy, deadline, is_write=is_write)
         except SegmentGoneError:
             if self._closed:
                 raise self._closed_error() from None
@@ -246,14 +239,14 @@ class ShmTransport(Transport):
 
 
 def _copy(
-    segment: SegmentInfo, mapping: Mapping, move: RangeCopy, deadline: float, *, is_write: bool
+    segment: SegmentInfo, mapping: Mapping, copy: RangeCopy, deadline: float, *, is_write: bool
 ) -> None:
-    """One move, in pieces that stay in cache between copying and hashing."""
+    """Copy one range, in chunks that stay in cache between copying and hashing."""
     memory = mapping.memory
     stop = current()
     generation = segment.generation
-    buffer = move.buffer
-    hasher = move.hasher
+    buffer = copy.buffer
+    hasher = copy.hasher
     length = len(buffer)
     done = 0
     while True:
@@ -264,21 +257,21 @@ def _copy(
         if stop is not None:
             stop.check()
         end = min(done + PIECE_BYTES, length)
-        piece = buffer if length <= PIECE_BYTES else buffer[done:end]
-        place = memory[move.offset + done : move.offset + end]
+        chunk = buffer if length <= PIECE_BYTES else buffer[done:end]
+        mapped = memory[copy.offset + done : copy.offset + end]
         if is_write:
-            place[:] = piece
+            mapped[:] = chunk
         else:
-            piece[:] = place
+            chunk[:] = mapped
         if hasher is not None:
-            feed(hasher, piece)
+            feed(hasher, chunk)
         done = end
         if done == length:
             return
 
 
 def _stoppable(rows: list[RowT]) -> Iterator[list[RowT]]:
-    """All rows at once; if the call may be stopped, groups of a few milliseconds each."""
+    """Yield all rows at once, or groups of a few milliseconds if the call may be cancelled."""
     stop = current()
     if stop is None or len(rows) == 1:
         yield rows

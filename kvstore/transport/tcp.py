@@ -1,8 +1,8 @@
 """Transport over tcp: the client's end of ``tcp_protocol``, with a pool of connections.
 
-A connection serves one call at a time and returns to the pool after success. After any error it is
-reset, so that unsent bytes do not leave this host. Bytes that have left it may still land: so a
-write's error names the connection, and the node ends it before the extent is wiped.
+A connection serves one call at a time and returns to the pool after success. After an error it is
+reset, so that unsent bytes do not leave this host. Sent bytes may still arrive, so a write's error
+names the connection, and the node closes it before the extent is wiped.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8
-"""Connections per segment; further calls wait for one. One stream saturates what one core can
-receive and hash, so several of them only help calls from several threads."""
+"""Connections per segment. One stream saturates a core; more help several threads."""
 
-LOOK_AGAIN_S: Final = 0.1
-"""How often a call that waits for a connection looks whether the transport was closed."""
+CHECK_INTERVAL_S: Final = 0.1
+"""Interval in which a call that waits for a connection checks whether the transport was closed."""
 
 ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -43,7 +42,7 @@ class _Connections:
 
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
-        """The last one was used most recently, and is used next; nodes end those that grow old."""
+        """The last one was used most recently, and is used next; nodes close old ones."""
         self.lent: set[ClientConnection] = set()
         self.waiting = 0
         self.returned: SimpleQueue[None] = SimpleQueue()
@@ -62,12 +61,7 @@ class TcpTransport(Transport):
         stall_s: float = STALL_S,
         tls: ClientTls | None = None,
     ) -> None:
-        """
-        Args:
-            client_number: of the client that writes; see ``tcp_protocol.Hello``.
-            stall_s: the longest that no byte may move while a call waits for a node.
-            tls: our identity, for nodes that encrypt; None: we have none.
-        """
+        """``stall_s``: maximum time without a byte in a call. ``tls``: for nodes that encrypt."""
         self._tls = tls
         self._client_number = client_number
         self._connections_max = connections_max
@@ -77,21 +71,21 @@ class TcpTransport(Transport):
         self._closed = False
 
     def can_reach(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.can_reach``; only the first call shows whether the node answers."""
+        """As ``Transport.can_reach``; only the first call shows whether the node replies."""
         return bool(segment.address) and not self._closed
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
-            for batch in _move_batches(segment, moves):
+            for batch in _copy_batches(segment, moves):
                 connection.read(batch, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
-            for batch in _move_batches(segment, moves):
+            for batch in _copy_batches(segment, moves):
                 connection.write(batch, deadline)
 
     def read_objects(
@@ -102,7 +96,6 @@ class TcpTransport(Transport):
         verify: bool,
         deadline: float,
     ) -> list[bytes | int]:
-        """As ``Transport.read_objects``; errors as ``read``."""
         done: list[bytes | int] = []
         with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX):
@@ -112,13 +105,11 @@ class TcpTransport(Transport):
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> None:
-        """As ``Transport.write_objects``; errors as ``write``."""
         with self.lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX // 3):
                 connection.write_objects(namespace, batch, deadline)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls under way go on and their connections close after them."""
         self._drop([key for key in self._keys() if key[1] == segment.uuid])
 
     def close(self) -> None:
@@ -150,11 +141,7 @@ class TcpTransport(Transport):
 
     @contextmanager
     def lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
-        """A connection for one call, which ``close`` interrupts, as the call's stop does.
-
-        Raises:
-            ClosedError, DeadlineExceededError: none was free by then.
-        """
+        """Yield a connection for one call. Raises ClosedError, DeadlineExceededError."""
         # With the holder and its key: a client may get another number from the next master.
         key = segment.address, segment.uuid, segment.generation, segment.holder, segment.token
         stop = current()
@@ -191,15 +178,14 @@ class TcpTransport(Transport):
                 return pool, connection
             remaining = deadline - uptime()
             with suppress(Empty):
-                pool.returned.get(timeout=max(0.0, min(remaining, LOOK_AGAIN_S)))
+                pool.returned.get(timeout=max(0.0, min(remaining, CHECK_INTERVAL_S)))
             with self._lock:
                 pool.waiting -= 1
             if remaining <= 0:
                 raise deadline_exceeded(segment)
 
     def _connection(self, pool: _Connections, segment: SegmentInfo) -> ClientConnection | None:
-        """One that is free, or a new one if there may be more of them. The caller holds the
-        lock."""
+        """Return a free connection, or a new one below the maximum. The caller holds the lock."""
         if pool.idle:
             connection = pool.idle.pop()
         elif len(pool.lent) < self._connections_max:
@@ -241,25 +227,24 @@ class TcpTransport(Transport):
 def _batches(
     segment: SegmentInfo, items: list[ItemT], lengths: list[int], items_max: int
 ) -> Iterator[list[ItemT]]:
-    """Items of these ``lengths`` in requests that a server takes: at most ``items_max`` items, and
-    as many bytes as the segment has."""
+    """Group items into requests by number, and by the segment's size in bytes."""
     if len(items) <= items_max and sum(lengths) <= segment.size:
         if items:
             yield items
         return
     batch: list[ItemT] = []
-    room = segment.size
+    remaining = segment.size
     for item, length in zip(items, lengths, strict=True):
-        if batch and (len(batch) == items_max or length > room):
+        if batch and (len(batch) == items_max or length > remaining):
             yield batch
             batch = []
-            room = segment.size
+            remaining = segment.size
         batch.append(item)
-        room -= length
+        remaining -= length
     yield batch
 
 
-def _move_batches(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> Iterator[list[RangeCopy]]:
+def _copy_batches(segment: SegmentInfo, moves: Sequence[RangeCopy]) -> Iterator[list[RangeCopy]]:
     return _batches(segment, list(moves), [len(move.buffer) for move in moves], RANGES_MAX)
 
 

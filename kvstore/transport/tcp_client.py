@@ -1,7 +1,4 @@
-"""One connection of a client to a data server.
-
-It connects when it is first used, and again when it finds that the server has ended it since.
-"""
+"""One connection of a client to a data server; it reconnects after the server has closed it."""
 
 from __future__ import annotations
 
@@ -59,15 +56,13 @@ from kvstore.transport.common import (
 from kvstore.wire.busy_poll_gauge import BusyPollGauge
 
 STALL_S: Final = 1.0
-"""The longest that no byte may move while a call waits: a node that was stopped, or a
-host that is gone, does not answer at all."""
+"""Maximum time without a byte while a call waits: a stopped node or absent host sends none."""
 
 CONNECT_STALLS: Final = 1.25
-"""Time for connecting and the hello, in multiples of ``stall_s``: a connection request that was
-lost is sent again after one second."""
+"""Timeout of connect and hello in ``stall_s``; a lost request is resent after 1 s."""
 
 LATE_S: Final = 0.01
-"""A time-out so shortly before the deadline is the deadline's: the kernel's timers are coarse."""
+"""A timeout this close to the deadline is the deadline's: the kernel's timers are coarse."""
 
 _NOT_ACCEPTED: Final = "Open its port to this host; kvstore doctor tests it."
 _NOT_MOVING: Final = (
@@ -78,14 +73,14 @@ _NOT_MOVING: Final = (
 RECEIVE_BYTES: Final = PIECE_BYTES
 SEND_BYTES: Final = 1 << 20
 WINDOW_BUFFERS: Final = 512
-"""Buffers in one system call; the kernel takes 1024. Received bytes are hashed at once, so they
-should still be in cache: 60 x 1 MiB were read at 7.4 GB/s in windows of 256 KiB, 4.4 in windows of
-1 MiB. Sending is the other way round, 4.7 GB/s in large windows, 3.0 in small ones: each is one
-wake-up of the other end. (Medians over loopback, with hashing.)"""
+"""Buffers per system call; the kernel accepts 1024. Received bytes are hashed at once and should
+still be in cache: 60 x 1 MiB were read at 7.4 GB/s in windows of 256 KiB, 4.4 in windows of 1 MiB.
+Sends are faster in large windows, 4.7 GB/s, than in small ones, 3.0: each wakes the other end.
+(Medians over loopback, with hashing.)"""
 
 
 SPIN_S: Final = 200e-6
-"""How long an answer is polled for before sleeping, where that has paid lately."""
+"""Busy-polling time for a reply, where that has paid recently."""
 
 _STATUSES: Final = frozenset(TransferStatus)
 _REFUSALS: Final[dict[TransferStatus | None, tuple[type[KVStoreError], str, str]]] = {
@@ -103,11 +98,10 @@ _REFUSALS: Final[dict[TransferStatus | None, tuple[type[KVStoreError], str, str]
     TransferStatus.INVALID_RANGE: (InvalidRangeError, "refused a range outside its segment", ""),
 }
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
-"""As ``slow.tcp_read`` and ``tcp_write`` return."""
 
 
 class ClientConnection:
-    """Serves one call at a time; any thread may ``interrupt``. ``close`` it after an error."""
+    """One call at a time; any thread may ``interrupt``. ``close`` it after an error."""
 
     def __init__(
         self,
@@ -122,51 +116,50 @@ class ClientConnection:
         self._segment = segment
         self._client_number = client_number
         self._stall_s = stall_s
-        self._sealed = bool(segment.holder)
+        self._has_capabilities = bool(segment.holder)
         """Whether each range is sent with its capability."""
         self._number = 0
-        """The number of the present connection, as ``Hello.connection``."""
+        """Number of the present connection, as ``Hello.connection``."""
         self._stream: Stream | None = None
         self._is_interrupted = False
         self._is_settled = True
-        """Whether no byte of what was sent can still land."""
+        """Whether no sent byte can still arrive."""
         self._gauge = BusyPollGauge()
 
     def read(self, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """One READ of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.read``."""
+        """One READ of 1 to ``RANGES_MAX`` ranges. Errors as ``TcpTransport.read``."""
 
         def receive(stream: Stream) -> None:
             for window in _windows(moves, RECEIVE_BYTES):
-                stream.receive([piece for _, piece in window], deadline)
+                stream.receive([data for _, data in window], deadline)
                 _hash(window)
 
         self._request(Op.READ, moves, receive, deadline)
 
     def write(self, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """One WRITE of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.write``."""
+        """One WRITE of 1 to ``RANGES_MAX`` ranges. Errors as ``TcpTransport.write``."""
 
         def send(stream: Stream) -> None:
             for window in _windows(moves, SEND_BYTES):
                 _hash(window)
-                stream.send([piece for _, piece in window], deadline)
+                stream.send([data for _, data in window], deadline)
 
         self._request(Op.WRITE, moves, send, deadline)
 
     def _request(
-        self, op: Op, moves: Sequence[RangeCopy], move: Callable[[Stream], None], deadline: float
+        self, op: Op, moves: Sequence[RangeCopy], run: Callable[[Stream], None], deadline: float
     ) -> None:
-        ranges = [(each.offset, len(each.buffer)) for each in moves]
-        extents = [each.extent or NO_EXTENT for each in moves] if self._sealed else None
+        ranges = [(copy.offset, len(copy.buffer)) for copy in moves]
+        extents = [copy.extent or NO_EXTENT for copy in moves] if self._has_capabilities else None
 
         def request(stream: Stream, spin_s: float) -> _Exchanged:
             del spin_s
-            return *pure_python.request(stream, op, ranges, extents, move, deadline), None
+            return *pure_python.request(stream, op, ranges, extents, run, deadline), None
 
         self._exchange(request, deadline)
 
     def handshake(self, deadline: float) -> None:
-        """Connects and says hello, unless the connection is open and greeted. Errors as
-        ``TcpTransport.read``: the segment is not there, in this generation, for our token."""
+        """Connect and send the hello, unless that is done. Errors as ``TcpTransport.read``."""
         if self.is_open:
             return
         self.close()
@@ -177,7 +170,7 @@ class ClientConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was open, and the server has ended it."""
+        """Whether it was open, and the server has closed it."""
         return self._stream is not None and not self._stream.is_idle()
 
     @property
@@ -190,20 +183,20 @@ class ClientConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected, and the server has neither sent bytes unasked nor ended it."""
+        """Whether it is connected and idle."""
         return self._stream is not None and self._stream.is_idle()
 
     def read_objects(
         self, namespace: str, rows: list[ReadRow], verify: bool, deadline: float
     ) -> list[bytes | int]:
-        """One READ of whole objects. Errors as ``TcpTransport.read``."""
+        """One READ of complete objects. Errors as ``TcpTransport.read``."""
         segment = self._segment
 
         def read(stream: Stream, spin_s: float) -> _Exchanged:
             tcp_read = steps.tcp_read if stream.is_plain else pure_python.tcp_read
             return tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
-                self._stall_s, spin_s, self._sealed,
+                self._stall_s, spin_s, self._has_capabilities,
             )  # fmt: skip
 
         outcomes = self._exchange(read, deadline)
@@ -211,14 +204,14 @@ class ClientConnection:
         return outcomes
 
     def write_objects(self, namespace: str, rows: list[WriteRow], deadline: float) -> None:
-        """One WRITE of whole objects. Errors as ``TcpTransport.write``."""
+        """One WRITE of complete objects. Errors as ``TcpTransport.write``."""
         segment = self._segment
 
         def write(stream: Stream, spin_s: float) -> _Exchanged:
             tcp_write = steps.tcp_write if stream.is_plain else pure_python.tcp_write
             return tcp_write(
                 stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
-                spin_s, self._sealed,
+                spin_s, self._has_capabilities,
             )  # fmt: skip
 
         self._exchange(write, deadline)
@@ -226,7 +219,7 @@ class ClientConnection:
     def _exchange(
         self, exchange: Callable[[Stream, float], _Exchanged], deadline: float
     ) -> list[bytes | int] | None:
-        """Runs an exchange on the open connection, or on a new one if that has ended."""
+        """Run an exchange on the open connection, or on a new one if that has ended."""
         try:
             stream = self._stream or self._connect(deadline)
             is_new = False
@@ -236,7 +229,7 @@ class ClientConnection:
                 if status != UNASKED:
                     break
                 if is_new:
-                    raise ConnectionEndedError(0)  # a server that sends bytes before it is asked
+                    raise ConnectionEndedError(0)  # a server that sends bytes before a request
                 self.close()
                 stream, is_new = self._connect(deadline), True
             self._is_settled = bool(settled)
@@ -255,25 +248,23 @@ class ClientConnection:
             raise self._explained(error, deadline) from error
 
     def interrupt(self) -> None:
-        """Make a call under way fail. From any thread."""
         self._is_interrupted = True
         if self._stream is not None:
             self._stream.shutdown()
 
     def close(self) -> None:
-        """Must not be called during a call. Idempotent."""
+        """Close it. Must not be called during a call. Idempotent."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
     def close_after_fork(self) -> None:
-        """As ``Transport.close_after_fork``."""
         if self._stream is not None:
             self._stream.close_after_fork()
             self._stream = None
 
     def reset(self) -> None:
-        """As ``close``, after a call that has failed: the kernel sends nothing more of it."""
+        """As ``close``, after a failed call: the kernel sends nothing more of it."""
         if self._stream is not None:
             self._stream.reset()
             self._stream = None
@@ -292,7 +283,7 @@ class ClientConnection:
         except InvalidArgumentError as error:
             raise OSError(error.message) from None
         stream = self._begin(sock, deadline)
-        self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
+        self._number = 1 + secrets.randbits(63)  # differs in a child of a fork
         hello = protocol.pack_hello(
             Hello(
                 segment.uuid,
@@ -306,9 +297,9 @@ class ClientConnection:
         try:
             stream.send([hello], deadline)
         except ConnectionError:
-            pass  # a busy server answers without reading the hello
+            pass  # a busy server replies without reading the hello
         pure_python.receive_status(stream, deadline)
-        if self._sealed:
+        if self._has_capabilities:
             nonce = bytearray(protocol.NONCE_BYTES)
             stream.receive([memoryview(nonce)], deadline)
             stream.send([protocol.prove(segment.token, bytes(nonce), hello)], deadline)
@@ -316,8 +307,9 @@ class ClientConnection:
         return stream
 
     def _begin(self, sock: socket.socket, deadline: float) -> Stream:
-        """Takes over ``sock``. A node that encrypts, as its description says, gets no byte before
-        it has proved who it is.
+        """Start a stream on ``sock``, which it takes over.
+
+        A node that encrypts gets no byte before it is authenticated.
 
         Raises:
             PermissionDeniedError: we have no identity, or the node is another one.
@@ -333,7 +325,7 @@ class ClientConnection:
             sock.close()
             raise PermissionDeniedError(
                 f"{self._where} encrypts its data port, and this client has no identity",
-                advice="Give it one: KVSTORE_AUTH (kvstore auth issue writes the file).",
+                advice="Set KVSTORE_AUTH to a certificate file (kvstore auth issue writes it).",
                 node=node,
                 settled=1,
             )
@@ -355,8 +347,8 @@ class ClientConnection:
             raise PermissionDeniedError(
                 f"{self._where} has the identity of another node{joined}",
                 advice="Check --advertise, and the names that its identity may have as a node: "
-                "kvstore auth issue --role node --node 'PATTERN' NAME. A node that has got an "
-                "identity of another name has to be started again.",
+                "kvstore auth issue --role node --node 'PATTERN' NAME. Restart a "
+                "node after its identity has changed.",
                 node=node,
                 settled=1,
             )
@@ -387,7 +379,7 @@ class ClientConnection:
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
-                advice="kvstore auth show FILE says what a file is for, and what is wrong with it.",
+                advice="kvstore auth show FILE shows identity and problems of a certificate file.",
                 node=segment.node,
                 settled=settled,
             )
@@ -417,12 +409,12 @@ class ClientConnection:
 
     def _description_error(self, what: str, advice: str) -> NodeUnreachableError:
         return self._unreachable(
-            f"{what}, and its master has described it otherwise",
+            f"{what}, unlike the description of its master",
             f"Another process has its address, or it was started {advice}.",
         )
 
     def _failed(self, error: OSError) -> str:
-        """What the node did, as the end of a sentence."""
+        """Return what the node did, as the end of a sentence."""
         if self._stream is None:
             if isinstance(error, TimeoutError):
                 return f"did not accept a tcp connection within {self._connect_s:.1f} s"
@@ -434,20 +426,20 @@ class ClientConnection:
         if isinstance(error, ConnectionEndedError):
             return "ended the tcp connection"
         if error.errno == errno.EBADMSG:
-            return "sent bytes that do not decrypt: they were changed on their way"
+            return "sent bytes that do not decrypt: they were changed on the network"
         return f"broke the tcp connection ({error.strerror or error})"
 
 
 def _hash(window: list[tuple[RangeCopy, memoryview]]) -> None:
-    for move, piece in window:
-        if move.hasher is not None:
-            feed(move.hasher, piece)
+    for copy, data in window:
+        if copy.hasher is not None:
+            feed(copy.hasher, data)
 
 
 def _windows(
     moves: Sequence[RangeCopy], bytes_max: int
 ) -> Iterator[list[tuple[RangeCopy, memoryview]]]:
-    """The pieces that one system call sends or receives, each with its move."""
-    lengths = [len(move.buffer) for move in moves]
+    """Yield the chunks of one system call, each with its range."""
+    lengths = [len(copy.buffer) for copy in moves]
     for window in windows(lengths, bytes_max, WINDOW_BUFFERS):
         yield [(moves[row], moves[row].buffer[at : at + size]) for row, at, size in window]

@@ -1,7 +1,7 @@
 """One connection of a data server: hello, then requests, until one end closes it.
 
-The server does not trust its peer: it makes every check before a byte of a segment moves, and
-bounds every wait. A peer that breaks a rule gets the reason, is counted, and loses its connection.
+The server does not trust its peer: it makes every check before a byte of a segment is copied, and
+bounds every wait. A peer that breaks a rule is counted, and gets the reason before the close.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from kvstore.security.tls_stream import TlsError
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
 _LINGER_S: Final = 2.0
-"""How much of a refused write is read and dropped, and for how long, so that its sender can read
-the status: data left unread at ``close`` would reset the connection and lose the status."""
+"""Time to drop a rejected write, so that its sender can read the status before a reset."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,20 +43,16 @@ BUSY: Final = TransferStatus.BUSY
 
 @dataclass(slots=True)
 class DataServerCounters:
-    """What happened since the server was made."""
-
     connections: int = 0
-    """Accepted, refused ones included."""
     refused_busy: int = 0
     refused_hellos: int = 0
-    """Not this protocol, a wrong token or proof, a certificate that is not accepted, an unknown
-    segment or generation, or no hello in time."""
+    """Wrong protocol, token, proof, certificate, segment or generation, or no hello in time."""
     bad_requests: int = 0
-    """Not this protocol, ranges outside the segment, or of an older generation."""
+    """Other protocol, ranges outside the segment, or of an older generation."""
     refused_capabilities: int = 0
-    """Requests with a range for which they had no valid capability."""
+    """Requests with a range without a valid capability."""
     stalls: int = 0
-    """Connections that were cut because the peer stalled within a request."""
+    """Connections closed because the peer stalled within a request."""
     reads: int = 0
     read_bytes: int = 0
     writes: int = 0
@@ -71,21 +66,19 @@ class ServerContext:
     stall_s: float
     idle_s: float
     limiter: Limiter[ServerConnection]
-    """All connections; those that have not greeted wait."""
+    """All connections; those before the handshake wait."""
     capabilities: bool = False
     tls: NodeTls | None = None
-    """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, as of ``slow.call_back``; empty without capabilities. Other ones after a fence."""
+    """By uuid, as of ``call_back``; empty without capabilities. Others after a fence."""
     rejected_holders: frozenset[int] = frozenset()
-    """Whose proofs are refused."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
-    """As ``counts`` of ``slow.serve``."""
+    """As ``counts`` of ``serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def reset_wipe_seqs(self) -> None:
-        """Forgets all orders. For a mount of which there are no capabilities yet."""
+        """Reset all wipe sequence numbers, for a mount without capabilities yet."""
         if self.capabilities:
             self.wipe_seqs = {
                 uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments
@@ -109,43 +102,39 @@ class ServerContext:
 
 
 class ServerConnection:
-    """Serves one connected stream in its own thread. Any other may ``close`` and ``join`` it."""
+    """Serves one connected stream in its own thread. Others may ``close`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
         self.client = self.number = 0
-        """The peer's number as a client, and its number for this connection, once it is greeted."""
+        """The peer's client number, and its number for this connection, after the handshake."""
         self.holder = 0
-        """As which the peer has proven itself, or is about to."""
+        """The identity that the peer has proven, or is about to."""
         self.uuid = b""
-        """Of its segment, once it is greeted."""
         self._stream = stream
         self._context = context
-        self._cut = bytearray(1)  # not 0: end it
-        self._asked = memoryview(b"")
+        self._end_flag = bytearray(1)  # not 0: end it
+        self._writes = memoryview(b"")
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
-        """Raises RuntimeError: the system has no thread left."""
+        """Start the thread. Raises RuntimeError: the system has no thread left."""
         self._thread.start()
 
     def close(self, *, gently: bool = False) -> None:
-        """Ends the connection. Only bytes that are being received already can land in a segment.
-
-        ``gently``: a read that is being answered is answered to its end.
-        """
-        self._cut[0] = 1
+        """Close the connection; received bytes may still arrive. ``gently``: completes a read."""
+        self._end_flag[0] = 1
         self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
 
     def writes_to(self, offsets: frozenset[int]) -> bool:
-        """Whether it is writing to one of these extents, with capabilities."""
-        if not self._asked:
+        """Return whether it is writing to one of these extents, with capabilities."""
+        if not self._writes:
             return False
-        words = self._asked.cast("Q")
+        words = self._writes.cast("Q")
         return not offsets.isdisjoint(words[1 : 1 + words[0]].tolist())
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended within that time."""
-        if self._thread.ident is None:  # not started yet: it will find itself cut
+        """Return whether the thread has ended within that time."""
+        if self._thread.ident is None:  # not started yet: it will find itself closed
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -154,14 +143,14 @@ class ServerConnection:
         try:
             self._serve()
         except OSError:
-            pass  # the peer left, or we were cut
+            pass  # the peer left, or we have closed
         finally:
             self._stream.close()
             self._context.limiter.release(self)
 
     def _serve(self) -> None:
         try:
-            segment, sealed = self._handshake()
+            segment, verifier = self._handshake()
         except (RefusedTransferError, OSError) as error:
             is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
             self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
@@ -173,7 +162,7 @@ class ServerConnection:
             return
         self._reply(TransferStatus.OK)
         try:
-            self._serve_requests(segment, sealed)
+            self._serve_requests(segment, verifier)
         except StalledError:
             self._context.count(stalls=1)
         except RefusedTransferError as refused:
@@ -184,22 +173,19 @@ class ServerConnection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: OwnedSegment, sealed: CapabilityVerifier) -> None:
-        """
-        Raises:
-            StalledError, RefusedTransferError
-        """
-        context, stream, generation = self._context, self._stream, sealed.generation
+    def _serve_requests(self, segment: OwnedSegment, verifier: CapabilityVerifier) -> None:
+        """Serve requests. Raises StalledError, RefusedTransferError."""
+        context, stream, generation = self._context, self._stream, verifier.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
-                stream, segment.fd, segment.memory, generation, self._cut, *bounds,
-                sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
+                stream, segment.fd, segment.memory, generation, self._end_flag, *bounds,
+                verifier.key, verifier.holder, verifier.wipe_seqs, verifier.writes_in_progress,
             )  # fmt: skip
-        else:  # bytes of a device, or encrypted ones, which compiled steps do not reach
+        else:  # device memory or encrypted bytes, which compiled primitives do not support
             how, number = serve_ranges(
-                stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
-                *bounds, sealed if sealed.key else None,
+                stream, segment.ranges, segment.size, segment.memory, generation, self._end_flag,
+                *bounds, verifier if verifier.key else None,
             )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
@@ -207,8 +193,7 @@ class ServerConnection:
             raise RefusedTransferError(TransferStatus(number))
 
     def _handshake(self) -> tuple[OwnedSegment, CapabilityVerifier]:
-        """The segment, and what the peer's capabilities are checked with; no key: it has shown the
-        token, and needs none."""
+        """Return the segment and the verifier of capabilities; for a token without a key."""
         self._stream.begin(self._next_deadline())
         tls = self._context.tls
         if tls is not None and not tls.accepts(self._stream.certificate):
@@ -216,10 +201,10 @@ class ServerConnection:
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._next_deadline())
         hello = protocol.unpack_hello(raw)
-        wanted = self._context.capabilities
-        if hello is None or (hello.holder and not wanted):
+        requires_capabilities = self._context.capabilities
+        if hello is None or (hello.holder and not requires_capabilities):
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if not hello.holder and wanted:
+        if not hello.holder and requires_capabilities:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
@@ -240,25 +225,21 @@ class ServerConnection:
             return segment, CapabilityVerifier(
                 b"", hello.generation, 0, steps.siphash, nothing, nothing
             )
-        self._asked = memoryview(bytearray(ASKED_BYTES))
+        self._writes = memoryview(bytearray(ASKED_BYTES))
         return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
-            self._context.wipe_seqs[hello.uuid], self._asked,
+            self._context.wipe_seqs[hello.uuid], self._writes,
         )  # fmt: skip
 
     def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
-        """Has the peer prove that it is the holder whose number it has said.
-
-        Raises:
-            RefusedTransferError: it has not the holder's key, or the holder is refused.
-        """
-        self.holder = hello.holder  # before the look: who refuses a holder looks here afterwards
+        """Authenticate the holder in the hello. Raises RefusedTransferError."""
+        self.holder = hello.holder  # before the check: ``reject_holders`` looks here afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-        said = bytearray(protocol.PROOF_BYTES)
+        proof = bytearray(protocol.PROOF_BYTES)
         self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._next_deadline())
-        self._stream.receive([memoryview(said)], self._next_deadline())
-        is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
+        self._stream.receive([memoryview(proof)], self._next_deadline())
+        is_proven = hmac.compare_digest(proof, protocol.prove(key, nonce, raw))
         if not is_proven or hello.holder in self._context.rejected_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
 
@@ -268,7 +249,7 @@ class ServerConnection:
     def _refuse(self, what: str, refused: RefusedTransferError) -> None:
         status = refused.status
         assert status is not None
-        # After a takeover, connections of an older mount are normal; other refusals are not.
+        # After a takeover, connections of an older mount are normal; other rejections are not.
         level = logging.DEBUG if status is TransferStatus.GONE else logging.WARNING
         _log.log(
             level,

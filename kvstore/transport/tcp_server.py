@@ -1,8 +1,4 @@
-"""A node's data server: it accepts connections to its segments, bounds them and can end them all.
-
-One thread accepts and one thread per connection serves (``tcp_connection``): blocking system calls
-without the GIL, so that one client's long ``sendfile`` never delays another's small read.
-"""
+"""A node's data server: one thread accepts, and one per connection serves without the GIL."""
 
 from __future__ import annotations
 
@@ -32,31 +28,25 @@ from kvstore.transport.tcp_connection import (
 )
 
 CONNECTIONS_MAX: Final = 1024
-"""One thread and one descriptor each: 256 clients with 4 streams each. With identities one of them
-has at most half."""
+"""256 clients with 4 streams. One thread and file descriptor each; half for one identity."""
 
 STALL_S: Final = 10.0
-"""How long a peer may take over one piece within a request, or over its hello."""
+"""Maximum time of a peer for one chunk within a request, or for its hello."""
 
 IDLE_S: Final = 600.0
-"""How long a connection may wait for its next request."""
+"""Maximum wait of a connection for its next request."""
 
 CUT_S: Final = 1.0
-"""How long ``close_writers`` lets reads be answered."""
+"""Time for ``close_writers`` to complete reads."""
 
 STOP_S: Final = 5.0
-"""How long ``stop``, ``fence`` and ``close_writers`` wait for threads, which take one system
-call."""
+"""Maximum wait of ``stop``, ``fence`` and ``close_writers`` for threads."""
 
 _log = logging.getLogger(__name__)
 
 
 class DataServer:
-    """Serves ``segments`` on one port.
-
-    Life cycle: make, ``start``, ``fence`` whenever the node joins a master anew, ``stop``. The
-    segments stay the caller's and outlive the server. Threads: any may call.
-    """
+    """Serves the caller's segments on one port. Threads: any."""
 
     def __init__(
         self,
@@ -70,11 +60,7 @@ class DataServer:
         capabilities: bool = False,
         tls: NodeTls | None = None,
     ) -> None:
-        """
-        Args:
-            capabilities: whether clients show capabilities, instead of the segments' tokens.
-            tls: encrypts all connections, and says who may have one; None: without encryption.
-        """
+        """``capabilities``: required instead of tokens. ``tls``: None: no encryption."""
         self._address = (host, port)
         self._connections = Limiter[ServerConnection]("data", connections_max)
         self._context = ServerContext(
@@ -91,12 +77,7 @@ class DataServer:
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Listen and serve.
-
-        Raises:
-            AddressInUseError: another process listens on that port.
-            StartupError: the address cannot be used.
-        """
+        """Listen and serve. Raises AddressInUseError, StartupError."""
         host, port = self._address
         try:
             self._listener = listen(host, port)
@@ -116,7 +97,6 @@ class DataServer:
 
     @property
     def port(self) -> int:
-        """Where it listens, after ``start``."""
         assert self._listener is not None, "start() first"
         return int(self._listener.getsockname()[1])
 
@@ -136,14 +116,14 @@ class DataServer:
         return self._context.snapshot()
 
     def identity_limit_refusals(self) -> dict[str, int]:
-        """How often each holder was refused a connection, since it had as many as were free."""
+        """Return the connections refused per holder because of its limit."""
         return self._connections.refusals()
 
     def fence(self) -> None:
-        """Close all present connections; returns when none of them can touch a segment any more.
+        """Close all connections; returns when none of them can touch a segment any more.
 
-        For a node that joins a master anew: after ``SegmentUsage.bump_generation``, so that no old
-        client comes back in between, and before it tells the master.
+        For a node that joins a master again: after ``SegmentUsage.bump_generation``, so that no old
+        client returns in between, and before it notifies the master.
 
         Raises:
             InternalError: a thread did not end; the node must not join.
@@ -152,18 +132,16 @@ class DataServer:
         _end(list(self._connections))
 
     def revoke_writes(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
-        """Ends the right to write to these extents that older capabilities give, and the writes
-        under way. Returns how many, when none of them can touch the segment any more. Without
-        capabilities it does nothing.
+        """Revoke older write capabilities for these extents, and end the writes in progress.
 
-        A client that keeps the rules has no such write under way: its put has ended, or
-            ``close_writers`` has
-        ended the connection.
+        Returns their number, when none of them can touch the segment any more. Does nothing without
+        capabilities. A conforming client has no such write in progress: its put has ended, or
+        ``close_writers`` has closed the connection.
 
         Args:
             uuid: of the segment.
-            offsets: where the extents start.
-            order: the number of the master's order to wipe them.
+            offsets: of the extents.
+            order: the wipe sequence number.
 
         Raises:
             InternalError: a thread did not end.
@@ -172,18 +150,17 @@ class DataServer:
         if orders is None or not offsets:
             return 0
         steps.call_back(orders, offsets, order)
-        wanted = frozenset(offsets)
+        selected = frozenset(offsets)
         chosen = [
             connection
             for connection in self._connections
-            if connection.uuid == uuid and connection.writes_to(wanted)
+            if connection.uuid == uuid and connection.writes_to(selected)
         ]
         _end(chosen)
         return len(chosen)
 
     def reject_holders(self, holders: Iterable[int]) -> int:
-        """Refuses the proofs of these holders, and of no others, from now on; ends their
-        connections. Returns how many."""
+        """Reject the proofs of exactly these holders; returns the number of closed connections."""
         refused = frozenset(holders)
         if refused == self._context.rejected_holders:
             return 0
@@ -194,25 +171,25 @@ class DataServer:
         return len(chosen)
 
     def close_writers(self, writers: Iterable[tuple[int, int]]) -> int:
-        """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
-        when none of them can touch a segment any more. The others are not disturbed.
+        """Close connections that may still carry bytes of abandoned puts.
 
-        A client sends nothing of a put after it has given it up, or after the put's deadline. So
-        what may still land after that is on connections that have been greeted by then.
+        Returns their number, when none of them can touch a segment any more. A client sends nothing
+        of a put after it has abandoned it, or after the put's deadline; later bytes can only arrive
+        on connections that were open by then.
 
         Args:
             writers: (client, connection) of each, by the numbers in its hello; connection 0: all of
-                the client's, client 0: all connections. Of a client's number the lower half counts:
-                the upper half is the master's, for clients with an identity.
+                the client's, client 0: all connections. Only the lower half of a client's number
+                counts: the master sets the upper half, for clients with an identity.
 
         Raises:
             InternalError: a thread did not end.
         """
-        wanted = {(client & LOWER_HALF, number) for client, number in writers}
+        selected = {(client & LOWER_HALF, number) for client, number in writers}
         chosen = [
             connection
             for connection in self._connections
-            if not wanted.isdisjoint(
+            if not selected.isdisjoint(
                 (
                     (connection.client & LOWER_HALF, connection.number),
                     (connection.client & LOWER_HALF, 0),
@@ -227,11 +204,7 @@ class DataServer:
         return len(chosen)
 
     def stop(self) -> None:
-        """Stop listening, close all connections, join all threads. Idempotent.
-
-        Raises:
-            InternalError: as ``fence``.
-        """
+        """Stop listening, close connections, join threads. Idempotent. Raises InternalError."""
         self._stopping.set()
         if self._listener is not None and self._acceptor is not None:
             with contextlib.suppress(OSError):  # stopped before
@@ -244,8 +217,8 @@ class DataServer:
         while not self._stopping.is_set():
             try:
                 self._admit(listener.accept()[0])
-            except Exception as error:  # noqa: BLE001  # the only thread that accepts goes on
-                # Out of descriptors, memory or threads, or a peer that left at once: not final.
+            except Exception as error:  # noqa: BLE001  # the only accepting thread continues
+                # Out of file descriptors, memory or threads, or a departed peer: not final.
                 if not self._stopping.wait(0.1):
                     _log.warning("event=data_accept_failed error=%r", error)
 
@@ -269,14 +242,14 @@ class DataServer:
 
     def _refuse(self, stream: Stream) -> None:
         with contextlib.suppress(OSError):
-            # Fits the send buffer of a new connection, so this does not wait. A handshake would.
+            # Fits the send buffer of a new connection, so this does not wait, unlike a handshake.
             busy = pack_status(TransferStatus.BUSY) if stream.is_plain else BUSY
             Stream.send(stream, [busy], uptime() + 0.1)
         stream.close()
 
 
 def _end(connections: Sequence[ServerConnection]) -> None:
-    """Raises InternalError: a thread did not end."""
+    """Close connections. Raises InternalError: a thread did not end."""
     for connection in connections:
         connection.close()
     give_up = uptime() + STOP_S

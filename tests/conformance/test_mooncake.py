@@ -230,7 +230,7 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     with pytest.raises(DeadlineExceededError):
         mover.read(peer.info, [RangeCopy(MIB, read)], uptime() + 0.2)
     for chunk in free:
-        station_buffer(mover).free.put(chunk)
+        session_buffer(mover).free.put(chunk)
     mover.read(peer.info, [RangeCopy(MIB, read)], soon())
     assert read == written
 
@@ -346,15 +346,15 @@ def test_writes_that_nobody_acknowledges_are_refused() -> None:
 def test_rdma_without_a_card_is_told() -> None:
     """The engine itself would take tcp, and say nothing."""
     said = run(TRY.replace('("tcp")', '("rdma", "mlx9_0")'))
-    assert "this host has no RDMA card mlx9_0" in said.stdout, said
+    assert "this host has no RDMA device mlx9_0" in said.stdout, said
 
 
 def take_all_chunks(mover: MooncakeTransport) -> list[int]:
-    buffer = station_buffer(mover)
+    buffer = session_buffer(mover)
     return [buffer.free.get_nowait() for _ in range(buffer.free.qsize())]
 
 
-def station_buffer(mover: MooncakeTransport) -> ChunkBuffer:
-    assert mover._station is not None
-    assert mover._station.buffer is not None
-    return mover._station.buffer
+def session_buffer(mover: MooncakeTransport) -> ChunkBuffer:
+    assert mover._session is not None
+    assert mover._session.buffer is not None
+    return mover._session.buffer

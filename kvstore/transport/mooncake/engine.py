@@ -1,22 +1,22 @@
-"""Mooncake's transfer engine: how it is loaded, and one of it with its registered memory.
+"""Mooncake's transfer engine: its import, and one engine with its registered memory.
 
-Properties of the engine (0.3.13.post1) that shape this package; each has been tested:
+Tested properties of the engine (0.3.13.post1) that shape this package:
 
-* ``initialize``, ``register_memory`` and the destructor hold the GIL; ``batch_register_memory``,
-  ``batch_unregister_memory`` and all transfers give it back. So the former run when an engine is
-  made or ended, never in a transfer, and of registering only the batch forms are used.
-* Transfers, registering and unregistering may run in several threads at once on one engine. Making
-  engines may not (they share static state), nor ending one while a call of it is under way.
-* A call gives up after ``MC_TRANSFER_TIMEOUT`` (at least 5 s) and 1 s per GiB; there is no way to
-  end sooner, nor to cancel a transfer: an abandoned one may land until the engine is ended.
-* Waiting for a batch polls a core, so for long batches this package sleeps first.
-* After one failed transfer others to the same peer may wait seconds behind it: an engine that has
-  failed is replaced.
-* ``initialize`` aborts the process (``LOG(FATAL)``) for a kind of metadata server that it was not
-  built with, and waits 5 s for an etcd that does not answer: both are checked before.
-* For rdma without a card it silently uses tcp, so this package checks for cards.
-* Over tcp the peer refuses bytes outside its registered memory, and acknowledges a write when it
-  has applied it. Only RDMA also checks that *our* memory is registered.
+- ``initialize``, ``register_memory`` and the destructor hold the GIL; ``batch_register_memory``,
+  ``batch_unregister_memory`` and transfers release it. So the former run only when an engine is
+  created or closed, and only the batch forms register memory.
+- Several threads may transfer, register and unregister on one engine. They must not create engines
+  (which share static state), nor close one during its calls.
+- A call times out after ``MC_TRANSFER_TIMEOUT`` (at least 5 s) and 1 s per GiB; a transfer cannot
+  be cancelled, and an abandoned one may land until the engine is closed.
+- Waiting for a batch polls a core, so this package sleeps first for long batches.
+- After a failed transfer others to the same peer may wait for seconds: an engine that has failed is
+  replaced.
+- ``initialize`` aborts the process (``LOG(FATAL)``) for an unsupported kind of metadata server, and
+  waits 5 s for an etcd that does not reply: both are checked before.
+- For rdma without an RDMA device it silently uses tcp, so this package checks for devices.
+- Over tcp the peer rejects bytes outside its registered memory, and acknowledges a write after
+  applying it. Only RDMA also checks that *our* memory is registered.
 """
 
 from __future__ import annotations
@@ -49,46 +49,44 @@ from kvstore.wire.busy_poll_gauge import HIT, BusyPollGauge, polling_outcome
 log = logging.getLogger("kvstore.mooncake")
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
-"""Or ``mooncake-transfer-engine``, which needs CUDA's libraries."""
+"""Or ``mooncake-transfer-engine``, which requires CUDA's libraries."""
 
 DEBIAN_PACKAGES: Final = "libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
 
-CARDS: Final = Path("/sys/class/infiniband")
+RDMA_DEVICES_DIR: Final = Path("/sys/class/infiniband")
 METADATA_TIMEOUT_S: Final = 2.0
 
 _ENVIRONMENT: Final = {
-    # The least that it accepts: a transfer that misses our deadline ends so much later.
+    # The minimum: a transfer that misses our deadline ends so much later.
     "MC_TRANSFER_TIMEOUT": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
-    # One connection per peer, so that it is known how long each was idle; more are not faster.
+    # One connection per peer, so that its idle time is known; more are not faster.
     "MC_TCP_LANES_PER_PEER": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Set unless the environment has them. They hold for other users in this process, too."""
+"""Defaults of environment variables. They apply to other users in this process, too."""
 
 _LOGGED_FATAL: Final = 3
 _POLL_S: Final = 1e-3
 _NAP_S: Final = 50e-6
-"""A caller's thread polls for its range for ``_POLL_S``, as long as 1 MiB takes, if that pays, and
-naps between polls after that."""
+"""A caller's thread busy-polls for ``_POLL_S`` (1 MiB), if that pays, then naps between polls."""
 
 _LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7
 _NAP_S_MAX: Final = 0.01
-"""Before the engine polls for a large batch, we sleep for ``_UNCERTAIN`` of its likely time (as
-recent large ones took), at most so long. The time of small ones depends on their ranges."""
+"""Maximum sleep before polling for a large batch: ``_UNCERTAIN`` of its likely time."""
 
 _NEEDED_OF_TCP: Final = ("MC_TCP_PROTO", "is not within any registered buffer")
-"""Texts in a library that acknowledges writes once they are applied, and checks addresses."""
+"""Texts in a library that acknowledges applied writes and checks addresses."""
 
 _making = threading.Lock()
 _protocol_of_process = ""
 
 
 class EngineSettings(NamedTuple):
-    """As the fields of ``NodeConfig`` and ``ClientConfig`` of these names."""
+    """The fields of ``NodeConfig`` and ``ClientConfig`` of these names."""
 
     protocol: str
     device_name: str = ""
@@ -96,30 +94,20 @@ class EngineSettings(NamedTuple):
 
 
 class TransferEngine:
-    """One engine. Threads: any; ``close`` once no other call is under way.
-
-    Life cycle: make, ``register``, ``transfer`` as often as wanted, ``close``, which ends transfers
-    that are still under way. Registered memory stays the caller's, who keeps it until
-    ``unregister`` or ``close`` has returned.
-    """
+    """One engine. Threads: any; ``close`` once no other call is in progress. Registered memory
+    stays the caller's, who keeps it until ``unregister`` or ``close`` has returned."""
 
     def __init__(self, settings: EngineSettings, host: str) -> None:
-        """
-        Args:
-            host: our own address, as peers reach it.
-
-        Raises:
-            TransferEngineError: no engine is installed, or it does not support these settings.
-        """
+        """``host``: our own address, as peers reach it. Raises TransferEngineError."""
         self.settings: Final = settings
         with _making:
             engine = _load(settings)
-            _check_cards(settings)
+            _check_rdma_devices(settings)
             _check_metadata_server(settings.metadata_server)
             before = {sock_port for sock_port, _ in _listening()}
             name = host if settings.metadata_server == P2P else _unique_name(host)
             made = engine.TransferEngine()
-            _silence()  # each new engine turns its log on again
+            _silence()  # each new engine enables its log again
             if made.initialize(name, settings.metadata_server, settings.protocol,
                                settings.device_name):  # fmt: skip
                 raise _refused(settings)
@@ -134,11 +122,11 @@ class TransferEngine:
         self._gauge = BusyPollGauge()
 
     def address_of(self, base: int) -> EngineAddress:
-        """What peers need to know of memory that is registered from ``base``."""
+        """Return the address of memory that is registered from ``base``, for peers."""
         return EngineAddress(self.name, base, self.settings.protocol, self.settings.metadata_server)
 
     def register(self, address: int, length: int) -> None:
-        """Raises TransferEngineError: the memory cannot be registered (locked memory, mostly)."""
+        """Register memory. Raises TransferEngineError: it cannot be registered."""
         if self._engine.batch_register_memory([address], [length]):
             raise TransferEngineError(
                 f"the transfer engine cannot register {length} bytes",
@@ -148,7 +136,7 @@ class TransferEngine:
             )
 
     def unregister(self, address: int) -> bool:
-        """Returns whether the memory was registered, and peers cannot reach it any more."""
+        """Return whether the memory was registered, and peers cannot reach it any more."""
         return not self._engine.batch_unregister_memory([address])
 
     def transfer(
@@ -160,8 +148,7 @@ class TransferEngine:
         *,
         is_write: bool,
     ) -> bool:
-        """Moves all these ranges, in any order; returns whether all arrived. Blocks for up to the
-        engine's own time-out, without the GIL."""
+        """Copy these ranges, in any sequence; returns whether all arrived. Releases the GIL."""
         engine = self._engine
         submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
         batch = submit(peer, ours, theirs, lengths)
@@ -181,17 +168,13 @@ class TransferEngine:
     def transfer_one(
         self, peer: str, ours: int, theirs: int, length: int, deadline: float, *, is_write: bool
     ) -> bool:
-        """``transfer`` of a single range, in the caller's thread.
-
-        Raises:
-            DeadlineExceededError: the transfer goes on.
-        """
+        """Transfer a single range in this thread. Raises DeadlineExceededError: it continues."""
         engine = self._engine
         submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
         batch = submit(peer, [ours], [theirs], [length])
         if not _is_batch(batch):
             return False
-        # For a batch of one range this tells all and does not block: no other thread is needed.
+        # For a batch of one range this is complete and does not block: no other thread is needed.
         polls, before, outcome = self._gauge.should_poll(), uptime(), HIT
         until = before + (_POLL_S if polls else 0.0)
         while True:
@@ -210,12 +193,11 @@ class TransferEngine:
         return bool(status == 1)
 
     def close(self) -> None:
-        """End every transfer, connection and thread. Idempotent. Holds the GIL for a moment."""
+        """End every transfer, connection and thread. Idempotent. Holds the GIL briefly."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        # Its destructor waits until the thread that accepts handshakes looks up, once a second,
-        # with the GIL held. Ending the listener makes it look up at once.
+        # The destructor would wait, with the GIL, up to 1 s for the accepting thread.
         for port, listener in _listening():
             if port == self._rpc_port:
                 with contextlib.suppress(OSError):
@@ -228,7 +210,7 @@ def address_of_map(mapped: mmap.mmap) -> int:
 
 
 def find_package() -> Path | None:
-    """The engine's library file; None: the package is not installed."""
+    """Return the engine's library file; None: the package is not installed."""
     try:
         spec = importlib.util.find_spec("mooncake.engine")
     except ImportError:
@@ -237,13 +219,13 @@ def find_package() -> Path | None:
 
 
 def library_contains(library: Path, name: str) -> bool:
-    """Whether the library holds that text: the name of a class, or of a variable that it reads."""
+    """Return whether the library holds that text: a class, or a variable that it reads."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(name.encode()) >= 0
 
 
 def import_engine() -> Any:
-    """The package's module. Raises TransferEngineError: it, or a system library, is missing."""
+    """Import the package. Raises TransferEngineError: it, or a system library, is missing."""
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
@@ -263,7 +245,7 @@ def import_engine() -> Any:
 
 
 def _load(settings: EngineSettings) -> Any:
-    global _protocol_of_process  # noqa: PLW0603 - what the environment was set for
+    global _protocol_of_process  # noqa: PLW0603 - for which the environment was set
     if _protocol_of_process not in ("", settings.protocol):
         raise TransferEngineError(
             f"this process has a transfer engine for {_protocol_of_process} already, which cannot "
@@ -274,7 +256,7 @@ def _load(settings: EngineSettings) -> Any:
         os.environ.setdefault(variable, value)
     if settings.protocol == "tcp":
         os.environ["MC_FORCE_TCP"] = (
-            "1"  # it takes an RDMA card where there is one, whatever we say
+            "1"  # it uses an RDMA device if there is one, despite our settings
         )
     module = import_engine()
     _check_tcp(settings)
@@ -283,8 +265,7 @@ def _load(settings: EngineSettings) -> Any:
 
 
 def _check_tcp(settings: EngineSettings) -> None:
-    """Checks that the engine's tcp protocol has what our promises need: that came with 0.3.13, and
-    can be switched off."""
+    """Check the engine's tcp guarantees, which came with 0.3.13 and can be disabled."""
     library = find_package()
     if settings.protocol != "tcp" or library is None:
         return
@@ -301,8 +282,7 @@ def _check_tcp(settings: EngineSettings) -> None:
 
 
 def _silence() -> None:
-    """Turns the engine's log off, because our errors say what failed. A ``MC_LOG_LEVEL`` other than
-    ours leaves it on."""
+    """Disable the engine's log, unless ``MC_LOG_LEVEL`` is set: our errors report failures."""
     if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
         return
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -314,22 +294,22 @@ def _silence() -> None:
 
 def rdma_devices() -> list[str]:
     try:
-        return sorted(each.name for each in CARDS.iterdir())
+        return sorted(device.name for device in RDMA_DEVICES_DIR.iterdir())
     except OSError:
         return []
 
 
-def _check_cards(settings: EngineSettings) -> None:
+def _check_rdma_devices(settings: EngineSettings) -> None:
     if settings.protocol != "rdma":
         return
-    there = rdma_devices()
-    missing = [each for each in settings.device_name.split(",") if each and each not in there]
-    if missing or not there:
+    present = rdma_devices()
+    missing = [name for name in settings.device_name.split(",") if name and name not in present]
+    if missing or not present:
         raise TransferEngineError(
-            f"this host has no RDMA card {', '.join(missing)}".rstrip(),
-            advice=f"There are: {', '.join(there)}."
-            if there
-            else "Load the card's driver, pass /dev/infiniband into the container, or use tcp.",
+            f"this host has no RDMA device {', '.join(missing)}".rstrip(),
+            advice=f"There are: {', '.join(present)}."
+            if present
+            else "Load its driver, pass /dev/infiniband into the container, or use tcp.",
             protocol=settings.protocol,
             device_name=settings.device_name,
         )
@@ -350,11 +330,11 @@ def _check_metadata_server(server: str) -> None:
             advice=f"Use {P2P}, etcd:// or http://, or build the engine with USE_REDIS=ON.",
             metadata_server=server,
         )
-    place = re.split(r"[/?,;]", rest, maxsplit=1)[0]
+    address = re.split(r"[/?,;]", rest, maxsplit=1)[0]
     try:
         default = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}[kind]
         by = uptime() + METADATA_TIMEOUT_S
-        resolver.connect(*split_address(place, default_port=default), by).close()
+        resolver.connect(*split_address(address, default_port=default), by).close()
     except (OSError, InvalidArgumentError) as error:
         raise TransferEngineError(
             f"the metadata server {server} cannot be reached: {error}",
@@ -375,8 +355,7 @@ def _refused(settings: EngineSettings) -> TransferEngineError:
 
 
 def _unique_name(host: str) -> str:
-    """A metadata server keeps one entry per name, and an http:// one refuses a second. The engine
-    wants the form of an address, but does not use the port number in it."""
+    """Return a unique address: an http:// metadata server rejects a second entry with one name."""
     return f"{host}:{20_000 + secrets.randbelow(45_000)}"
 
 

@@ -1,9 +1,6 @@
-"""One read or write of a client: its moves as batches of the engine, two under way at a time.
+"""One read or write of a client: its copies as batches, two in progress at a time.
 
-    write: copy and hash into a chunk ─► batch ─► …      read: batch ─► copy and hash out of a chunk
-
-While one batch moves, the next is prepared or the last one taken out. Registered memory is moved
-without a copy, and only hashed here.
+They pass through chunks; registered memory is transferred in place, and only hashed here.
 """
 
 from __future__ import annotations
@@ -25,31 +22,28 @@ from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import RangeCopy, deadline_exceeded, feed
 from kvstore.transport.mooncake.engine_session import EngineSession
 
-UNDER_WAY_MAX: Final = 2
+IN_PROGRESS_MAX: Final = 2
 RANGES_MAX: Final = 512
-"""Ranges in one batch."""
 
 DIRECT_BYTES_MIN: Final = PIECE_BYTES
-"""Smaller registered memory is copied, too: together with its header it is one range, not two."""
+"""Smaller registered memory is copied, too: with its header it is one range instead of two."""
 
-LOOK_S: Final = 0.1
-"""How often a call that waits looks whether the transport was closed."""
+CHECK_INTERVAL_S: Final = 0.1
+"""Interval in which a waiting call checks whether the transport was closed."""
 
 
 class TransferFailedError(Exception):
-    """The engine could not carry a batch out. Some of it may have happened, or may still."""
+    """Failure of a batch. Some of it may have happened, or may still."""
 
 
 class _ChunkPiece(NamedTuple):
     data: memoryview
     offset: int
-    """The offset in the buffer; -1: the memory is moved without a copy."""
+    """Offset in the buffer; -1: the memory is transferred without a copy."""
     hasher: xxh3_64 | None
 
 
 class _ChunkTransfer:
-    """Ranges that are moved together, and the chunk that is lent to them."""
-
     def __init__(self) -> None:
         self.ours: list[int] = []
         self.theirs: list[int] = []
@@ -61,7 +55,7 @@ class _ChunkTransfer:
         self.moving: Future[bool] | None = None
 
     def add(self, ours: int, theirs: int, length: int) -> None:
-        """Adds a range. Neighbours become one: each range costs the engine 70 us over tcp."""
+        """Add a range. Adjacent ones are merged: each range costs the engine 70 us over tcp."""
         self.bytes += length
         if (
             self.lengths
@@ -76,11 +70,11 @@ class _ChunkTransfer:
 
 
 class EngineCall:
-    """One read or write: made, ``run`` once, and dropped, in one thread."""
+    """One read or write: created, ``run`` once, and dropped, in one thread."""
 
     def __init__(
         self,
-        station: EngineSession,
+        session: EngineSession,
         segment: SegmentInfo,
         deadline: float,
         *,
@@ -90,8 +84,8 @@ class EngineCall:
         is_registered: Callable[[int, int], bool],
     ) -> None:
         assert segment.engine is not None
-        self._station = station
-        self._buffer = station.buffer
+        self._session = session
+        self._buffer = session.buffer
         self._segment = segment
         self._peer = segment.engine.name
         self._base = segment.engine.base
@@ -100,33 +94,32 @@ class EngineCall:
         self._threads = threads
         self._is_closed = is_closed
         self._is_registered = is_registered
-        self._under_way: deque[_ChunkTransfer] = deque()
+        self._in_progress: deque[_ChunkTransfer] = deque()
         self._batch = _ChunkTransfer()
         self.is_settled = True
-        """Whether no byte of this call can be on its way any more."""
+        """Whether no byte of this call can be in transit any more."""
         self.in_doubt: list[memoryview] = []
         """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[RangeCopy]) -> None:
-        """Returns when all moves are done.
+        """Carry out all copies. After an error, retire the session unless ``is_settled``.
 
         Raises:
-            TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise. The
-                station must be retired unless ``is_settled``.
+            TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise.
         """
         try:
             for wave in _waves(moves) if self._is_write else [moves]:
-                for move in wave:
-                    self._add(move)
+                for copy in wave:
+                    self._add(copy)
                 self._submit(is_last=True)
-                while self._under_way:
+                while self._in_progress:
                     self._finish()
         except BaseException:
             self._leave_running()
             raise
 
-    def _add(self, move: RangeCopy) -> None:
-        data, length = move.buffer, len(move.buffer)
+    def _add(self, copy: RangeCopy) -> None:
+        data, length = copy.buffer, len(copy.buffer)
         address = address_of(data) if length >= DIRECT_BYTES_MIN else 0
         is_direct = bool(address) and self._is_registered(address, length)
         at = 0
@@ -139,7 +132,7 @@ class EngineCall:
             if not is_direct and batch.chunk < 0:
                 batch.chunk = self._take_chunk()
             take = min(room, length - at, PIECE_BYTES)
-            piece = data if take == length else data[at : at + take]
+            part = data if take == length else data[at : at + take]
             if is_direct:
                 place, ours = -1, address + at
             else:
@@ -148,43 +141,42 @@ class EngineCall:
                 batch.chunk_used += take
             if self._is_write:
                 if place >= 0:
-                    self._buffer.memory[place : place + take] = piece
-                if move.hasher is not None:
-                    feed(move.hasher, piece)
+                    self._buffer.memory[place : place + take] = part
+                if copy.hasher is not None:
+                    feed(copy.hasher, part)
             if is_direct or not self._is_write:
-                batch.pieces.append(_ChunkPiece(piece, place, move.hasher))
-            batch.add(ours, self._base + move.offset + at, take)
+                batch.pieces.append(_ChunkPiece(part, place, copy.hasher))
+            batch.add(ours, self._base + copy.offset + at, take)
             at += take
 
     def _take_chunk(self) -> int:
-        """A chunk for the batch at hand. Finishes own batches before it waits for other calls."""
+        """Take a chunk. Finishes own batches before it waits for other calls."""
         while True:
             self._check()
             try:
-                if self._under_way:
+                if self._in_progress:
                     return self._buffer.free.get_nowait()
-                return self._buffer.free.get(timeout=min(LOOK_S, self._remaining()))
+                return self._buffer.free.get(timeout=min(CHECK_INTERVAL_S, self._remaining()))
             except queue.Empty:
-                if self._under_way:
+                if self._in_progress:
                     self._finish()
 
     def _submit(self, *, is_last: bool = False) -> None:
-        """Lets the present batch be moved. If it is the last of its wave, of one range, and nothing
-        else is under way, this thread moves it: a hand-over takes as long as a small range."""
+        """Start the present batch; in this thread if it is a single range and nothing else runs."""
         batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return
-        while len(self._under_way) >= UNDER_WAY_MAX:
+        while len(self._in_progress) >= IN_PROGRESS_MAX:
             self._finish()
         self._check()
-        station, engine = self._station, self._station.engine
+        session, engine = self._session, self._session.engine
         ours, theirs, lengths = batch.ours, batch.theirs, batch.lengths
-        self._under_way.append(batch)
+        self._in_progress.append(batch)
         if (
             is_last
             and len(lengths) == 1
-            and len(self._under_way) == 1
-            and self._peer in station.used_at  # opening a peer may take long
+            and len(self._in_progress) == 1
+            and self._peer in session.used_at  # opening a peer may take long
         ):
             batch.moving = Future()
             batch.moving.set_running_or_notify_cancel()
@@ -199,31 +191,31 @@ class EngineCall:
             try:
                 return engine.transfer(self._peer, ours, theirs, lengths, is_write=self._is_write)
             finally:
-                station.leave()
+                session.leave()
 
-        station.enter()
+        session.enter()
         try:
             batch.moving = self._threads.submit(move)
         except RuntimeError:  # shut down
-            station.leave()
+            session.leave()
             raise self._closed() from None
         self.is_settled = False
 
     def _finish(self) -> None:
-        batch = self._under_way[0]
+        batch = self._in_progress[0]
         moving = batch.moving
         assert moving is not None
         while not moving.done():
             self._check()
-            wait([moving], min(LOOK_S, self._remaining()))
+            wait([moving], min(CHECK_INTERVAL_S, self._remaining()))
         if not moving.result():
             raise TransferFailedError
         if not self._is_write:
             self._take_out(batch)
-        self._under_way.popleft()
+        self._in_progress.popleft()
         self._give_back(batch)
-        self._station.used_at[self._peer] = uptime()
-        self.is_settled = not self._under_way
+        self._session.used_at[self._peer] = uptime()
+        self.is_settled = not self._in_progress
 
     def _take_out(self, batch: _ChunkTransfer) -> None:
         for data, place, hasher in batch.pieces:
@@ -245,18 +237,18 @@ class EngineCall:
         return ClosedError("the transport was closed")
 
     def _leave_running(self) -> None:
-        """Gives up the batches under way. Those that have not begun never will."""
+        """Abandon the batches in progress. Those that have not begun never will."""
         begun = []
-        for batch in self._under_way:
+        for batch in self._in_progress:
             if batch.moving is not None and batch.moving.cancel():
-                self._station.leave()
+                self._session.leave()
                 self._give_back(batch)
             else:
                 begun.append(batch)
                 self.in_doubt += [piece.data for piece in batch.pieces if piece.offset < 0]
         if not begun:
             self.is_settled = True
-        self._under_way.clear()
+        self._in_progress.clear()
         self._give_back(self._batch)
 
     def _give_back(self, batch: _ChunkTransfer) -> None:
@@ -265,8 +257,11 @@ class EngineCall:
 
 
 def _waves(moves: Sequence[RangeCopy]) -> list[Sequence[RangeCopy]]:
-    """The moves in groups, each ended before the next begins: the engine moves the ranges of a
-    batch in any order, so ranges that overlap go one by one."""
-    spans = sorted((each.offset, each.offset + len(each.buffer)) for each in moves if each.buffer)
+    """Group the copies: a batch has no sequence, so overlapping ranges need separate batches."""
+    spans = sorted(
+        (copy_range.offset, copy_range.offset + len(copy_range.buffer))
+        for copy_range in moves
+        if copy_range.buffer
+    )
     are_apart = all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-    return [moves] if are_apart else [[move] for move in moves]
+    return [moves] if are_apart else [[copy] for copy in moves]

@@ -1,11 +1,8 @@
-"""A station is an engine with its registered memory: both are used, and retired, together.
+"""Engine sessions: an engine with its registered memory, used and retired together.
 
-    made ──► used by calls, several at once ──► retired ──► ended, when its last call has returned
-                                                 ▲ a transfer failed, or was given up by its caller
-
-An abandoned transfer may still read and write its memory. So no part of a retired station is used
-again: its buffer is unmapped, and the caller's memory is released, once the engine is ended. This
-quarantine lasts until the calls under way return, which the engine's own time-out bounds
+An abandoned transfer may still read and write its memory, so no part of a retired session is used
+again: its buffer is unmapped, and the caller's memory released, once the engine is closed. This
+quarantine lasts until the last call returns, which the engine's own timeout bounds
 (``MC_TRANSFER_TIMEOUT``, 5 s).
 """
 
@@ -23,14 +20,13 @@ from kvstore.runtime.clock import uptime
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20
-"""Bytes of the buffer for one batch: they take some milliseconds, in which the next one is copied
-and hashed."""
+"""Buffer bytes of one batch: they take some milliseconds, in which the next one is prepared."""
 
 CHUNKS_MIN: Final = 8
 
 
 class ChunkBuffer:
-    """Memory of ours that bytes pass through; chunks of it are lent one by one."""
+    """Buffer memory whose chunks are used one by one."""
 
     def __init__(self, size: int) -> None:
         self.chunk_bytes: Final = min(CHUNK_BYTES_MAX, size // CHUNKS_MIN // 4096 * 4096)
@@ -38,7 +34,7 @@ class ChunkBuffer:
         self.memory: Final = memoryview(self._mapped)
         self.base: Final = address_of_map(self._mapped)
         self.size: Final = size
-        # Last in, first out: what was used a moment ago is in cache, and the rest untouched.
+        # Last in, first out: recently used chunks are in cache, and others stay untouched.
         self.free: Final[queue.LifoQueue[int]] = queue.LifoQueue()
         for start in range(
             size - size % self.chunk_bytes - self.chunk_bytes, -1, -self.chunk_bytes
@@ -61,23 +57,19 @@ class EngineSession:
         buffer: ChunkBuffer,
         registered: Iterable[Region],
     ) -> None:
-        """``buffer`` is unmapped with the station.
-
-        Raises:
-            TransferEngineError: as ``TransferEngine``; ``buffer`` is the caller's still.
-        """
+        """Start an engine; takes over ``buffer`` unless it raises TransferEngineError."""
         self.engine: Final = TransferEngine(settings, host)
         self.buffer: Final = buffer
         self.is_retired = False
         self.used_at: Final[dict[str, float]] = {}
-        """When the last transfer with a peer ended well, by the peer's name."""
+        """End of the last successful transfer, by the peer's name."""
         self.ended: Final = threading.Event()
         self._users = 1
         self._changing = threading.Lock()
         try:
             self.engine.register(buffer.base, buffer.size)
-            for each in registered:
-                self.engine.register(each.start, each.stop - each.start)
+            for region in registered:
+                self.engine.register(region.start, region.stop - region.start)
         except BaseException:
             self.engine.close()
             raise
@@ -88,7 +80,7 @@ class EngineSession:
             self._users += 1
 
     def leave(self) -> None:
-        """Called by each thread that made or entered the station; the last one ends it."""
+        """Leave the session, by each thread that created or entered it; the last one closes it."""
         with self._changing:
             self._users -= 1
             if self._users:
@@ -98,6 +90,6 @@ class EngineSession:
         self.ended.set()
 
     def idle_s(self, peer: str) -> float:
-        """Seconds since the last transfer with that peer; 0: there was none."""
+        """Return the seconds since the last transfer with that peer; 0: there was none."""
         used_at = self.used_at.get(peer)
         return 0.0 if used_at is None else uptime() - used_at

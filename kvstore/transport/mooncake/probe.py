@@ -1,4 +1,4 @@
-"""Which parts of the transfer engine are installed, for ``kvstore doctor``; starts no engine."""
+"""Installed parts of the transfer engine, for ``kvstore doctor``; starts no engine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class ProbeFinding(NamedTuple):
     ok: bool
     found: str
     advice: str = ""
-    """What to do where it is not ``ok``."""
+    """Advice unless it is ``ok``."""
 
 
 def probe() -> list[ProbeFinding]:
-    """Package, system libraries, protocols, kinds of metadata server, cards: in that order, up to
-    the first part that is missing. Imports the engine where it is installed."""
+    """Check all parts, up to the first missing one. Imports the engine."""
     library = find_package()
     if library is None:
         advice = f"pip install {PACKAGE}"
@@ -66,18 +65,21 @@ def _version() -> str:
 
 
 def _devices() -> ProbeFinding:
-    there = rdma_devices()
-    if not there:
+    present = rdma_devices()
+    if not present:
         return ProbeFinding(
-            "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."
+            "devices",
+            False,
+            "no RDMA device",
+            "Use protocol tcp, or load the driver of the RDMA device.",
         )
     verbs = sorted(VERBS.glob("uverbs*")) if VERBS.is_dir() else []
-    closed = [each for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
+    closed = [device for device in verbs if not os.access(device, os.R_OK | os.W_OK)]
     if closed or not verbs:
         return ProbeFinding(
             "devices",
             False,
-            f"{', '.join(there)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
+            f"{', '.join(present)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
             "Join the group of /dev/infiniband, and pass it into the container.",
         )
-    return ProbeFinding("devices", True, ", ".join(there))
+    return ProbeFinding("devices", True, ", ".join(present))

@@ -1,18 +1,17 @@
-"""The node side of the transfer engine: its registered segment, and its fence.
+"""The node's end of the transfer engine: its registered segment, and its fence.
 
-Access is one-sided: the node checks no request. An engine does check that every byte lies in
+Access is one-sided: the node checks no request. But the engine checks that every byte is in
 registered memory. So each generation of a segment is registered at a new address, in a separate
 mapping:
 
-    fence: unregister ─► no new access ─► the old addresses hold no memory ─► register at new ones
+fence: unregister ─► no new access ─► the old addresses hold no memory ─► register at new ones
 
-From then on the engine refuses the old address, and a transfer over tcp that is under way fails
-(the kernel finds no memory there), before the node joins a master again. Old addresses stay
-reserved until the process ends, so that they are never mapped again.
+From then on the engine rejects the old address, and a tcp transfer in progress fails in the kernel,
+before the node joins a master again. Old addresses stay reserved until the process ends.
 
-Over tcp the engine's server waits for a peer for ever: bytes that a stopped client or a cut network
-holds back would land at any later time. So the node cuts connections without traffic for
-``STALL_S``, as ``tcp_server`` does. Clients use a shorter time (``transport``).
+Over tcp the engine's server waits forever, so bytes of a stopped client could arrive at any later
+time. The node therefore closes connections without traffic for ``STALL_S``, as ``tcp_server`` does.
+Clients use a shorter time (``transport``).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from kvstore.transport.mooncake.engine import (
 )
 
 STALL_S: Final = 6.0
-"""The longest time without traffic. A node may be stopped for as long again (``dead_ms``), and what
-it reads then still lands within the master's quarantine (docs/decisions/fencing.md)."""
+"""Maximum time without traffic. A node may be stopped for as long again (``dead_ms``), and what it
+then reads still arrives within the master's quarantine (docs/decisions/fencing.md)."""
 
 SWEEP_S: Final = 0.5
 
@@ -52,7 +51,8 @@ class EngineServer:
     """Serves one segment, until ``close``. Threads: any; ``fence`` and ``close`` one at a time."""
 
     def __init__(self, segment: OwnedSegment, settings: EngineSettings, host: str) -> None:
-        """
+        """Register the segment.
+
         Args:
             segment: the caller's, closed after this.
             host: as clients reach this node.
@@ -62,7 +62,7 @@ class EngineServer:
         """
         self._segment = segment
         self._mapped: list[mmap.mmap] = []
-        """The last mapping is registered; those before it only keep their addresses reserved."""
+        """The last mapping is registered; earlier ones only reserve their addresses."""
         self._closing = threading.Event()
         self._sweeper: threading.Thread | None = None
         self._engine = TransferEngine(settings, host)
@@ -79,12 +79,12 @@ class EngineServer:
 
     @property
     def address(self) -> EngineAddress:
-        """The address that clients are told; each ``fence`` changes it."""
+        """The address for clients; each ``fence`` changes it."""
         return self._engine.address_of(address_of_map(self._mapped[-1]))
 
     def fence(self) -> None:
-        """Returns when no peer that knows the present address can touch the segment any more, and
-        it has a new one. Without the GIL where that takes long.
+        """Revoke the present address and get a new one; no peer can touch the segment by the old
+        one.
 
         Raises:
             InternalError, TransferEngineError: the node must not join.
@@ -96,12 +96,11 @@ class EngineServer:
         self._register()
 
     def close(self) -> None:
-        """Idempotent. The segment can be closed afterwards."""
         self._closing.set()
         if self._sweeper is not None:
             self._sweeper.join()
         self._engine.close()
-        # Mappings that something still refers to stay until the process ends.
+        # Mappings that are still referenced stay until the process ends.
         while self._mapped:
             with contextlib.suppress(BufferError):
                 self._mapped.pop().close()
@@ -140,7 +139,7 @@ class EngineServer:
 
 
 def _take_memory_away(mapped: mmap.mmap) -> None:
-    """Replaces a mapping by one without access rights, so that its addresses stay taken."""
+    """Replace a mapping by an inaccessible one, which reserves its addresses."""
     flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         map_at(address_of_map(mapped), len(mapped), _PROT_NONE, flags, -1)

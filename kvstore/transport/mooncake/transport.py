@@ -1,15 +1,14 @@
-"""The client side of the transfer engine, behind the interface of all transports.
+"""The client side of the transfer engine.
 
-The engine moves the bytes. The node's data server authorizes that, over a tcp connection for each
-call, which carries no payload (``ClientConnection.handshake``):
+The node's data server authorizes transfers, over a tcp connection for each call without payload
+(``ClientConnection.handshake``):
 
-* before a call, the server has confirmed segment, generation and token, because a one-sided access
+- before a call, the server has confirmed segment, generation and token, because a one-sided access
   checks none of them;
-* while the connection is open, none of them has changed: a node that fences cuts it, a node that
-  dies ends it;
-* after a failure the client asks the server again, and its answer gives the reason.
+- while the connection is open, none of them has changed: a node that fences or dies closes it;
+- after a failure the client calls the server again for the reason.
 
-docs/decisions/fencing.md says how late writes are kept from memory of other objects.
+docs/decisions/fencing.md explains the protection against late writes.
 """
 
 from __future__ import annotations
@@ -44,36 +43,30 @@ from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
-"""Batches that are moved at once, each by a thread of its own; further ones wait."""
+"""Concurrent batches, each in a thread of its own; further ones wait."""
 
 IDLE_S: Final = 3.0
-"""A connection of the engine's that was not used for so long is not used again over tcp: its node
-cuts those that are idle for twice as long (``server.STALL_S``), because it cannot tell them from
-writers that were stopped. A new engine takes a millisecond there."""
+"""Maximum idle time of an engine's tcp connection: its node closes those idle for twice as long
+(``server.STALL_S``), because it cannot tell them from stopped writers. A new engine takes a
+millisecond."""
 
 RETIRED_MAX: Final = 4
-"""Engines that wait for their last call to return, each with its buffer; with so many of them,
-calls that need a new engine are refused."""
+"""Engines that wait for their last call; beyond these, calls that need a new one are rejected."""
 
 BROKEN_S: Final = 10.0
-"""How long an engine that did not start is not tried again; other transports do the work."""
+"""Pause before an engine that did not start is retried; other transports are used."""
 
 UNREACHED_S: Final = 5.0
-"""How long an engine that fails although its node answers is not tried again: a port may be
-closed."""
+"""Pause for an engine that fails although its node replies: a port may be closed."""
 
 SETTLE_S: Final = 0.5
-"""How long a read that failed waits for its engine to end, so that the caller's memory is its own
-again; a batch that failed has returned, and only calls of other threads are waited for."""
+"""Wait of a failed read for its engine to end, so that the caller's memory is free."""
 
 log = logging.getLogger("kvstore.mooncake")
 
 
 class MooncakeTransport(Transport):
-    """Reaches segments whose node has an engine of the same protocol and metadata server.
-
-    The engine is made when the first such segment is met. Threads: any.
-    """
+    """Reaches segments with an engine of the same protocol and metadata server. Threads: any."""
 
     name: str = "mooncake"
 
@@ -84,40 +77,34 @@ class MooncakeTransport(Transport):
         host: Callable[[], str] = lambda: "127.0.0.1",
         buffer_bytes: int = 64 << 20,
     ) -> None:
-        """
-        Args:
-            host: tells our own address, as nodes reach it.
-            buffer_bytes: of the registered memory that unregistered bytes pass through.
-        """
+        """``host``: returns our address. ``buffer_bytes``: for unregistered memory."""
         self._settings = settings
         self._host = host
         self._buffer_bytes = buffer_bytes
         self._threads = ThreadPoolExecutor(BATCHES_AT_ONCE, "kvstore-engine")
         self._changing = threading.RLock()
-        self._station: EngineSession | None = None
+        self._session: EngineSession | None = None
         self._retired: list[EngineSession] = []
         self._registered = Regions()
-        """The caller's memory that transfers may use as it is."""
         self._in_doubt: list[tuple[Region, EngineSession]] = []
-        """Caller's memory that may be written to until that station has ended."""
+        """Caller's memory that may be written to until that session has ended."""
         self._tcp = TcpTransport()
-        """Connections to data servers, which carry no payload: see the module."""
+        """Connections to data servers, without payload: see the module."""
         self._broken_until = 0.0
         self._has_started = False
         self._unreached: dict[str, float] = {}
-        """Engines that failed although their nodes answered, and until when others do the work."""
+        """Engines that failed although their nodes replied, and the time of the next attempt."""
         self._is_closed = False
 
     def start(self) -> None:
-        """Makes the engine now. Raises TransferEngineError: it cannot be made."""
+        """Create the engine now. Raises TransferEngineError: it cannot be created."""
         with self._changing:
-            if self._station is None:
-                self._station = self._new_station(None)
+            if self._session is None:
+                self._session = self._new_session(None)
                 self._has_started = True
 
     def can_reach(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.can_reach``; makes the engine the first time. If that fails, it is
-        logged, and no segment is reached for a while."""
+        """As ``Transport.can_reach``; creates the engine the first time. Failures are logged."""
         engine = segment.engine
         if (
             engine is None
@@ -128,7 +115,7 @@ class MooncakeTransport(Transport):
             or (self._unreached and self._is_unreached(engine.name))
         ):
             return False
-        if self._station is not None:
+        if self._session is not None:
             return True
         with self._changing:
             if uptime() < self._broken_until:
@@ -142,41 +129,37 @@ class MooncakeTransport(Transport):
         return True
 
     def register(self, buffer: memoryview) -> None:
-        """Let transfers use this memory as it is, until ``unregister`` or ``close``.
-
-        Raises:
-            TransferEngineError: the engine refuses it.
-        """
+        """Let transfers use this memory in place. Raises TransferEngineError."""
         one = Region.of(buffer)
         if one.start == one.stop:
             return
         with self._changing:
-            if self._station is not None:
-                self._station.engine.register(one.start, one.stop - one.start)
+            if self._session is not None:
+                self._session.engine.register(one.start, one.stop - one.start)
             self._registered.add(one)
 
     def unregister(self, buffer: memoryview) -> None:
-        """Ends the registration. Returns when no transfer can touch this memory any more: at most
-        the engine's own time-out after one that was given up. Unknown memory is ignored."""
+        """Unregister memory; returns when no transfer can touch it any more, at most the engine's
+        own timeout after an aborted one. Unknown memory is ignored."""
         start = address_of(buffer)
         with self._changing:
             found = self._registered.take(start)
-            station = self._station
+            session = self._session
             doubts = [
                 at for each, at in self._in_doubt if each.overlaps(start, start + len(buffer))
             ]
-        if found is not None and station is not None:
-            station.engine.unregister(start)
-        for each_station in doubts:
-            each_station.ended.wait()
+        if found is not None and session is not None:
+            session.engine.unregister(start)
+        for each_session in doubts:
+            each_session.ended.wait()
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
         """As ``Transport.read``; ``settled`` is always 1.
 
         Raises:
-            BusyError: too many engines wait for their end, or as ``TcpTransport``.
-            MemoryQuarantinedError: a transfer into registered memory was given up, this one or an
-                earlier one, and may still land there.
+            BusyError: too many engines are being closed, or as ``TcpTransport``.
+            MemoryQuarantinedError: a transfer into registered memory was abandoned, by this call or
+                an earlier one, and may still arrive there.
         """
         self._run(segment, moves, deadline, is_write=False)
 
@@ -185,19 +168,18 @@ class MooncakeTransport(Transport):
         self._run(segment, moves, deadline, is_write=True)
 
     def forget(self, segment: SegmentInfo) -> None:
-        """As ``Transport.forget``; calls under way go on."""
         self._tcp.forget(segment)
 
     def close(self) -> None:
-        """As ``Transport.close``: calls under way fail within ``LOOK_S``."""
+        """As ``Transport.close``: calls in progress fail within ``CHECK_INTERVAL_S``."""
         with self._changing:
             self._is_closed = True
-            station, self._station = self._station, None
+            session, self._session = self._session, None
         self._tcp.close()
         self._threads.shutdown(wait=False)
-        if station is not None:
-            station.is_retired = True
-            station.leave()
+        if session is not None:
+            session.is_retired = True
+            session.leave()
 
     def sweep(self) -> None:
         self._tcp.sweep()
@@ -206,8 +188,7 @@ class MooncakeTransport(Transport):
         self._tcp.drop_connections()
 
     def close_after_fork(self) -> None:
-        """As ``Transport.close_after_fork``. Keep the transport: ending its engine would touch what
-        the parent shares."""
+        """Keep the transport: closing its engine would touch what the parent shares."""
         self._tcp.close_after_fork()
 
     def _run(
@@ -225,7 +206,7 @@ class MooncakeTransport(Transport):
         with self._tcp.lend(segment, deadline) as witness:
             witness.handshake(deadline)
             self._move(segment, moves, deadline, witness, is_write=is_write)
-            if not witness.is_open:  # the node fenced, left, or only ended a connection
+            if not witness.is_open:  # the node fenced, left, or only closed a connection
                 witness.handshake(deadline)
 
     def _move(
@@ -238,14 +219,14 @@ class MooncakeTransport(Transport):
         is_write: bool,
     ) -> None:
         stop = current()
-        with self._acquire_session(segment) as station:
+        with self._acquire_session(segment) as session:
             call = EngineCall(
-                station,
+                session,
                 segment,
                 deadline,
                 is_write=is_write,
                 threads=self._threads,
-                # What the engine writes to registered memory cannot be cut short.
+                # The engine's writes to registered memory cannot be interrupted.
                 is_closed=lambda: (
                     self._is_closed or (stop is not None and stop.is_set and not self._registered)
                 ),
@@ -259,17 +240,17 @@ class MooncakeTransport(Transport):
             except (DeadlineExceededError, ClosedError) as refused:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
-            except BaseException:  # such as a signal's; the caller does not wait any longer
+            except BaseException:  # such as a signal's; the caller stops waiting
                 if not is_write:
-                    self._quarantine(call.in_doubt, station)
+                    self._quarantine(call.in_doubt, session)
                 raise
             finally:
                 if not call.is_settled:
-                    self._retire(station)
+                    self._retire(session)
         if error is None:
             return
-        if call.in_doubt and not is_write and not station.ended.wait(SETTLE_S):
-            self._quarantine(call.in_doubt, station)
+        if call.in_doubt and not is_write and not session.ended.wait(SETTLE_S):
+            self._quarantine(call.in_doubt, session)
             raise MemoryQuarantinedError(
                 f"a read from node {segment.node!r} was abandoned, and may still write to the "
                 "registered memory it was for",
@@ -281,29 +262,29 @@ class MooncakeTransport(Transport):
 
     @contextmanager
     def _acquire_session(self, segment: SegmentInfo) -> Iterator[EngineSession]:
-        """The present station, or a new one if that must not be used any more."""
+        """Yield the present session, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
-            station = self._station
+            session = self._session
             is_tcp = self._settings.protocol == "tcp"
-            if station is None or (is_tcp and station.idle_s(segment.engine.name) > IDLE_S):
+            if session is None or (is_tcp and session.idle_s(segment.engine.name) > IDLE_S):
                 if self._is_closed:
                     raise ClosedError("the transport was closed", settled=1)
-                self._station = None
+                self._session = None
                 try:
-                    self._station = self._new_station(station)
+                    self._session = self._new_session(session)
                 except TransferEngineError as error:
                     raise self._not_made(segment, error) from error
-            station = self._station
-            assert station is not None
-            station.enter()
+            session = self._session
+            assert session is not None
+            session.enter()
         try:
-            yield station
+            yield session
         finally:
-            station.leave()
+            session.leave()
 
-    def _new_station(self, old: EngineSession | None) -> EngineSession:
-        """A station in the place of ``old``, which ends now or with its last user."""
+    def _new_session(self, old: EngineSession | None) -> EngineSession:
+        """Return a session to replace ``old``, which ends now or with its last user."""
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
             raise BusyError(
@@ -334,22 +315,22 @@ class MooncakeTransport(Transport):
         self._broken_until = uptime() + BROKEN_S
         log.error("transfer_engine_not_used error=%s", error)
 
-    def _retire(self, station: EngineSession) -> None:
-        """Called when a transfer failed or was given up: no part of the station is used again."""
+    def _retire(self, session: EngineSession) -> None:
+        """Retire a session after a failed or abandoned transfer: no part of it is used again."""
         with self._changing:
-            if station.is_retired:
+            if session.is_retired:
                 return
-            station.is_retired = True
-            self._retired.append(station)
-            if self._station is station:
-                self._station = None
-        log.info("transfer_engine_retired name=%s", station.engine.name)
-        station.leave()
+            session.is_retired = True
+            self._retired.append(session)
+            if self._session is session:
+                self._session = None
+        log.info("transfer_engine_retired name=%s", session.engine.name)
+        session.leave()
 
     def _failure_reason(
         self, segment: SegmentInfo, witness: ClientConnection, deadline: float
     ) -> KVStoreError:
-        """The error for a transfer that failed, as the node's data server explains it."""
+        """Return the error for a failed transfer, as the node's data server explains it."""
         try:
             witness.close()
             witness.handshake(deadline)
@@ -359,7 +340,7 @@ class MooncakeTransport(Transport):
         self._unreached[segment.engine.name] = uptime() + UNREACHED_S
         log.warning("transfer_failed node=%s engine=%s", segment.node, segment.engine.name)
         return NodeUnreachableError(
-            f"the transfer engine failed to move bytes of node {segment.node!r}, which answers",
+            f"the transfer engine failed to copy bytes of node {segment.node!r}, which replies",
             advice="Check that the engine's own ports are open between the hosts: "
             "docs/transports.md.",
             node=segment.node,
@@ -375,9 +356,9 @@ class MooncakeTransport(Transport):
     def _is_registered(self, start: int, length: int) -> bool:
         return self._registered.holding(start, length) is not None
 
-    def _quarantine(self, buffers: Sequence[memoryview], station: EngineSession) -> None:
+    def _quarantine(self, buffers: Sequence[memoryview], session: EngineSession) -> None:
         with self._changing:
-            self._in_doubt += [(Region.of(buffer), station) for buffer in buffers]
+            self._in_doubt += [(Region.of(buffer), session) for buffer in buffers]
 
     def _check_quarantine(self, moves: Sequence[RangeCopy]) -> None:
         if not self._in_doubt:
@@ -385,10 +366,10 @@ class MooncakeTransport(Transport):
         with self._changing:
             self._in_doubt = [each for each in self._in_doubt if not each[1].ended.is_set()]
             doubts = list(self._in_doubt)
-        for move in moves:
-            start = address_of(move.buffer)
+        for copy in moves:
+            start = address_of(copy.buffer)
             for each, _ in doubts:
-                if each.overlaps(start, start + len(move.buffer)):
+                if each.overlaps(start, start + len(copy.buffer)):
                     raise MemoryQuarantinedError(
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",
