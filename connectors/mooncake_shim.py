@@ -28,32 +28,31 @@ from kvstore.errors import UsageError
 DIRECTORY: Final = str(Path(__file__).parent / "as_mooncake")
 
 PROGRAMS: Final = str(Path(DIRECTORY) / "bin")
-"""Programs with the names of Mooncake's, which run ``kvstore as-mooncake``."""
+"""Programs with Mooncake's names, which run ``kvstore as-mooncake``."""
 
 _NAME: Final = "mooncake.store"
 
 
 def python_path(environ: Mapping[str, str]) -> str:
-    """The value of ``PYTHONPATH`` with the directory in front."""
+    """Return ``PYTHONPATH`` with the directory in front."""
     rest = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each != DIRECTORY]
     return os.pathsep.join([DIRECTORY, *filter(None, rest)])
 
 
 def path(environ: Mapping[str, str]) -> str:
-    """The value of ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
+    """Return ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
     rest = [each for each in environ.get("PATH", os.defpath).split(os.pathsep) if each != PROGRAMS]
     scripts = sysconfig.get_path("scripts")
     return os.pathsep.join([PROGRAMS, *rest, *([scripts] if scripts not in rest else [])])
 
 
 def is_ours(file: str | None) -> bool:
-    """Whether the module ``mooncake.store`` of this file is this store."""
+    """Return whether the module ``mooncake.store`` of this file is this store."""
     return file is not None and Path(file).is_relative_to(DIRECTORY)
 
 
 def install() -> None:
-    """Lets ``import mooncake.store`` find this store from now on, in this process and in those that
-    it spawns.
+    """Make ``import mooncake.store`` find this store, in this process and in its children.
 
     Raises:
         UsageError: Mooncake's own ``mooncake.store`` has been imported before.
