@@ -312,13 +312,13 @@ class Case(NamedTuple):
             "pair": self.pair,
             "detached": self.detached,
             "objects": counted(party.objects, "object"),
-            "pages": counted(party.requested_keys, "asked page"),
+            "pages": counted(party.requested_keys, "requested page"),
             "written": counted(party.written, "object"),
             "evicted": evicted,
             "writers": _names(party.writers),
             "readers": _names(party.readers),
             "write": _do(party.writers, "write"),
-            "ask": _do(party.readers, "ask"),
+            "ask": _do(party.readers, "read"),
             "losers": ", ".join(list(dict.fromkeys(lost))[:NAMES_SHOWN]),
             "model": f"for {named.model}" if named else "there",
             "this_model": "this model" if named else "there",
@@ -405,7 +405,7 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
     assert ours is not None
     assert theirs is not None
     writing = f"{_do(writer.writers, 'write', 'another client')} {ours.model} under {writer.name}"
-    asking = f"{_do(asker.readers, 'ask')} under {asker.name}"
+    asking = f"{_do(asker.readers, 'read')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
     for name in ("engine", "tenant"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -413,7 +413,7 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
             return apart._replace(namespaces=spaces)
     must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
     lines = [
-        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
+        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} reads"
         for each in must[:FIELDS_SHOWN]
     ]
     if len(must) > FIELDS_SHOWN:
@@ -421,16 +421,16 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
     if must:
         told = "These fields must be equal"
     elif cuts:
-        told = "They hold the same bytes, only in another cut"
+        told = "They only split the same bytes differently"
     else:
-        told = "They differ in nothing that was described: only the cache's layout does"
+        told = "Only the layout of the cache differs"
     return Cause(
         "other_fingerprint",
-        f"{writing}, {asking}: other fingerprints never share a block. {told}",
+        f"{writing}, {asking}: different fingerprints never share blocks. {told}",
         _remedy(must, cuts),
         tuple(lines),
         spaces,
-        cuts=tuple(cut.text("writes", "asks") for cut in cuts),
+        cuts=tuple(cut.text("writes", "reads") for cut in cuts),
     )
 
 
