@@ -1,5 +1,4 @@
-"""Which ``mooncake.store`` and which ``mooncake_master`` a process finds: Mooncake's own, or this
-store's in their place.
+"""Selects the ``mooncake.store`` and ``mooncake_master`` of a process: Mooncake's or this store's.
 
     import kvstore.connectors.mooncake_shim
 
@@ -8,9 +7,8 @@ store's in their place.
 
 ``kvstore as-mooncake -- vllm serve ...`` does the same for a whole command. Both put a directory of
 this package first on ``PYTHONPATH``. It holds a package ``mooncake`` with the module ``store``
-alone; other modules are found in the ``mooncake`` that is installed, so ``mooncake.engine`` stays
-Mooncake's. Every process that an engine spawns inherits the variable, ``env`` shows it, and without
-it nothing is changed. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
+alone; other modules are those of the installed ``mooncake``. Every process that an engine spawns
+inherits the variable. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
 ``mooncake_http_metadata_server`` first on ``PATH``, for the scripts of guides.
 """
 

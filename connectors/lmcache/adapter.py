@@ -5,9 +5,9 @@
       "adapter_params": {"master": "10.0.0.7:50001"}}'
 
 The daemon's controllers submit tasks (stores, lookups, loads), and wait for the event descriptor of
-each kind. Every task ends by the deadline of its calls (``guard``), even if kvstore is down: then a
-store task fails, and a lookup or a load finds nothing. kvstore evicts by itself, so LMCache needs
-to evict from this level only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
+each kind. Every task ends by the deadline of its calls, even if kvstore is down: then a store task
+fails, and a lookup or a load misses. kvstore evicts by itself, so LMCache evicts from this level
+only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
 """
 
 from __future__ import annotations

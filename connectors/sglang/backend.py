@@ -1,17 +1,17 @@
 """``KVStoreHiCache``, the class that SGLang's cache controller calls.
 
-The controller's threads call its methods and wait: one thread asks which pages are stored
-(``batch_exists``), one reads pages (``batch_get``), one writes them (``batch_set``). The guard's
-deadline bounds each call. A call is a miss if the store is down, slow or full, or if an argument is
-wrong. Only the constructor, the registration of pools and ``clear`` raise: callers tell the user.
+The controller's threads call its methods and wait: one looks up pages (``batch_exists``), one reads
+them (``batch_get``), one writes them (``batch_set``). A deadline bounds each call. A call is a miss
+if the store is down, slow or full, or if an argument is wrong. Only the constructor, the
+registration of pools and ``clear`` raise.
 
-``batch_exists`` leases the pages that it finds, so that the read after it finds them.
+``batch_exists`` leases the pages found, so that the read after it finds them.
 
 An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
-Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. If a prefix
+Keys of side pools (SWA, recurrent states, indexers) end with the pool's name. If a prefix
 needs only the last pages of a side pool, the parent of the first is a page of the full attention.
-With ``tp_lcm_size`` a page is split by heads into pieces. Each piece is an object in a namespace of
-its own, with the page's key, and a page is there if all of its pieces are.
+With ``tp_lcm_size`` a page is split by heads into chunks. Each chunk is an object in its own
+namespace, with the page's key, and a page is stored if all of its chunks are.
 """
 
 from __future__ import annotations

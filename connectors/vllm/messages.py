@@ -1,6 +1,6 @@
 """The messages between the scheduler side and the worker sides.
 
-    scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
+    scheduler ── TransferCommands(fingerprint, loads, saves) ──► each worker, every step
               ◄── TransferReport(saves that ended, loads that failed, adapters) ──
               ── identify yourself (at the start, and when weights may have changed) ──►
               ◄── WorkerIdentity(layout, parts, weights) ──

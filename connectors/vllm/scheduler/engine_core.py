@@ -1,10 +1,10 @@
-"""Access to the engine core, for what vLLM's connector interface has no hook.
+"""Access to the engine core where vLLM's connector interface has no hook.
 
 * ``EngineCoreAccess.watch``: calls to the workers, other than those of each step, may change the
-weights. * ``EngineCoreAccess.call``: between two steps, the workers are asked what their weights
-are. * ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache,
-blocks that are
-  pinned, being loaded, or not freed yet because a step is under way, must become free.
+  weights.
+* ``EngineCoreAccess.call``: between two steps, the workers report their weights.
+* ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache, blocks
+  that are being saved or loaded, or not freed yet during a step, must become free.
 
 vLLM creates the connector while it creates the engine core, so the core is found among the callers.
 ``watch`` and ``before_reset`` wrap one method each, which still does what it did.

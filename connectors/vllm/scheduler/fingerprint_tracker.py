@@ -1,6 +1,6 @@
-"""Computes this engine's fingerprint from what its workers say, for the connector and the tier.
+"""Computes this engine's fingerprint from its workers' reports, for the connector and the tier.
 
-    outdated ── the workers say what their weights are ──► known: used, and announced
+    outdated ── the workers report their weights ────────► known: used, and announced
        ▲                                                    │
        ├── a call to the workers that may replace them ─────┤        off: for a reason that stays
        │                                                    │

@@ -1,13 +1,13 @@
-"""Looks up how much of each prompt the store holds, on a thread of its own, under a deadline.
+"""Looks up the stored part of each prompt, on its own thread, under a deadline.
 
-    new request ──► wanted ──► asked ──► answered: the number of tokens
+    new request ──► wanted ──► sent ───► done: the number of tokens
                                 │  ▲
-                                ▼  │ missing blocks are being written: asked again
-                              waiting ──► answered with the stored part, after ``writers_wait``
+                                ▼  │ missing blocks are being written: sent again
+                              waiting ──► done with the stored part, after ``writers_wait``
 
-The scheduler reads answers and never calls the store: without an answer it asks again in its next
-step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
-does not answer. The same thread runs the scheduler's *errands*: its other calls to the store.
+The scheduler reads results and never calls the store: without a result it checks again in its next
+step, and after ``lookup_deadline`` the result is "nothing". A breaker stops lookups while the store
+does not answer. The same thread makes the scheduler's other calls to the store.
 """
 
 from __future__ import annotations

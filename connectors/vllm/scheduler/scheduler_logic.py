@@ -1,11 +1,11 @@
-"""The scheduler side, in vLLM's engine core: decides what is loaded and what is saved.
+"""The scheduler side, in vLLM's engine core: decides on loads and saves.
 
-    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
-    each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
+    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks loaded
+    each step ─► blocks that are full now ─► kept ─► Save ─► every worker has reported ─► freed
 
 This module runs on the scheduler's thread, for which every running request waits: no call blocks,
 and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
-pinned blocks and the hashes of stale requests.
+blocks being saved and the hashes of stale requests.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The worker side, in each vLLM worker: moves blocks between the paged cache and the store.
+"""The worker side, in each vLLM worker: copies blocks between the paged cache and the store.
 
-    Orders ─► queue of loads ─► a thread: store ─► blocks ─► arrived, or which blocks are bad
-           └► queue of saves ─► a thread: blocks ─► store ─► ended
+    commands ─► queue of loads ─► a thread: store ─► blocks ─► loaded, or the bad blocks
+             └► queue of saves ─► a thread: blocks ─► store ─► ended
 
-The thread that computes only puts orders into queues and takes reports out. The scheduler's limit
-of pinned blocks bounds the queue of saves, the number of waiting requests that of loads. Each load
-and save has one time-out in total, so each is reported in the end, whatever the store does.
+The thread that computes only puts commands into queues and takes reports out. The scheduler's limit
+of blocks being saved bounds the queue of saves, the number of waiting requests that of loads. Each
+load and save has one timeout in total, so each is reported in the end.
 """
 
 from __future__ import annotations

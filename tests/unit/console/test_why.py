@@ -120,7 +120,7 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
     ("only_readers", [asks("n")], {}, "decode reads in n, and no client writes there",
      "kv_producer"),
     ("only_readers", [asks("vllm/a/g0/draft-0123")], {}, "", ""),
-    ("only_writers", [writes("n")], {}, "prefill writes n, and no client looks up keys", "kv_consumer"),
+    ("only_writers", [writes("n")], {}, "and no client looks up keys", "kv_consumer"),
     ("no_traffic", [space("n", 5)], {}, "5 objects in n", ""),
     ("puts_fail", [space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1)], {},
      "64 keys", "kvstore status"),
@@ -132,7 +132,7 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
     ("evicted", [asks("n", evicted=8)], {}, "", ""),
     ("evicted", [both("n", found=20, evicted=30, partly=4)], {}, "", ""),
     ("evicted", [both("n", 61, evicted=19, none=4, misses=[miss(), miss(evicted=True)])], {},
-     "keys requested by decode had been evicted before: 19 objects of n evicted, 61 left", "--memory"),
+     "by decode had been evicted before: 19 objects of n evicted, 61 left", "--memory"),
     ("evicted", [both("n", 61, evicted=19, none=4, found=20, misses=[miss(evicted=True)])], {},
      "had been evicted before", ""),
     ("evicted", [both("vllm/b", 61, evicted=19, misses=[miss(evicted=True)]), writes("vllm/a")],
@@ -193,8 +193,8 @@ def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> N
     assert cause.text.endswith("These fields must be equal")
     assert cause.fields == ("dtype: bfloat16 writes, float16 reads",)
     assert cause.cuts == (
-        'block size: 16 writes, 32 reads ("block_tokens": 16 in the one with blocks of 32 would let '
-        "them share)",
+        'block size: 16 writes, 32 reads ("block_tokens": 16 in the one with blocks of 32 would '
+        "let them share)",
     )
     assert "--dtype" in cause.remedy
     assert cause.namespaces == ("vllm/a", "vllm/b")
