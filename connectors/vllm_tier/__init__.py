@@ -1,5 +1,5 @@
-"""A tier of vLLM's own KV offloading, which copies blocks between the GPU and a pool in main memory.
-The tier keeps chunks of that pool in a store.
+"""A tier of vLLM's own KV offloading, which copies blocks between the GPU and a pool in main
+memory. The tier keeps chunks of that pool in a store.
 
     GPU ◄── vLLM ──► pool in main memory of this engine ◄── tier ──► store
 
