@@ -77,7 +77,7 @@ def told(port: int, path: str) -> Any:
 
 
 def events(port: int) -> list[str]:
-    return [event for _, _, event, _ in told(port, "/api/v1/cluster-events")["notices"]]
+    return [event for _, _, event, _ in told(port, "/api/v1/cluster-events")["events"]]
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ class HistoryResponse(BaseModel):
 
 
 class ClusterEventsResponse(BaseModel):
-    run: int = Field(description="Another one is another start of the master.")
+    run: int = Field(description="Changes at each start of the master.")
     last: int
     events: list[list[Any]] = Field(description="Number, time, name, fields.")
 
@@ -148,7 +148,7 @@ class FleetRecordResponse(BaseModel):
     fingerprint: str
     loaded: str
     namespaces: list[str]
-    differing: list[str] = Field(description="What it says in each of the differing fields.")
+    differing: list[str] = Field(description="Its values of the differing fields.")
 
 
 class FleetModel(BaseModel):

@@ -161,7 +161,7 @@ class Dashboard:
         """Get the last cluster events."""
         run, last, kept = await self._master.notices()
         new = [each for each in kept if each[0] > asked.after]
-        return {"run": run, "last": last, "notices": new}
+        return {"run": run, "last": last, "events": new}
 
     @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
     async def _get_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
