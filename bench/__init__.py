@@ -1,4 +1,4 @@
-"""Measures this store beside others: ``make bench``. Runs from a checkout; not installed.
+"""Comparison of this store with others: ``make bench``. Runs from a checkout; not installed.
 
 ``tables`` has the rows and the systems, ``kvstore.bench`` the harness, each other module the driver
 of a system: ``mooncake``, ``redis``, ``lmcache``, ``hicache`` (SGLang) and ``vllm``.

@@ -1,9 +1,8 @@
-"""Drives a system through SGLang's HiCache: set, get and exists of pages, as its cache controller
-calls them.
+"""Driver for SGLang's HiCache: set, get and exists of pages, as its cache controller calls them.
 
 SGLang's own class ``MooncakeStore`` on Mooncake's client is compared with the same class on
-kvstore's ``mooncake.store``, and with this project's class ``KVStoreHiCache``. The pages are those
-of one host pool of latent attention (MLA, ``page_first``): each is one object of the page's size.
+kvstore's ``mooncake.store``, and with ``KVStoreHiCache``. The pages are those of one host pool of
+latent attention (MLA, ``page_first``): each is one object of the page's size.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class HiCacheDriver(StoreDriver):
         return self._backends[size]
 
     def _attached(self, pool: Any) -> Any:
-        """A back-end as SGLang's cache controller makes it."""
+        """Return a back-end created as by SGLang's cache controller."""
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
         from sglang.srt.mem_cache.storage import StorageBackendFactory
 

@@ -1,9 +1,9 @@
-"""Drives a system through LMCache's ``RemoteBackend``, which runs as in an engine's process.
+"""Driver for LMCache's ``RemoteBackend``, which runs as in an engine's process.
 
 LMCache's ``MooncakestoreConnector`` calls both systems, this store by its ``mooncake.store``, with
-the faster of the settings (``save_chunk_meta`` off). LMCache's own door to this store, the second
-level of its daemon, has no counterpart: LMCache's wheel lacks the module for Mooncake Store there.
-LMCache hands over and receives chunks of its own memory, which lies in the client's process.
+the faster of the settings (``save_chunk_meta`` off). LMCache's native interface to this store, the
+second level of its daemon, has no counterpart: LMCache's wheel lacks the module for Mooncake Store
+there. LMCache passes and receives chunks of its own memory, in the client's process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS: Final = 256
 """Tokens of a chunk: LMCache's default."""
 LAYERS: Final = 4
 BATCHES_IN_MEMORY: Final = 4
-"""Batches that LMCache's memory holds: one to put, the one got last, the one being got, a spare."""
+"""Batches in LMCache's memory: one to put, the last one read, the one being read, a spare."""
 MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
@@ -90,7 +90,8 @@ class LMCacheDriver(StoreDriver):
         if op == PUT:
             self._sizes |= {name: size for batch in batches for name in batch}
             chunks = backend.chunks(length)
-            # LMCache does not say whether chunks are stored: ``remove`` finds those that are not.
+            # LMCache does not report whether chunks are stored: ``remove`` finds those that are
+            # not.
             return Work(lambda i: backend.put(keys[i % count], chunks), lambda _: None)
         return Work(lambda i: backend.get(keys[i % count]), self._keep)
 
@@ -179,7 +180,7 @@ class _Backend:
         return CacheEngineKey(self._metadata.model_name, 1, 0, number, self._dtype)
 
     def chunks(self, count: int) -> list[Any]:
-        """Chunks of LMCache's memory that hold the first pieces of the source."""
+        """Return chunks of LMCache's memory with the first parts of the source."""
         for number in range(len(self._chunks), count):
             metadata = self._metadata
             chunk = self._memory.allocate(metadata.get_shapes(), metadata.get_dtypes())
@@ -204,7 +205,7 @@ class _Backend:
         return found
 
     def remove(self, names: Sequence[str]) -> bool:
-        """Removes objects; returns whether all of them were there."""
+        """Remove objects; return whether all of them were stored."""
         connector = self._remote.connection.getWrappedConnector()
         keys = [self.key(name).to_string() for name in names]
         return all(code == 0 for code in connector.store.batch_remove(keys, True))
@@ -220,7 +221,7 @@ def _settings(address: str) -> dict[str, Any]:
     return {
         "metadata_server": mooncake.METADATA,
         "master_server_address": address,
-        "mooncake_master_server_addr": address,  # what Mooncake 0.3.13 calls it
+        "mooncake_master_server_addr": address,  # Mooncake 0.3.13's name
         "local_hostname": mooncake.HOST,
         "protocol": "tcp",
         "global_segment_size": 0,

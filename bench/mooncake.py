@@ -1,10 +1,9 @@
-"""Drives Mooncake Store for the benchmark: its own servers and its own client, used as its
-documentation says.
+"""Driver for Mooncake Store: its own servers and its own client, used as documented.
 
-The package is ``mooncake-transfer-engine-non-cuda``. Its client has two ways to move bytes: over
-TCP to a storage process (``tcp``), and as a *dummy* client beside a storage process on the same
-host, through shared memory (``shm``). Objects are put from and got into memory that is registered
-with the client, so that it copies as little as it can.
+The package is ``mooncake-transfer-engine-non-cuda``. Its client transfers bytes over TCP to a
+storage process (``tcp``), or as a *dummy* client next to a storage process on the same host,
+through shared memory (``shm``). Objects are put from and got into memory that is registered with
+the client, so that it copies as little as it can.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ PAUSE_SECONDS = 0.05
 FIRST = "is-there-room"
 THREADS = 2
 NO_SPACE = -200
-"""What Mooncake's client returns while the memory is full: eviction follows in the background."""
+"""Code of Mooncake's client while the memory is full: eviction follows in the background."""
 BUFFER_BYTES = 64 << 20
 """The client's own buffer for unregistered memory; all measured memory is registered."""
 
 
 def missing() -> str | None:
-    """Why Mooncake cannot be used here, and what to do; None: it can."""
+    """Return the reason why Mooncake cannot be used here, with a remedy, or None."""
     if importlib.util.find_spec("mooncake") is None:
         return f"Mooncake is not installed: pip install {PACKAGE}"
     # In a separate process: the import starts threads, and may fail for lack of a system library.
@@ -55,7 +54,7 @@ def missing() -> str | None:
 
 
 def start(children: Children, memory_bytes: int) -> Servers:
-    """Starts a master and a process with so much memory; waits until they listen.
+    """Start a master and a process with so much memory; wait until they listen.
 
     Raises:
         ChildError: a process did not start.
@@ -136,12 +135,12 @@ class MooncakeDriver(StoreDriver):
         self._store.close()
 
     def _borrowed(self, size: int) -> Bytes:
-        """Memory that the client shares with its storage process."""
+        """Return memory that the client shares with its storage process."""
         address = self._store.alloc_from_mem_pool(size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def _wait_for_space(self) -> None:
-        """Waits until a put succeeds: the storage process listens before its memory is mounted."""
+        """Wait until a put succeeds: the storage process listens before its memory is mounted."""
         deadline = time.monotonic() + READY_SECONDS
         while failed := self._store.put_from(FIRST, self.source.ctypes.data, 1):
             if time.monotonic() > deadline:
@@ -155,7 +154,7 @@ class MooncakeDriver(StoreDriver):
 
 
 def _program(name: str) -> Path:
-    """The package's own binary; the script that pip installs only runs it."""
+    """Return the package's own binary; the script that pip installs only runs it."""
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None
     assert spec.submodule_search_locations is not None

@@ -1,10 +1,10 @@
-"""Drives Redis for the benchmark: Debian's server, and redis-py with hiredis.
+"""Driver for Redis: Debian's server, and redis-py with hiredis.
 
-The server runs with its defaults, except that it keeps nothing on disk. The client has the
-settings that were the fastest for each size: reads of 1 MiB; hiredis, which reads answers and packs
-commands; and for commands with objects of 1 MiB or more redis-py's own packer, because hiredis
-copies their bytes twice. A client connects by TCP (``tcp``) or by the server's Unix socket
-(``shm``, the mode of clients on the same host).
+The server runs with its defaults, except that it keeps nothing on disk. The client has the fastest
+settings for each size: reads of 1 MiB; hiredis, which reads replies and packs commands; and for
+commands with objects of 1 MiB or more redis-py's own packer, because hiredis copies their bytes
+twice. A client connects by TCP (``tcp``) or by the server's Unix socket (``shm``, the mode of
+clients on the same host).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY_SECONDS = 30.0
 
 
 def missing() -> str | None:
-    """Why Redis cannot be used here, and what to do; None: it can."""
+    """Return the reason why Redis cannot be used here, with a remedy, or None."""
     if shutil.which(PROGRAM) is None:
         return f"there is no {PROGRAM}; on Debian: apt-get install {PROGRAM}"
     if any(importlib.util.find_spec(package) is None for package in PACKAGES):
@@ -38,8 +38,8 @@ def missing() -> str | None:
 
 
 def start(children: Children, *flags: str) -> Servers:
-    """Starts a server with these ``flags``, and waits until it accepts connections. Without a flag
-    its memory has no bound, which is its default.
+    """Start a server with these ``flags``, and wait until it accepts connections. By default its
+    memory is not limited.
 
     Raises:
         ChildError: it did not start.
@@ -107,7 +107,7 @@ class RedisDriver(StoreDriver):
         return pipeline.execute()
 
     def _copy(self, values: list[bytes]) -> None:
-        """Copies the values of a get, which redis-py has made, into ``target``; is not timed."""
+        """Copy the values of a get, which redis-py has made, into ``target``; is not timed."""
         require(None not in values, "was not there in Redis")
         at = 0
         for value in values:

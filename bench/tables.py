@@ -167,9 +167,6 @@ CLIENTS_ROWS: Final = tuple(
 )
 
 
-# --- the systems -------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _mooncake(pool_bytes: int) -> Iterator[Servers]:
     with Children() as children:
@@ -178,7 +175,7 @@ def _mooncake(pool_bytes: int) -> Iterator[Servers]:
 
 @contextlib.contextmanager
 def _mooncake_by_tcp(pool_bytes: int) -> Iterator[Servers]:
-    """Clients behind an engine: they cannot use Mooncake's shared-memory client."""
+    """Start Mooncake for clients behind an engine, which cannot use its shared-memory client."""
     with _mooncake(pool_bytes) as servers:
         yield Servers({TCP: servers.address()}, servers.pids)
 

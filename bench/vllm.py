@@ -1,8 +1,8 @@
-"""Drives a vLLM engine for the benchmark: without a store, with this one, with its own on Mooncake.
+"""Driver for a vLLM engine: without a store, with this one, with its own on Mooncake.
 
-A put is a prompt that no system has seen, a get the same prompt again. The engine's own cache holds
-fewer prompts than a measurement has, so a get finds what the store has. One token is generated, so
-a call takes the time to the first token. The model is a small Llama with random weights.
+A put is a new prompt, a get the same prompt again. The engine's own cache holds fewer prompts than
+a measurement has, so a get finds those in the store. One token is generated, so a call takes the
+time to the first token. The model is a small Llama with random weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROWS: Final = tuple(
 
 
 def missing() -> str | None:
-    """Returns why vLLM or Mooncake cannot be used here; None: they can."""
+    """Return the reason why vLLM or Mooncake cannot be used here, or None."""
     if importlib.util.find_spec("vllm") is None:
         return "vllm is missing; make bench-vllm installs it"
     return mooncake.missing()

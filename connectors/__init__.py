@@ -1,1 +1,1 @@
-"""Connectors translate an engine's life cycle into client calls."""
+"""Connectors: translate an engine's life cycle into client calls."""

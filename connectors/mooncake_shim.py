@@ -1,5 +1,4 @@
-"""Which ``mooncake.store`` and which ``mooncake_master`` a process finds: Mooncake's own, or this
-store's in their place.
+"""Selects the ``mooncake.store`` and ``mooncake_master`` of a process: Mooncake's or this store's.
 
     import kvstore.connectors.mooncake_shim
 
@@ -8,9 +7,8 @@ store's in their place.
 
 ``kvstore as-mooncake -- vllm serve ...`` does the same for a whole command. Both put a directory of
 this package first on ``PYTHONPATH``. It holds a package ``mooncake`` with the module ``store``
-alone; other modules are found in the ``mooncake`` that is installed, so ``mooncake.engine`` stays
-Mooncake's. Every process that an engine spawns inherits the variable, ``env`` shows it, and without
-it nothing is changed. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
+alone; other modules are those of the installed ``mooncake``. Every process that an engine spawns
+inherits the variable. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
 ``mooncake_http_metadata_server`` first on ``PATH``, for the scripts of guides.
 """
 
@@ -28,32 +26,31 @@ from kvstore.errors import UsageError
 DIRECTORY: Final = str(Path(__file__).parent / "as_mooncake")
 
 PROGRAMS: Final = str(Path(DIRECTORY) / "bin")
-"""Programs with the names of Mooncake's, which run ``kvstore as-mooncake``."""
+"""Programs with Mooncake's names, which run ``kvstore as-mooncake``."""
 
 _NAME: Final = "mooncake.store"
 
 
 def python_path(environ: Mapping[str, str]) -> str:
-    """The value of ``PYTHONPATH`` with the directory in front."""
+    """Return ``PYTHONPATH`` with the directory in front."""
     rest = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each != DIRECTORY]
     return os.pathsep.join([DIRECTORY, *filter(None, rest)])
 
 
 def path(environ: Mapping[str, str]) -> str:
-    """The value of ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
+    """Return ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
     rest = [each for each in environ.get("PATH", os.defpath).split(os.pathsep) if each != PROGRAMS]
     scripts = sysconfig.get_path("scripts")
     return os.pathsep.join([PROGRAMS, *rest, *([scripts] if scripts not in rest else [])])
 
 
 def is_ours(file: str | None) -> bool:
-    """Whether the module ``mooncake.store`` of this file is this store."""
+    """Return whether the module ``mooncake.store`` of this file is this store."""
     return file is not None and Path(file).is_relative_to(DIRECTORY)
 
 
 def install() -> None:
-    """Lets ``import mooncake.store`` find this store from now on, in this process and in those that
-    it spawns.
+    """Make ``import mooncake.store`` find this store, in this process and in its children.
 
     Raises:
         UsageError: Mooncake's own ``mooncake.store`` has been imported before.

@@ -1,9 +1,9 @@
-"""Images, sounds and videos in vLLM's requests: which of them have a hash of their content.
+"""Client names of images, sounds and videos in vLLM's requests, as opposed to hashes.
 
-A client may give an item a name (``multi_modal_uuids``, ``uuid`` in the chat API, all names in
-``/inference/v1/generate``), which vLLM then takes for the hash. The same name may mean another item
-in another engine, and may be the hash of another client's item. In the processes that take requests
-vLLM's plug-in marks these names, before vLLM looks them up in any of its caches.
+A client may name an item (``multi_modal_uuids``, ``uuid`` in the chat API, all names in
+``/inference/v1/generate``), and vLLM uses the name as the hash. It may mean another item in another
+engine, or be the hash of another client's item. In the processes that take requests, vLLM's plug-in
+therefore prefixes these names before any cache lookup.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NAMED: Final = "0x"
-"""The mark: a prefix that no hash has. A hexadecimal name stays a number, as LMCache expects."""
+"""A prefix that no hash has. A hexadecimal name stays a number, as LMCache expects."""
 
 _HASH: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""The results of vLLM's hash functions. Other programs may send vLLM names without the mark."""
+"""The results of vLLM's hash functions. Other programs may send vLLM names without the prefix."""
 
 
 class ContentHash(str):
@@ -28,7 +28,7 @@ class ContentHash(str):
 
 
 def mark_names() -> None:
-    """Let vLLM mark names. Idempotent."""
+    """Patch vLLM to prefix names. Idempotent."""
     from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
@@ -39,7 +39,7 @@ def mark_names() -> None:
         return
 
     def hash_kwargs(algorithm: Any, /, **factors: Any) -> str:
-        """Mark the hash of a name, which vLLM hashes together with options of the request."""
+        """Prefix the hash of a name, which vLLM hashes together with options of the request."""
         made = make(algorithm, **factors)
         values = [value for name, value in factors.items() if name != "model_id"]
         has_name = any(isinstance(each, str) and type(each) is not ContentHash for each in values)
@@ -51,7 +51,7 @@ def mark_names() -> None:
         return {modality: [_marked(name) for name in names] for modality, names in found.items()}
 
     def process_inputs(processor: Any, *arguments: Any, **options: Any) -> Any:
-        """Mark names that came with items which vLLM did not render itself."""
+        """Prefix names of items that vLLM did not render itself."""
         request = process(processor, *arguments, **options)
         for item in request.mm_features or ():
             name = _marked(item.mm_hash)
@@ -68,7 +68,7 @@ def mark_names() -> None:
 
 
 def are_names_marked() -> bool:
-    """Whether the processes that take this engine's requests mark names."""
+    """Return whether the processes that take this engine's requests prefix names."""
     from vllm import envs
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
@@ -79,7 +79,7 @@ def are_names_marked() -> bool:
 def is_shared(
     request: Request, *, trusts_names: bool = False, are_names_marked: bool = True
 ) -> bool:
-    """Whether the request's hashes cover all on which its blocks depend.
+    """Return whether the request's hashes cover everything on which its blocks depend.
 
     Args:
         trusts_names: whether clients give equal names only to equal items.

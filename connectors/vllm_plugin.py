@@ -1,5 +1,5 @@
-"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names, notes
-weights that vLLM packs and the files that it loads, and marks the names that clients give to media.
+"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, records weights that
+vLLM packs and files that it loads, and prefixes client names of media.
 
 vLLM imports this module in each of its processes. ``kvstore.connectors.vllm`` and ``vllm_tier`` are
 separate modules, so that they are loaded only where they are used.
@@ -17,7 +17,7 @@ TIER = "KVStoreTier"
 
 
 def register() -> None:
-    """The entry point, in the group ``vllm.general_plugins``. vLLM may call it more than once."""
+    """Entry point in the group ``vllm.general_plugins``. vLLM may call it more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:  # no public test
@@ -34,8 +34,8 @@ def register() -> None:
 
 
 def _note_packing() -> None:
-    """Lets vLLM keep a summary of each layer's weights before it packs them for a CPU: afterwards
-    they cannot be read. There is no connector yet when vLLM loads weights."""
+    """Patch vLLM to keep a summary of each layer's weights before it packs them for a CPU, after
+    which they cannot be read. There is no connector yet when vLLM loads weights."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
@@ -60,8 +60,8 @@ def _note_packing() -> None:
 
 
 def _note_workers() -> None:
-    """Lets workers note the files that they load. Other processes do without vLLM's loaders, whose
-    import takes a second."""
+    """Patch workers to record the files that they load. Other processes do not import vLLM's
+    loaders, which takes a second."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     start = WorkerWrapperBase.init_device
@@ -81,8 +81,8 @@ def _note_workers() -> None:
 
 
 def _note_files(loader: Any) -> None:
-    """Lets loaders of this class keep, with the model, the state of each file before they read it:
-    at any time later it may be another one."""
+    """Patch a loader class to keep, with the model, the state of each file before it is read: at
+    any later time it may be another one."""
     from kvstore.connectors.common.fingerprint import LOADED, LoadedFiles
 
     begin, choose = loader.get_all_weights, loader._prepare_weights

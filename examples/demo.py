@@ -1,5 +1,5 @@
-"""The command ``python -m examples.demo`` (``make demo``): starts all processes, and prints what
-happened. The engine of the producer and the consumer is in ``engine``."""
+"""The command ``python -m examples.demo`` (``make demo``): starts all processes, and prints the
+results. The engine of the producer and the consumer is in ``engine``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ BLOCK_TOKENS = 64
 fewer keys; engines use 16 to 256."""
 
 PORTION_TOKENS = 256
-"""Prefill ends a portion at each multiple of this, as engines do (chunked prefill). It costs
-nothing here. If a prefix from the store ends at such a multiple, the remaining portions are the
-same as without the store: the same sums in the same order, so the same bits. After any other prefix
-the portions are different and float32 may round differently, by much less than the distance between
-the logits of the two best tokens."""
+"""Prefill ends a portion at each multiple of this, as engines do (chunked prefill). If a prefix
+from the store ends at such a multiple, the remaining portions are the same as without the store:
+the same sums in the same order, so the same bits. After any other prefix float32 may round
+differently, by much less than the distance between the logits of the two best tokens."""
 
 # The decoder: 58 million weights, of which prefill multiplies 50 million with every token. One
 # query head in four has a key/value head, as in Llama 3, so a token's KV is small next to the work
@@ -57,7 +56,7 @@ TIMED_RUNS = 3
 
 MIB = 1 << 20
 JOB_SECONDS = 150.0
-"""Time-out of a worker, for a slow machine; two cores need a tenth of it for the default prefix."""
+"""Timeout of a worker, for a slow machine; two cores need a tenth of it for the default prefix."""
 
 EXAMPLE = """\b
 Example:
@@ -124,12 +123,12 @@ def main(stay: bool | None, as_json: bool, **scenario: Any) -> None:
 
 
 Report = dict[str, Any]
-"""What a worker printed (``engine``)."""
+"""The output of a worker (``engine``)."""
 
 
 @contextlib.contextmanager
 def running(scenario: dict[str, Any], console: Console) -> Iterator[tuple[str, Report, Report]]:
-    """Run the producer and the consumer; yields the address of the dashboard, and both reports.
+    """Run the producer and the consumer; yield the address of the dashboard, and both reports.
     Master and node run inside the block; all processes have ended after it."""
     require_modules("pip install torch transformers", "torch", "transformers")
     # Waiting threads of torch sleep. Busy polling is slightly faster on an idle machine, but makes
@@ -168,7 +167,7 @@ def running(scenario: dict[str, Any], console: Console) -> Iterator[tuple[str, R
 
 
 def judge(scenario: dict[str, Any], produced: Report, consumed: Report) -> tuple[bool, str]:
-    """Whether all went well, and the last line."""
+    """Return whether all outputs and blocks are right, and the last line."""
     blocks, shared = consumed["blocks_reused"], scenario["prefix_tokens"] // BLOCK_TOKENS
     problems = []
     if consumed["tokens_reused"] != consumed["tokens_computed"]:

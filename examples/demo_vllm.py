@@ -1,5 +1,5 @@
 """The command ``python -m examples.demo_vllm`` (``make demo-vllm``): starts all processes, and
-prints what happened."""
+prints the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model:
 LLAMA = Model(
     kind="plain", name="Llama", layers=f"{LAYERS} layers of {HIDDEN}", block_tokens=BLOCK_TOKENS
 )
-# A block is so long that a state fits into one. vLLM 0.32 lengthens it by itself, but then cuts
+# A block is so long that a state fits into one. vLLM 0.32 lengthens it by itself, but then splits
 # prompts at multiples of --block-size, and keeps no state where that is within a block.
 QWEN = Model(
     kind="recurrent",
@@ -70,8 +70,8 @@ Example:
 
 
 def memory_mib(prompts: int, tokens: int) -> int:
-    """MiB of memory for all full blocks of ``prompts`` prompts of the Llama, with a quarter to
-    spare. The hybrid needs less: half as many layers have blocks, of half as many bytes."""
+    """Return MiB for all full blocks of ``prompts`` prompts of the Llama, with a quarter to spare.
+    The hybrid needs less: half as many layers have blocks, of half as many bytes."""
     blocks = prompts * (tokens // BLOCK_TOKENS)
     return 8 + blocks * BLOCK_TOKENS * kv_bytes_per_token(HIDDEN, LAYERS) * 5 // 4 // MIB
 
@@ -107,7 +107,7 @@ class PromptOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class RunningFleet:
-    """The model, and the addresses of the running servers that the demonstration talks to."""
+    """The model, and the addresses of the running servers."""
 
     model: Model
     proxy: str
@@ -172,10 +172,10 @@ def act(
     model: Model, console: Console, prompts: list[list[int]], seed: int,
     outcomes: list[PromptOutcome],
 ) -> None:  # fmt: skip
-    """Starts a store and engines with this model, sends the prompts, and ends all of them.
+    """Start a store and engines with this model, send the prompts, and end all of them.
 
     Args:
-        outcomes: the outcomes of the prompts are added to it, one by one.
+        outcomes: the outcomes of the prompts are added to it.
     """
     with Children(fleet.environment()) as children:
         running = start(children, console, model, len(prompts), len(prompts[0]), seed)

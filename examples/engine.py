@@ -60,7 +60,7 @@ KV_LAYOUT = "tokens,layers,key+value,heads,dim"
 
 
 def block_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """One hash per whole block of a prompt; each covers everything up to the end of its block."""
+    """Return one hash per full block of a prompt; each covers everything up to its end."""
     hashes = []
     parent = b""
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -77,7 +77,7 @@ class Generation:
     """The logits from which each token was chosen: (tokens, vocabulary)."""
     blocks_reused: int
     first_token_ms: float
-    """From the prompt to its first token: look-up, transfer and prefill."""
+    """From the prompt to its first token: lookup, transfer and prefill."""
 
 
 class Engine:
@@ -94,8 +94,8 @@ class Engine:
     # --- the integration: these two methods --------------------------------------------------
 
     def load(self, prompt: Sequence[int]) -> int:
-        """Fill the memory with as much of the prompt's KV as the store has; returns the blocks."""
-        # The last token is computed in any case: its logits choose the next one.
+        """Fill the memory with the stored part of the prompt's KV; return the blocks."""
+        # The last token is always computed: its logits choose the next one.
         hashes = block_hashes(prompt[:-1])
         try:
             matched = self.client.match_prefix(hashes, namespace=self.namespace)
@@ -111,7 +111,7 @@ class Engine:
         return blocks
 
     def save(self, prompt: Sequence[int]) -> int:
-        """Put the blocks of a prompt that was just computed; returns how many are new."""
+        """Put the blocks of a prompt that was just computed; return the number of new ones."""
         hashes = block_hashes(prompt)
         try:
             outcomes = self.client.put_chain(
@@ -144,7 +144,7 @@ class Engine:
         )
 
     def _prefill(self, prompt: Sequence[int], start: int) -> torch.Tensor:
-        """Compute a prompt from ``start`` on; returns the logits of its last token."""
+        """Compute a prompt from ``start`` on; return the logits of its last token."""
         while True:
             end = start - start % PORTION_TOKENS + PORTION_TOKENS
             logits = self._forward(prompt[start:end])
@@ -153,9 +153,9 @@ class Engine:
             start = end
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Compute these tokens after those in memory; returns the logits of the last."""
+        """Compute these tokens after those in memory; return the logits of the last."""
         ids = torch.tensor([tokens], device=self.model.device)
-        # The memory by its place: Transformers 5.24 calls it `cache`, before `past_key_values`.
+        # A positional argument: Transformers 5.24 calls it `cache`, earlier `past_key_values`.
         output = self.model(ids, None, None, self.memory, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
@@ -165,12 +165,12 @@ class Engine:
 
 
 def build_decoder(seed: int) -> LlamaForCausalLM:
-    """A Llama in float32 with random weights; equal seeds give equal weights in every process.
+    """Build a Llama in float32 with random weights; equal seeds give equal weights.
 
-    The weights are drawn from a wider distribution than training starts from (0.05, not 0.02).
-    With narrow ones attention averages over the whole prompt and every prompt continues with one
-    token repeated, so wrong KV would go unnoticed. With these, one wrong block changes the tokens
-    (``tests/e2e/test_demo.py`` holds the model to that); still wider ones magnify rounding.
+    The weights are drawn from a wider distribution than training starts from (0.05, not 0.02). With
+    narrow ones attention averages over the whole prompt and every prompt continues with one token
+    repeated, so wrong KV would go unnoticed. With these, one wrong block changes the tokens
+    (``tests/e2e/test_demo.py`` verifies it); still wider ones magnify rounding.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -190,7 +190,7 @@ def build_decoder(seed: int) -> LlamaForCausalLM:
 
 
 def fingerprint(model: LlamaForCausalLM, seed: int) -> str:
-    """Everything that decides whether KV of one process means the same to another process.
+    """Return everything that decides whether KV of one process means the same to another process.
 
     It becomes the namespace, so that engines that differ (in weights, dtype, block size, layout)
     never find each other's blocks: they miss instead of misreading bytes. A real engine names its
@@ -205,7 +205,7 @@ class KVMemory(Cache):
     """The KV cache of one sequence, in one tensor that is allocated once.
 
     The token comes first: (tokens, layers, key and value, heads, dim). So the KV of a block of
-    tokens is one contiguous piece of memory, which the store reads and fills directly. Each layer
+    tokens is one contiguous range of memory, which the store reads and fills directly. Each layer
     of the model works on its own strided view of the same tensor.
     """
 
@@ -220,12 +220,12 @@ class KVMemory(Cache):
         return [self.tensor[start : start + BLOCK_TOKENS] for start in starts]
 
     def holds(self, tokens: int) -> None:
-        """Declares that the memory now holds the KV of the first ``tokens`` tokens."""
+        """Declare that the memory now holds the KV of the first ``tokens`` tokens."""
         for layer in self._layers:
             layer.length = tokens
 
     def empty(self) -> None:
-        """Forgets everything. Memory that is read before it is written again makes results NaN."""
+        """Clear the memory. Memory that is read before it is written again makes results NaN."""
         self.tensor.fill_(torch.nan)
         self.holds(0)
 
@@ -237,7 +237,7 @@ class _LayerMemory(DynamicLayer):
         super().__init__()
         self.is_initialized = True
         self.length = 0
-        # From (tokens, 2, heads, dim) to what transformers expects: keys and values, each with a
+        # From (tokens, 2, heads, dim) to the form of transformers: keys and values, each with a
         # batch of one, then (heads, tokens, dim).
         self._keys, self._values = memory.permute(1, 2, 0, 3).unsqueeze(1)
 
@@ -257,7 +257,7 @@ class _LayerMemory(DynamicLayer):
 
 
 def prompt(role: str, prefix_tokens: int, seed: int) -> list[int]:
-    """The prompt of the ``producer`` or the ``consumer``: the shared prefix, and a tail."""
+    """Return the prompt of the ``producer`` or the ``consumer``: the shared prefix, and a tail."""
     lengths = {"prefix": prefix_tokens, role: TAIL_TOKENS[role]}
     tokens: list[int] = []
     for part, length in lengths.items():

@@ -1,8 +1,8 @@
-"""Creates a model, starts vLLM engines and a proxy, and sends requests to them.
+"""A model, vLLM engines and a proxy, and requests to them.
 
 All processes listen only on the loopback interface. All files (models, logs, sockets) are in the
-directory of the ``Children``, which is removed at the end. The store is started by
-``kvstore.bench.processes``.
+directory of the ``Children``, which is removed at the end. ``kvstore.bench.processes`` starts the
+store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POSITIONS = 2048
 READY_SECONDS = 30.0
 MODEL_SECONDS = 120.0
 ENGINE_SECONDS = 600.0
-"""Time-out of the start of several engines at once: six take 140 s on two idle cores."""
+"""Timeout of the start of several engines at once: six take 140 s on two idle cores."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without variables of kvstore and Mooncake, and with those that a
-    small engine needs."""
+    """Return this process's environment without variables of kvstore and Mooncake, and with those
+    that a small engine needs."""
     return processes.environment(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
@@ -65,11 +65,11 @@ def environment() -> dict[str, str]:
 
 
 def transfer_config(master: str, role: str, **extra: object) -> dict[str, object]:
-    """The value of ``--kv-transfer-config`` for kvstore's connector.
+    """Return the value of ``--kv-transfer-config`` for kvstore's connector.
 
     Args:
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        extra: more settings. The time-out of lookups, and with it the wait for writers, is far
+        extra: more settings. The timeout of lookups, and with it the wait for writers, is far
             longer than usual, because several engines share a few cores here.
     """
     return {
@@ -83,7 +83,7 @@ def transfer_config(master: str, role: str, **extra: object) -> dict[str, object
 def make_model(
     children: Children, *, seed: int, hidden: int, layers: int, kind: str = "plain"
 ) -> Path:
-    """Creates a random model in the directory of the children; returns its directory."""
+    """Create a random model in the directory of the children; return its directory."""
     directory = children.directory / "model"
     sizes = {"--seed": seed, "--hidden": hidden, "--layers": layers, "--kind": kind}
     options = [word for name, value in sizes.items() for word in (name, str(value))]
@@ -101,11 +101,11 @@ def start_engine(
     options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Server:
-    """Starts a vLLM server; ``engine_ready`` waits for it.
+    """Start a vLLM server; ``engine_ready`` waits for it.
 
     Args:
         transfer: value of ``--kv-transfer-config``; None: without a connector.
-        options: more options of the server; they win over those of ``engine_arguments``.
+        options: more options of the server; they override those of ``engine_arguments``.
         environ: variables that are added to the environment of the children.
     """
     port = free_port()
@@ -115,7 +115,7 @@ def start_engine(
 
 
 def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list[str]:
-    """The arguments of ``SERVE``, without its port, for a small engine among several."""
+    """Return the arguments of ``SERVE``, without its port, for a small engine among several."""
     arguments = [
         "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
         "--max-model-len", str(POSITIONS), "--enforce-eager", "--gpu-memory-utilization", "0.1",
@@ -127,7 +127,7 @@ def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list
 
 
 def proxy_arguments(master: str, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-    """The arguments of ``kvstore-proxy``, without its port, from addresses."""
+    """Return the arguments of ``kvstore-proxy``, without its port, from addresses."""
     return ["--master", master, "--prefill", ",".join(prefill), "--decode", ",".join(decode)]
 
 
@@ -138,10 +138,10 @@ def engine_ready(children: Children, engine: Server) -> None:
 def start_proxy(
     children: Children, master: str, prefill: Sequence[str], decode: Sequence[str]
 ) -> Server:
-    """Starts a proxy, and waits until it serves.
+    """Start a proxy, and wait until it serves.
 
     Args:
-        master: empty: the proxy does not ask a store.
+        master: empty: the proxy does not use a store.
         prefill: addresses; empty: the decoders do all the work, in turn.
         decode: addresses.
     """
@@ -152,22 +152,20 @@ def start_proxy(
     return Server(child, f"{HOST}:{port}")
 
 
-# --- requests ----------------------------------------------------------------------------------
-
-
 def prompt(seed: int, name: object, tokens: int) -> list[int]:
-    """Token ids of random bytes: the same for equal arguments; other seeds or names differ."""
+    """Return token ids of random bytes: equal arguments give equal ids, other seeds or names do
+    not."""
     chance = random.Random(f"{seed} {name}")  # noqa: S311  reproducible, no secret
     return chance.choices(TEXT_TOKENS, k=tokens)
 
 
 def full_blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many blocks of a prompt can be found. The last token is always computed."""
+    """Return the number of blocks that can be found. The last token is always computed."""
     return (tokens - 1) // block_tokens
 
 
 class RequestError(ChildError):
-    """A server did not answer, or its answer is wrong."""
+    """A server did not answer, or sent a wrong response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +180,15 @@ class Completion:
 def complete(
     address: str, prompt: list[int], tokens: int, *, params: Mapping[str, object] | None = None
 ) -> Completion:
-    """Request a streamed answer of greedy tokens, over a new connection.
+    """Request a streamed completion of greedy tokens, over a new connection.
 
     Args:
         prompt: token ids.
-        tokens: how many to generate.
+        tokens: number of tokens to generate.
         params: ``kv_transfer_params`` of the request.
 
     Raises:
-        RequestError: no answer, a status that is not 200, or an answer without tokens.
+        RequestError: no response, a status that is not 200, or no tokens.
     """
     body: dict[str, object] = {
         "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
@@ -231,7 +229,8 @@ def forget(address: str) -> None:
 
 
 def counters(address: str) -> dict[str, float]:
-    """The connector's counters and gauges by name without the prefix, added up over engines."""
+    """Return the connector's counters and gauges by name without the prefix, summed over
+    engines."""
     found: dict[str, float] = {}
     for line in ask(address, "GET", "/metrics").splitlines():
         if line.startswith(COUNTERS):
@@ -242,17 +241,17 @@ def counters(address: str) -> dict[str, float]:
 
 
 def ask(address: str, method: str, path: str) -> str:
-    """Send a request without a body, and return the text of the answer.
+    """Send a request without a body, and return the text of the response.
 
     Raises:
-        RequestError: no answer, or a status that is not 200.
+        RequestError: no response, or a status that is not 200.
     """
     with _answer(address, method, path) as answer:
         return answer.read().decode(errors="replace")
 
 
 def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
-    """Yields the JSON of each server-sent event. Closing the generator ends the request."""
+    """Yield the JSON of each server-sent event. Closing the generator ends the request."""
     with _answer(address, "POST", "/v1/completions", json.dumps(body)) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
@@ -266,7 +265,8 @@ def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
 def _answer(
     address: str, method: str, path: str, body: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """The answer to a request over a new connection. Raises RequestError, also for the block."""
+    """Return the response to a request over a new connection. Raises RequestError, also for the
+    block."""
     connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"})

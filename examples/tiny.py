@@ -32,13 +32,14 @@ mistake."""
 def make_model(
     directory: Path, *, seed: int = 0, hidden: int = 256, layers: int = 4, kind: str = "plain"
 ) -> Path:
-    """A decoder with random weights and a byte-level tokenizer; equal arguments give equal files.
+    """Create a decoder with random weights and a byte-level tokenizer; equal arguments give equal
+    files.
 
     It is a Llama; of kind ``recurrent`` a Qwen3-Next that alternates gated delta nets and
     attention, which vLLM for CPUs serves in bfloat16 only. Two query heads share a key/value head.
 
     Args:
-        directory: where to create the model; created if need be, and returned.
+        directory: where to create the model; created if needed, and returned.
         hidden: hidden size, a multiple of 128; the feed-forward part is twice as wide.
         layers: an even number.
     """
@@ -59,10 +60,10 @@ def make_model(
 
 
 def shape_of(seed: int, hidden: int, layers: int) -> dict[str, Any]:
-    """Arguments of a model's configuration. Seeds the weights.
+    """Return the arguments of a model's configuration. Seeds the weights.
 
     Raises:
-        ValueError: ``hidden`` is no multiple of 128, or ``layers`` is odd.
+        ValueError: ``hidden`` is not a multiple of 128, or ``layers`` is odd.
     """
     if hidden < 128 or hidden % 128 or layers < 2 or layers % 2:
         raise ValueError(f"hidden must be a multiple of 128, layers of 2: {hidden}, {layers}")
@@ -81,7 +82,7 @@ def shape_of(seed: int, hidden: int, layers: int) -> dict[str, Any]:
 
 
 def save(model: Any, directory: Path) -> Path:
-    """Writes a model with its tokenizer, whose tokens are two special ones and the bytes."""
+    """Write a model with its tokenizer, whose tokens are two special ones and the bytes."""
     model.save_pretrained(directory, safe_serialization=True)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -102,7 +103,7 @@ def save(model: Any, directory: Path) -> Path:
 
 
 def kv_bytes_per_token(hidden: int, layers: int) -> int:
-    """Bytes of the float32 keys and values of one token, in all layers of the Llama."""
+    """Return the bytes of the float32 keys and values of one token, in all layers of the Llama."""
     return layers * 2 * (hidden // 2) * 4
 
 

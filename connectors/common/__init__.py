@@ -1,1 +1,1 @@
-"""Code that the connectors of all engines share."""
+"""Code shared by the connectors of all engines."""

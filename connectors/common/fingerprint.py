@@ -1,9 +1,8 @@
-"""Computes the fingerprint of all that the bytes of a block depend on, such as a model's weights.
+"""Fingerprints of everything that the bytes of a block depend on, such as a model's weights.
 
-Adapters of engines describe what their blocks mean, as plain JSON values: the weights, and every
-setting that changes bytes or keys. The digest of such a description, the *fingerprint*, is part of
-the namespaces that the engine uses. So engines whose descriptions differ never see each other's
-blocks. No engine is imported here.
+Connectors describe the meaning of their blocks as plain JSON values: the weights, and every setting
+that changes bytes or keys. The digest of this description, the *fingerprint*, is part of the
+namespaces, so engines with different descriptions never share blocks. No engine is imported here.
 
     description = {"format": 1, "weights": weights_of("/models/llama"), "dtype": "bfloat16"}
     namespace = f"my-engine/{fingerprint(description)}"
@@ -29,38 +28,38 @@ from kvstore.connectors.common.weight_digests import (
 from kvstore.errors import ConfigError
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
-"""How the names of files end that engines load. A file too many only keeps engines apart."""
+"""Suffixes of weight files. An additional file only keeps engines apart."""
 
 OF_TRAINING: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)"
 )
-"""Files beside weights, which no engine loads."""
+"""Files next to weights that no engine loads."""
 
 NOT_LOADED: Final = re.compile(r"original|checkpoint-\d+|global_step\d+")
-"""Folders in a model's folder that engines pass over: other formats or states of the model."""
+"""Folders in a model's folder that engines ignore: other formats or states of the model."""
 
 LOADED: Final = "kvstore_loaded"
 """Attribute of a model in an engine's memory: the ``LoadedFiles`` from which it was loaded."""
 
 
 def fingerprint(description: Mapping[str, object]) -> str:
-    """32 hexadecimal digits, equal for equal descriptions; the order of keys does not count."""
+    """Return 32 hexadecimal digits, equal for equal descriptions in any order of keys."""
     return digest(description)[:32]
 
 
 def digest(value: object) -> str:
-    """SHA-256 of plain values: 64 hexadecimal digits."""
+    """Return the SHA-256 of plain values: 64 hexadecimal digits."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_of(model: str, *, revision: str | None = None) -> str:
-    """Says which weights a model's name or path means: for files a digest of their content,
-    wherever they are; otherwise name and commit. Reads the files whole (``contents`` says how long
-    that takes) unless this host remembers them.
+    """Identify the weights of a model's name or path: for files by a digest of their content,
+    otherwise by name and commit. Reads the files completely (see ``contents`` for the duration)
+    unless this host has their digests.
 
-    Use it if the engine does not let an adapter read the live weights. It does not see weights that
-    are replaced in place.
+    For engines whose live weights a connector cannot read. Does not detect weights that are
+    replaced in place.
 
     Args:
         model: a file or directory, or a name on the Hugging Face hub. If the hub's local cache has
@@ -68,10 +67,10 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
         revision: the revision of a hub name; None: the default branch.
 
     Raises:
-        ConfigError: a folder without weights, or a URL: nothing here tells what an engine loads.
+        ConfigError: a folder without weights, or a URL: the loaded weights are unknown.
         OSError: a file cannot be read.
     """
-    # Unlike Path.exists, this is False for names that no path can have.
+    # Unlike Path.exists, this is False for invalid paths.
     found = Path(model) if os.path.exists(model) else _snapshot(model, revision)
     if found is not None:
         return f"files {files_digest(weight_files(found))[:32]}"
@@ -81,8 +80,8 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
 
 
 def config_of(model: str, *, revision: str | None = None) -> str:
-    """The digest of the ``meaningful`` part of the ``config.json`` in a model's directory, or in
-    its directory in the hub's local cache; "": this host has no such file.
+    """Return the digest of the ``meaningful`` part of the ``config.json`` in a model's directory,
+    or in its directory in the hub's local cache; "" if there is no such file.
 
     Raises:
         OSError, ValueError: the file cannot be read.
@@ -95,7 +94,7 @@ def config_of(model: str, *, revision: str | None = None) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of weights in a model's folder, also below it; of a file: itself.
+    """Return the weight files in a model's folder and its subfolders; of a file: itself.
 
     Raises:
         ConfigError: there are none.
@@ -114,12 +113,12 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def files_digest(files: Sequence[Path], remembered: DigestCache | None = None) -> str:
-    """The digest of files of weights, wherever they are: of tensors their names, dtypes, shapes and
-    every byte, but not in which files of safetensors they lie; of other files their names and every
-    byte. How long that takes, says ``contents``.
+    """Return the digest of weight files, independent of their paths: of tensors their names,
+    dtypes, shapes and bytes, but not their distribution over safetensors files; of other files
+    their names and bytes. See ``contents`` for the duration.
 
     Args:
-        remembered: what is known of files that have not changed; None: what this user's cache has.
+        remembered: digests of unchanged files; None: those of this user's cache.
 
     Raises:
         OSError: a file cannot be read.
@@ -129,7 +128,7 @@ def files_digest(files: Sequence[Path], remembered: DigestCache | None = None) -
     times = Counter(name for content in contents for name in content.tensors)
     total, others = 0, []
     for file, content in zip(files, contents, strict=True):
-        # Which of several tensors of one name is loaded may depend on their files.
+        # The loaded one of several tensors with one name may depend on their files.
         if content.tensors and all(times[name] == 1 for name in content.tensors):
             total += int(content.digest, 16)
         else:
@@ -144,17 +143,17 @@ class LoadedFiles:
     def __init__(self, files: Sequence[str]) -> None:
         """
         Args:
-            files: paths; of what is not on this host, also URLs.
+            files: paths; for weights that are not on this host, also URLs.
         """
         self._files = files
         self._states = [file_state(file) for file in files]
         self._digest = ""
 
     def digest(self) -> str:
-        """The digest of what was loaded: after the first call, whatever becomes of the files.
+        """Return the digest of the loaded files; after the first call, even if they change.
 
         Raises:
-            ConfigError: the files have changed before that, or are not on this host.
+            ConfigError: the files changed before that, or are not on this host.
             OSError: a file cannot be read.
         """
         if not self._digest:
@@ -171,14 +170,14 @@ class LoadedFiles:
 
 
 def unidentified(reason: str) -> ConfigError:
-    """The error of weights of which nothing tells what they are."""
+    """Return the error for weights that cannot be identified."""
     advice = 'Name them yourself with the setting "model_id": equal names for equal weights only.'
     return ConfigError(reason, advice=advice, key="model_id")
 
 
 def meaningful(config: Mapping[str, object]) -> dict[str, object]:
-    """A model's configuration (of ``config.json``) without its path and the version that wrote it;
-    nested configurations as well."""
+    """Return a model's ``config.json`` without its path and the version that wrote it, also in
+    nested configurations."""
     return {
         key: meaningful(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -187,8 +186,8 @@ def meaningful(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _snapshot(model: str, revision: str | None) -> Path | None:
-    """The directory of a model in the hub's local cache; None: there is none. A branch may move;
-    the files that were loaded from it do not change."""
+    """Return the directory of a model in the hub's local cache, or None. A branch may move; the
+    files that were loaded from it do not change."""
     try:
         from huggingface_hub import try_to_load_from_cache  # comes with engines, not with kvstore
         from huggingface_hub.errors import HFValidationError

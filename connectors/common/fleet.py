@@ -1,10 +1,9 @@
-"""Descriptions that engines put into the store, so that differences between engines can be seen.
+"""Fleet records: descriptions of engines in the store, which make differences visible.
 
-A fleet record (``kvstore.calls.fleet_records``) says which engine serves which models, in which
-namespaces its blocks are, and on which settings their bytes depend. An engine warns if another
-engine's record of the same model differs from its own; ``kvstore why`` shows all records; the proxy
-reads those of vLLM. An ``FleetAnnouncer`` puts records in the background: an engine does not wait
-for the store."""
+A record (``kvstore.calls.fleet_records``) names an engine, its models, its namespaces and the
+settings on which the bytes of its blocks depend. An engine warns if another engine's record of the
+same model differs from its own; ``kvstore why`` shows all records; the proxy reads those of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 
 AGAIN_S: Final = 5.0
-"""Pause before the next attempt, if the store did not answer."""
+"""Pause after a failed attempt."""
 
 
 class FleetRecords:
@@ -49,10 +48,10 @@ class FleetRecords:
         self._log = log
         self._told: set[str] = set()
         self._due: dict[str, float] = {}
-        """By fingerprint: from when on the next put renews the record's lifetime."""
+        """By fingerprint: the time from which a put renews the record's TTL."""
 
     def announce(self, record: FleetRecord, **more: object) -> list[str]:
-        """Puts this engine's record; returns a warning for each other one of its model and engine.
+        """Put this engine's record; return a warning for each other one of its model and engine.
 
         Args:
             more: further fields of the record, for example for the proxy.
@@ -72,7 +71,7 @@ class FleetRecords:
         ]
         told = record._replace(format=FORMAT, announced=time.time())
         data = json.dumps({**told._asdict(), **more}, default=str).encode()
-        # Only an overwriting put renews the lifetime of an existing record.
+        # Only an overwriting put renews the TTL of an existing record.
         is_due = uptime() >= self._due.get(fingerprint, 0.0)
         self._client.put(own, data, namespace=self._namespace, ttl=LIFETIME_S, overwrite=is_due)
         if is_due:
@@ -86,8 +85,8 @@ class FleetRecords:
         return warnings
 
     def withdraw(self, models: Sequence[str], fingerprint: str) -> None:
-        """Removes the record of a fingerprint that this engine no longer has. Another engine that
-        still has this fingerprint puts the record again.
+        """Remove the record of a fingerprint that this engine no longer has. Another engine with
+        this fingerprint puts it again.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -97,8 +96,8 @@ class FleetRecords:
 
 
 class FleetAnnouncer:
-    """A thread that puts fleet records: it retries until the store has taken them, and repeats
-    them every ``ANNOUNCED_EVERY_S``, because records have a lifetime. Threads: any."""
+    """A thread that puts fleet records, with retries, and renews them every ``ANNOUNCED_EVERY_S``,
+    because records have a TTL. Threads: any."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
         self._fleet = FleetRecords(client, log)
@@ -111,7 +110,7 @@ class FleetAnnouncer:
         self._thread = start_thread("kvstore-fleet", self._run)
 
     def announce(self, record: FleetRecord, *, former: str = "", **more: object) -> None:
-        """Hands the record to the thread, and returns at once.
+        """Queue the record for the thread.
 
         Args:
             former: the fingerprint that this one replaces, whose record is removed; "": none.
@@ -120,7 +119,7 @@ class FleetAnnouncer:
         self._news.put((record, former, partial(self._fleet.announce, record, **more)))
 
     def stop(self) -> None:
-        """Lets the thread end after its current call; closing the client ends that call."""
+        """Stop the thread after its current call; closing the client ends that call."""
         self._stopping.set()
         self._news.put(None)
 
@@ -161,7 +160,7 @@ class FleetAnnouncer:
 
 
 def _warning(ours: FleetRecord, theirs: FleetRecord) -> str:
-    """In what another engine differs; empty: it has ended, or is of another kind, which never
+    """Describe how another engine differs; empty: it has ended, or is of another kind, which never
     shares blocks."""
     if theirs.engine != ours.engine or theirs.is_stopped(time.time()):
         return ""
@@ -170,5 +169,5 @@ def _warning(ours: FleetRecord, theirs: FleetRecord) -> str:
 
 
 def _prefix(models: Sequence[str]) -> bytes:
-    """The prefix of the keys of all records of a model, whatever path it was loaded from."""
+    """Return the prefix of the keys of all records of a model, whatever its path."""
     return short_name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"

@@ -1,9 +1,8 @@
-"""Bounds how long an engine's thread waits for the store, in adapters that engines call
-synchronously.
+"""A client for adapters that engines call synchronously, with bounded waiting times.
 
-One call of the engine lasts at most 2 s, plus a time in proportion to the bytes that it moves,
-however many calls to the store (*exchanges*) it takes. After several failures in a row the guard
-does not call the store for a while: the engine gets a miss at once, and computes.
+A call of the engine takes at most 2 s, plus a time in proportion to its bytes, for any number of
+calls to the store (*exchanges*). After several failures in a row a circuit breaker returns misses
+at once for a while.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.runtime.breaker import Breaker
 
 DEADLINE_MS: Final = 2_000
-"""The deadline of one call, unless the settings name another (``timeout_ms``)."""
+"""Deadline of one call, unless configured (``timeout_ms``)."""
 
 BYTES_PER_MS: Final = 256 << 10
-"""The slowest network that is worth loading from. A call that moves 1 GiB may last 4 s longer."""
+"""The slowest network worth loading from: a call for 1 GiB may take 4 s longer."""
 
 REFUSALS_MAX: Final = 16
-"""Distinct reasons that are logged. A reason names the namespace, and an engine of several models
-has many."""
+"""Distinct reasons that are logged; an engine of several models has one per namespace."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
 class DenialLog:
-    """Tells an engine's operator that the store refuses its calls, in one line for each reason: an
-    engine makes thousands of such calls. Threads: any."""
+    """Logs that the store refuses calls, one line per reason, of thousands of calls. Threads:
+    any."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -50,7 +48,7 @@ class DenialLog:
         self._told: set[str] = set()
 
     def log_once(self, error: PermissionDeniedError) -> None:
-        """Logs this refusal, unless its text was logged before."""
+        """Log this refusal, unless its text was logged before."""
         why = str(error)  # as text: the error's frames hold buffers
         with self._lock:
             if why in self._told or len(self._told) >= REFUSALS_MAX:
@@ -69,16 +67,16 @@ class GuardedClient:
         self._changing = threading.Lock()
         self._refusals = DenialLog(log)
         self.openings = 0
-        """How often the breaker has opened."""
+        """Number of times that the breaker has opened."""
 
     def run(
         self, call: Callable[[int], ResultT], *, size: int = 0, is_short: bool = False
     ) -> ResultT:
-        """Calls ``call(timeout_ms)``, which moves ``size`` bytes, and returns its result.
+        """Call ``call(timeout_ms)``, which transfers ``size`` bytes, and return its result.
 
         Args:
-            is_short: whether the call has little time, so that running out of it does not count
-                against the store.
+            is_short: whether a timeout does not count as a failure of the store, because the call
+                has little time.
 
         Raises:
             KVStoreError: from the call.
@@ -110,15 +108,15 @@ class GuardedClient:
             opened = self._breaker.failed(time.monotonic())
             self.openings += opened
         if opened:
-            # As text: the error's frames hold buffers, which a kept log record would keep alive.
+            # As text: the error's frames hold buffers, which a stored log record would keep alive.
             self._log.warning(
                 "the store is not asked for a while, calls are misses: %s", str(error)
             )
 
 
 class GuardedCall:
-    """One call of an engine, whose deadline all its exchanges with the store share. All methods
-    raise the same errors as ``GuardedClient.run``. For one thread."""
+    """One call of an engine, whose exchanges share its deadline. All methods raise the same errors
+    as ``GuardedClient.run``. For one thread."""
 
     def __init__(self, guard: GuardedClient) -> None:
         self._guard = guard
@@ -126,7 +124,7 @@ class GuardedCall:
         self._moved = 0
 
     def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
-        """As ``GuardedClient.run``, with the time that this call of the engine has left."""
+        """As ``GuardedClient.run``, with the remaining time of this call."""
         before_ms = self._moved // BYTES_PER_MS
         self._moved += size
 
@@ -147,12 +145,12 @@ class GuardedCall:
 
 
 def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
-    """The items in slices, each of at most as many as one call to the master may name."""
+    """Split items into slices that fit into one call to the master."""
     return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 
 def client_of_an_engine(**given: object) -> Client:
-    """A client whose time-out is ``DEADLINE_MS`` unless it is configured. Its settings come from
+    """Return a client with a timeout of ``DEADLINE_MS`` unless configured. Its settings come from
     ``given``, the environment and a file, as for ``Client``.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Mooncake's configuration in this store's words: the keys of a ``mooncake.json``, and of the
-dictionaries that engines and ``setup`` take in its place.
+"""Translates Mooncake's configuration: the keys of a ``mooncake.json``, and of the dictionaries
+that engines and ``setup`` take instead.
 
-Other programs read the same file or dictionary. So a key without an effect here is ignored, and a
-log line says why; an unknown key is ignored, too.
+Other programs read them too, so a key without an effect here is ignored with a log line that gives
+the reason, and an unknown key is ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEANT: Final = {
     "metadata_server": "metadata_server",
     "metadata_backend": "metadata_server",
 }
-"""By key: the setting that it is here."""
+"""The setting for each key."""
 
 MASTER_KEYS: Final = tuple(key for key, setting in MEANT.items() if setting == "master")
 
@@ -66,24 +66,24 @@ IGNORED: Final = {
     "staging_buffer_size": _ASCEND,
     "use_ascend_direct": _ASCEND,
 }
-"""By key: why it has no effect here."""
+"""The reason why a key has no effect."""
 
 _OF_THE_ENGINE: Final[dict[str, str]] = dict.fromkeys(
     ("metadata_server", "metadata_backend", "device_name", "rdma_devices"),
     "tcp needs no transfer engine",
 )
-"""By key that only a transfer engine needs: why it has no effect without one."""
+"""The reason why a key has no effect without a transfer engine."""
 
 _DISCOVERED: Final = "auto-discovery"
-"""A ``device_name`` that means all cards, as the empty one does."""
+"""A ``device_name`` that means all RDMA devices, as the empty one does."""
 
 _CUTOFF: Final = 0.8
-"""How similar a key is to the one that was probably meant."""
+"""Minimum similarity of a key to the one suggested."""
 
 
 def settings_of(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]:
-    """The settings that Mooncake's keys in ``given`` name. A log line for each key of Mooncake's
-    that has a value and no effect; other keys are left to the caller."""
+    """Return the settings for Mooncake's keys in ``given``, and log each of its keys that has a
+    value and no effect; ignore other keys."""
     tell_ignored(given, IGNORED, log)
     values: dict[str, Any] = {}
     if address := next((given[key] for key in MASTER_KEYS if given.get(key)), None):
@@ -96,9 +96,8 @@ def settings_of(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]
 
 
 def translate_config(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]:
-    """A dictionary of settings that may hold Mooncake's keys: settings instead of these, and
-    everything else as it is. Keys that are both Mooncake's and settings (``protocol``) are
-    Mooncake's where the master is named by Mooncake's key."""
+    """Replace Mooncake's keys in a dictionary of settings by settings. Keys that are both
+    (``protocol``) are Mooncake's if the master is named by Mooncake's key."""
     is_theirs = any(given.get(key) for key in MASTER_KEYS)
     shared = set() if is_theirs else {key for key, setting in MEANT.items() if key == setting}
     theirs = {
@@ -119,7 +118,7 @@ def tell_ignored(given: Mapping[str, Any], reasons: Mapping[str, str], log: logg
 
 
 def tell_unknown(keys: Iterable[str], known: Iterable[str], log: logging.Logger) -> None:
-    """Logs that these keys are ignored, and which known one was probably meant."""
+    """Log that these keys are ignored, each with the most similar known key."""
     names = list(known)
     for key in keys:
         if near := difflib.get_close_matches(str(key), names, n=1, cutoff=_CUTOFF):
@@ -129,7 +128,7 @@ def tell_unknown(keys: Iterable[str], known: Iterable[str], log: logging.Logger)
 
 
 def warn_if_no_memory(given: Mapping[str, Any], log: logging.Logger) -> None:
-    """Logs that a missing ``global_segment_size`` pools no memory. Mooncake's connectors of vLLM
+    """Log that without ``global_segment_size`` no memory is pooled. Mooncake's connectors of vLLM
     and SGLang would pool 4 GiB in each worker."""
     if "global_segment_size" not in given and given.get("mode") != "standalone-store":
         log.info(
@@ -139,13 +138,13 @@ def warn_if_no_memory(given: Mapping[str, Any], log: logging.Logger) -> None:
 
 
 def size_of(size: int | str) -> int | str:
-    """A size in Mooncake's format, where ``4gb`` and ``4g`` are binary units."""
+    """Return a size in Mooncake's format, where ``4gb`` and ``4g`` are binary units."""
     text = str(size).strip().lower().removesuffix("b").rstrip()
     return f"{text[:-1].strip()}{text[-1].upper()}iB" if text[-1:] in ("k", "m", "g", "t") else size
 
 
 def _of_the_engine(given: Mapping[str, Any], log: logging.Logger) -> dict[str, Any]:
-    """The settings of a transfer engine, which only ``rdma`` needs."""
+    """Return the settings of a transfer engine, which only ``rdma`` needs."""
     protocol = str(given.get("protocol") or "tcp").lower()
     if protocol != "rdma":
         if protocol != "tcp":
@@ -162,6 +161,6 @@ def _of_the_engine(given: Mapping[str, Any], log: logging.Logger) -> dict[str, A
 
 
 def _with_scheme(server: str, backend: str | None) -> str:
-    """In Mooncake's format ``metadata_backend`` is the scheme of an address without one, and an
-    etcd's is the default."""
+    """Return an address with Mooncake's ``metadata_backend`` as its scheme if it has none; the
+    default is etcd."""
     return server if "://" in server or server == P2P else f"{backend or 'etcd'}://{server}"

@@ -1,15 +1,15 @@
-"""Digests of whole files of weights, which a host computes once.
+"""Digests of complete weight files, which a host computes once.
 
-A digest is XXH3-128 of every byte of a file: any change changes it, but it does not withstand a
-forger. That of a file of safetensors is the sum of its tensors' digests (name, dtype, shape, bytes)
-modulo 2^128, so that sums of files tell which tensors these have together, however they are split.
-It is computed at 7 GB/s from the page cache, by one thread: a second one gained 5 % where
-this was measured. 16 GB take some 2.3 s, and longer if a disk or a network must be read.
+A digest is XXH3-128 of every byte of a file: any change changes it, but it is not resistant to
+forgery. That of a safetensors file is the sum of its tensors' digests (name, dtype, shape, bytes)
+modulo 2^128, so that sums over files do not depend on the split into files. It runs at 7 GB/s from
+the page cache, in one thread (a second one gained 5 %): 16 GB take some 2.3 s, more from a disk or
+network.
 
-A digest is remembered by the file's *state*: device, inode, size, time of modification and time of
-change, which the kernel sets at each write and no program can set back. So the next start, and
-other engines on the host, read no byte again. Processes that start together share the work: each
-one looks before each file whether another process has hashed it, and takes files in random order.
+The cache key is the file's *state*: device, inode, size, modification time and change time, which
+the kernel sets at each write and no program can set back. The next start, and other engines on the
+host, then read nothing. Processes that start together divide the work: each checks before each file
+for a digest of another process, and takes files in random order.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ PIECE_BYTES: Final = 1 << 20
 TOLD_EVERY_S: Final = 5.0
 
 SETTLED_NS: Final = 3_000_000_000
-"""A younger file may change once more without a change of its times, which some file systems count
-in units of two seconds."""
+"""A younger file may change again without a change of its times, which have a resolution of two
+seconds in some file systems."""
 
 FILES_MAX: Final = 1024
-"""Files that are remembered; the oldest entries are dropped."""
+"""Remembered files; the oldest entries are dropped."""
 
 FILE_BYTES_MAX: Final = 1 << 20
-"""Several times what ``FILES_MAX`` entries need."""
+"""Several times the size of ``FILES_MAX`` entries."""
 
 HEADER_BYTES_MAX: Final = 100_000_000
-"""Of a file of safetensors, as its library has it."""
+"""Limit of a safetensors header, as in its library."""
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -61,20 +61,20 @@ class FileDigest(NamedTuple):
     digest: str
     """32 hexadecimal digits."""
     tensors: tuple[str, ...] = ()
-    """Their names; empty: the file is not one of safetensors, and its digest that of its bytes."""
+    """Names of the tensors; empty: not a safetensors file, and the digest is that of its bytes."""
 
 
 class DigestCache:
-    """The file in which this user's processes remember digests, for any number of processes.
+    """The file with the digests of this user, shared by any number of processes.
 
-    It is not used if it, or its folder, belongs to another user or can be written by one. Without
-    it, or if it is damaged, files are read again. Threads: any.
+    It is not used if it, or its folder, belongs to another user or can be written by one. If it is
+    missing or damaged, weight files are read again. Threads: any.
     """
 
     def __init__(self, folder: Path | None, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         """
         Args:
-            folder: of the file, made when it is needed; None: nothing is remembered.
+            folder: of the file, created when needed; None: nothing is remembered.
             now_ns: nanoseconds since 1970.
         """
         self._file = None if folder is None else folder / "weights-by-tensor.json"
@@ -84,8 +84,8 @@ class DigestCache:
         return self._read().get(state)
 
     def add(self, state: str, digest: str) -> None:
-        """Replaces the file as a whole. Does nothing if it cannot be written. If two processes add
-        at the same moment, one of the two digests may be lost."""
+        """Replace the file with one that has this digest. Does nothing if it cannot be written. If
+        two processes add at the same time, one of the two digests may be lost."""
         entries = {**self._read(), state: digest}
         try:
             self._write(dict(list(entries.items())[-FILES_MAX:]))
@@ -93,7 +93,7 @@ class DigestCache:
             log.debug("digest_not_remembered reason=%s", error)
 
     def is_change_detectable(self, file: os.stat_result) -> bool:
-        """Whether a change of this file from now on changes its state."""
+        """Return whether any later change of this file changes its state."""
         return self._now_ns() - max(file.st_mtime_ns, file.st_ctime_ns) > SETTLED_NS
 
     def _read(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ class DigestCache:
             if not _is_owned_by_user(self._file.parent.stat()):
                 return {}
             with open(open_entry(self._file, os.O_RDONLY, _is_owned_by_user), "rb") as file:
-                # What is cut here is not JSON any more.
+                # A truncated file is not valid JSON.
                 entries = json.loads(file.read(FILE_BYTES_MAX))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -127,7 +127,7 @@ class DigestCache:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """The folder of this user's cache that belongs to kvstore; None: the environment names none."""
+    """Return kvstore's folder in this user's cache; None: the environment names none."""
     home = environ.get("HOME", "")
     for base in (environ.get("XDG_CACHE_HOME", ""), home and f"{home}/.cache"):
         if os.path.isabs(base):
@@ -138,7 +138,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
 def digest_files(
     files: Sequence[Path], remembered: DigestCache, *, now_s: Callable[[], float] = uptime
 ) -> list[FileDigest]:
-    """Size and digest of each file. Logs how far it is every ``TOLD_EVERY_S``.
+    """Return size and digest of each file. Logs the progress every ``TOLD_EVERY_S``.
 
     Raises:
         OSError: a file cannot be read.
@@ -177,9 +177,10 @@ def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest
 
 
 def _tensors(file: FileIO, size: int) -> list[tuple[tuple[Any, ...], int]]:
-    """The name, dtype and shape of each tensor of a file of safetensors, in the order of their
-    bytes, and how many these are. Metadata count as tensors without bytes: some loaders read them.
-    Leaves the file where the bytes begin; of another file the result is empty, and it is at 0."""
+    """Return name, dtype and shape of each tensor of a safetensors file, in the order of their
+    bytes, with its size. Metadata count as tensors without bytes: some loaders read them. Leaves
+    the file at the first byte of the tensors; for another file the result is empty, and it is at
+    0."""
     length = int.from_bytes(file.read(8), "little")
     parts: list[tuple[tuple[Any, ...], int]] = []
     at = 8 + length
@@ -201,7 +202,7 @@ def _tensors(file: FileIO, size: int) -> list[tuple[tuple[Any, ...], int]]:
 
 
 def file_state(path: str) -> str:
-    """The state of a file; another one: it may have changed; "": it is not here."""
+    """Return the state of a file: another one if it may have changed; "" if it is not here."""
     try:
         return _state(os.stat(path))
     except OSError:
@@ -213,21 +214,22 @@ def _state(file: os.stat_result) -> str:
 
 
 def _is_image(descriptor: int, file: os.stat_result) -> bool:
-    """Whether the file may lie in an image such as squashfs. Two images can have files with other
-    bytes and the same state, because whoever makes an image chooses all times and inodes."""
+    """Return whether the file may be in an image such as squashfs. Two images can have files with
+    different bytes and the same state, because their creator chooses all times and inodes."""
     read_only = os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
     return bool(read_only) and file.st_mtime_ns == file.st_ctime_ns
 
 
 def _is_owned_by_user(file: os.stat_result) -> bool:
-    """Whether a regular file or a directory is this user's, and no other user can write it."""
+    """Return whether a regular file or a directory is this user's, and no other user can write
+    it."""
     is_plain = stat.S_ISREG(file.st_mode) or stat.S_ISDIR(file.st_mode)
     others_write = file.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return is_plain and file.st_uid == os.geteuid() and not others_write
 
 
 class _Progress:
-    """Logs how many bytes of all are done."""
+    """Logs the progress in bytes."""
 
     def __init__(self, size: int, now_s: Callable[[], float]) -> None:
         self._size = size

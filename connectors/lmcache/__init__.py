@@ -1,9 +1,9 @@
-"""This store behind LMCache's daemon. docs/engines/lmcache.md says how to configure it.
+"""The store as a back-end of LMCache's daemon; docs/engines/lmcache.md has its configuration.
 
 * ``adapter.py``: ``KVStoreL2Adapter``, the second level of the daemon (``lmcache server``)
-* ``identity.py``: the namespaces of its objects, one for each meaning that bytes can have
-* ``locks.py``: keeps leased what the daemon has looked up and not loaded yet
-* ``memory.py``: names of objects, and LMCache's memory as arrays of bytes
+* ``namespaces.py``: the namespaces of its objects
+* ``locks.py``: keeps leases between the daemon's lookup and its load
+* ``conversions.py``: names of objects, and LMCache's memory as arrays of bytes
 """
 
 from kvstore.connectors.lmcache.adapter import KVStoreL2Adapter

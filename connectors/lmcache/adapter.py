@@ -5,9 +5,9 @@
       "adapter_params": {"master": "10.0.0.7:50001"}}'
 
 The daemon's controllers submit tasks (stores, lookups, loads), and wait for the event descriptor of
-each kind. Every task ends by the deadline of its calls (``guard``), even if kvstore is down: then a
-store task fails, and a lookup or a load finds nothing. kvstore evicts by itself, so LMCache needs
-to evict from this level only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
+each kind. Every task ends by the deadline of its calls, even if kvstore is down: then a store task
+fails, and a lookup or a load misses. kvstore evicts by itself, so LMCache evicts from this level
+only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._client = self._guard.client
         self._namespaces = ChunkNamespaces(self._client, log, model_id=model_id)
         self._layouts: dict[tuple[str, int], Layout] = {}
-        """By model and object group: the layout that was stored last, or described by a lookup."""
+        """The last layout stored, or described by a lookup, by model and object group."""
         self._sizes: dict[str, int] = {}
-        """By namespace: bytes of the object that was stored last."""
+        """Size of the last object stored, by namespace."""
         self._listings: dict[tuple[str | None, int], Iterator[tuple[str, ObjectRow]]] = {}
-        """The listing that the last page left unfinished, by model and number of rows so far."""
+        """The unfinished listing of the last batch, by model and number of rows so far."""
         self._stores: _CompletionQueue[L2StoreResult] = _CompletionQueue()
         self._lookups: _CompletionQueue[Bitmap] = _CompletionQueue()
         self._loads: _CompletionQueue[Bitmap] = _CompletionQueue()
@@ -95,8 +95,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         if l1_memory_desc is not None and self._client.config.protocol:
             self._wrap_buffers(l1_memory_desc)
 
-    # --- descriptors --------------------------------------------------------------------------
-
     def get_store_event_fd(self) -> int:
         return self._stores.descriptor
 
@@ -106,10 +104,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def get_load_event_fd(self) -> int:
         return self._loads.descriptor
 
-    # --- tasks --------------------------------------------------------------------------------
-
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Succeeds if the store has all objects afterwards; a full pool takes only the first."""
+        """Succeed if the store has all objects afterwards; a full pool takes only the first."""
         return self._submit(
             self._writers,
             self._stores,
@@ -123,7 +119,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
-        """Objects that are found stay leased until ``submit_unlock``, for a minute at most."""
+        """Lease the objects found until ``submit_unlock``, for a minute at most."""
         return self._submit(
             self._readers,
             self._lookups,
@@ -135,12 +131,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Releases one lock on each object; the last one releases its lease. Makes no call."""
+        """Release one lock on each object; the last one releases its lease. Makes no call."""
         self._locks.remove(keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Loads each object that the store has with the same shapes, dtypes and size. The memory of
-        the others is undefined afterwards."""
+        """Load each stored object with the same shapes, dtypes and size. The memory of the others
+        is undefined afterwards."""
         return self._submit(
             self._readers, self._loads, lambda: self._load(keys, objects), Bitmap(len(keys))
         )
@@ -148,11 +144,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
 
-    # --- the rest of the interface ------------------------------------------------------------
-
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes the objects that are not locked. LMCache's listeners are told that all of these
-        are gone, also those that the store had evicted before."""
+        """Remove the objects that are not locked. LMCache's listeners are notified for all of
+        these, including those that the store had evicted before."""
         unlocked = [key for key in keys if key not in self._locks]
         layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in unlocked]
         for namespace, indices in self._grouped(unlocked, layouts).items():
@@ -173,14 +167,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """Lists the objects of the models that this daemon has stored or looked up, page by page.
-        Objects that come or go meanwhile may be missed or seen twice.
+        """List the objects of the models that this daemon has stored or looked up. Objects that are
+        stored or removed meanwhile may be missed or listed twice.
 
-        The listing of the last page is kept, and the next page continues it. A page that does not
-        follow the last one starts a new listing, and skips as many rows as its cursor says.
+        A batch continues the listing of the previous one. With another cursor, it starts a new
+        listing and skips as many rows.
 
         Raises:
-            ValueError: a wrong page size or cursor, as LMCache's interface says.
+            ValueError: a wrong size or cursor, as specified by LMCache's interface.
             KVStoreError: the store did not answer.
         """
         if page_size <= 0:
@@ -203,8 +197,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return KeyListPage(tuple(entries), None)
 
     def report_status(self) -> dict[str, Any]:
-        """The status of this process. ``is_healthy`` stays true while the store is down: LMCache is
-        only slower then, and a restart by a supervisor would lose the daemon's memory, too."""
+        """Return the status of this process. ``is_healthy`` stays true while the store is down:
+        LMCache is only slower then, and a restart by a supervisor would lose the daemon's
+        memory."""
         return {
             "is_healthy": not self._is_closed,
             "type": type(self).__name__,
@@ -215,7 +210,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         }
 
     def close(self) -> None:
-        """Lets tasks under way fail; returns when none touches its memory any more. Idempotent."""
+        """Fail the tasks in progress; return when none accesses its memory. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -227,8 +222,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._readers.shutdown()
         for finished in (self._stores, self._lookups, self._loads):
             finished.close()
-
-    # --- carrying tasks out -------------------------------------------------------------------
 
     def _submit(
         self,
@@ -245,7 +238,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 result = work()
             except KVStoreError as error:
                 log.debug("%s", error)
-            except Exception:  # a controller would wait for ever for a task without a result
+            except Exception:  # without a result, a controller would wait forever
                 log.exception("a task failed")
             finally:
                 finished.add(task, result)
@@ -288,7 +281,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         keys: Sequence[ObjectKey],
         objects: Sequence[MemoryObj],
     ) -> list[PutOutcome]:
-        """Puts as many objects as one call may have. Raises KVStoreError."""
+        """Put as many objects as one call may have. Raises KVStoreError."""
         names = list(map(_name, keys))
         values = {name: memory_of(each) for name, each in zip(names, objects, strict=True)}
         outcomes = deadline.run(
@@ -353,7 +346,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _grouped(
         self, keys: Sequence[ObjectKey], layouts: Sequence[Layout | None]
     ) -> dict[str, list[int]]:
-        """By namespace: the indices of its keys. Keys of an unknown namespace are left out."""
+        """Return the indices of keys by namespace, without keys of unknown namespaces."""
         kinds: dict[tuple[str, int, Layout], list[int]] = {}
         for index, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             if layout is not None:
@@ -367,7 +360,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return grouped
 
     def _rows(self, model_name: str | None) -> Iterator[tuple[str, ObjectRow]]:
-        """Yields pairs of a model and a stored object, for one model or for all (None)."""
+        """Yield pairs of a model and a stored object, for one model or for all (None)."""
         places = sorted(
             (model, namespace)
             for (model, _), layout in list(self._layouts.items())
@@ -423,14 +416,14 @@ _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 
 
 def _name(key: ObjectKey) -> bytes:
-    """The store's key of an object. It omits the model, which the namespace implies. Only the last
-    field could contain an ``@``, and LMCache forbids it there."""
+    """Return the store's key of an object. It omits the model, which the namespace implies. Only
+    the last field could contain an ``@``, and LMCache forbids it there."""
     text = f"{key.chunk_hash.hex()}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}"
     return name_of(text)
 
 
 def _key(name: bytes, model: str) -> ObjectKey | None:
-    """The reverse of ``_name``; None: the name is a digest."""
+    """Invert ``_name``; None: the name is a digest."""
     text = text_of(name)
     if text is None:
         return None

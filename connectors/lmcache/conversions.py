@@ -21,8 +21,7 @@ _HASHED: Final = re.compile(rb"#sha256:[0-9a-f]{64}")
 
 
 def name_of(text: str) -> bytes:
-    """The store's key of an object that LMCache calls ``text``: the text itself, or its digest if
-    it is too long for a key."""
+    """Return the store's key for LMCache's name: the text, or its digest if it is too long."""
     name = text.encode(errors="surrogateescape")
     if len(name) <= KEY_BYTES_MAX:
         return name
@@ -30,17 +29,17 @@ def name_of(text: str) -> bytes:
 
 
 def text_of(name: bytes) -> str | None:
-    """The reverse of ``name_of``; None for a digest."""
+    """Invert ``name_of``; None for a digest."""
     if _HASHED.fullmatch(name):
         return None
     return name.decode(errors="surrogateescape")
 
 
 def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
-    """An array over the bytes of an object of LMCache, which it does not keep alive.
+    """Return an array over the bytes of an object of LMCache, which it does not keep alive.
 
     Raises:
-        TypeError: the bytes are not in memory of the host.
+        TypeError: the bytes are not in host memory.
     """
     flat: NDArray[np.uint8] = memory.raw_tensor.view(-1).view(torch.uint8).numpy()
     return flat[: memory.get_size()]
@@ -48,7 +47,7 @@ def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=256)
 def layout_of(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Layout:
-    """The layout of an object, from LMCache's shape and dtype of each of its parts."""
+    """Return the layout of an object from LMCache's shapes and dtypes of its parts."""
     return tuple(
         (tuple(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)
     )

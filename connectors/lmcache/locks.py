@@ -1,7 +1,7 @@
-"""Keeps objects leased from the time LMCache's daemon has looked them up until it unlocks them.
+"""Leases on objects from their lookup by LMCache's daemon until it unlocks them.
 
-A load releases the lease of what it has read. Where several requests have locked one object, its
-lease is renewed for the others within ``RENEW_S``.
+A load releases the lease of its objects. If several requests have locked an object, its lease is
+renewed for the others within ``RENEW_S``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstore.errors import KVStoreError
 from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 
 RENEW_S: Final = 3.0
-"""Leases are renewed at least this often; the default lease (``--lease-ms``) is 10 s."""
+"""Maximum renewal interval; the default lease (``--lease-ms``) is 10 s."""
 
 HELD_S_MAX: Final = 60.0
-"""The longest that a lock is kept after its last lookup. Without this limit, a controller that has
-died would fill the pool with objects that cannot be evicted."""
+"""Maximum age of a lock after its last lookup. Without this limit, a dead controller would fill the
+pool with objects that cannot be evicted."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class LookupLocks:
         return key in self._locks
 
     def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
-        """Locks objects that were leased just now, given by LMCache's key and the store's key."""
+        """Lock objects that have just been leased, given by LMCache's key and the store's key."""
         now = time.monotonic()
         with self._changing:
             for key, name in found:
@@ -66,7 +66,7 @@ class LookupLocks:
                     lock.since = lock.renewed = now
 
     def remove(self, keys: Sequence[Hashable]) -> None:
-        """Releases one lock on each object; objects that are not locked are ignored."""
+        """Release one lock on each object; ignore objects that are not locked."""
         unlocked: dict[str, list[bytes]] = {}
         with self._changing:
             for key in keys:
@@ -98,7 +98,7 @@ class LookupLocks:
                     self._log.debug("leases of %d objects not renewed: %s", len(names), error)
 
     def _due(self, now: float) -> dict[str, list[bytes]]:
-        """By namespace: the keys to look up again. Drops locks older than ``HELD_S_MAX``."""
+        """Return the keys to look up again, by namespace. Drops locks older than ``HELD_S_MAX``."""
         due: dict[str, list[bytes]] = {}
         for key, lock in list(self._locks.items()):
             if now - lock.since > HELD_S_MAX:

@@ -1,9 +1,9 @@
-"""Computes the namespace of a model's objects, so that equal keys in it mean equal bytes.
+"""Namespaces of a model's objects, in which equal keys mean equal bytes.
 
-LMCache names objects by the model's name, by ranks and by hashes of tokens. Two engines that serve
-different weights under one name, or use different dtypes, give different objects the same name. So
-a namespace contains the fingerprint of the weights and of the objects' shapes and dtypes. Ranks are
-part of the objects' keys, because a daemon serves all ranks of its host with one call.
+LMCache names objects by model name, ranks and hashes of tokens. Engines with other weights under
+one name, or other dtypes, give different objects the same name, so a namespace contains the
+fingerprint of the weights and of the objects' shapes and dtypes. Ranks are part of the keys,
+because a daemon serves all ranks of its host with one call.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FORMAT: Final = 2
 """Version of the format of an object's bytes. Objects of another version are misses."""
 
 PATIENCE_S: Final = 1.0
-"""The longest that one call waits for the weights to be read; a later call finds the result."""
+"""Maximum wait of one call for the weights to be read; a later call finds the result."""
 
 
 class ChunkNamespaces:
-    """The namespaces of one process of LMCache. Threads: any. The class reads files of weights and
-    puts fleet records in threads of its own."""
+    """The namespaces of one LMCache process. Threads: any; its own threads read weight files and
+    put fleet records."""
 
     def __init__(
         self,
@@ -53,17 +53,18 @@ class ChunkNamespaces:
         self._found: dict[tuple[str, Layout], str] = {}
         self._reading_files = threading.Lock()
         self._meanings: dict[str, Mapping[str, str]] = {}
-        """By model: what its weights are. Guarded by ``_reading_files``."""
+        """The identity of the weights by model. Guarded by ``_reading_files``."""
         self._is_stopped = False
         self._tenant = client.config.tenant
         self._announcer = FleetAnnouncer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
-        """The namespace of a model's objects; None: not known yet, or the weights are unreadable.
-        Waits ``PATIENCE_S`` at most: 7 GB of files in the page cache are read in that time.
+        """Return the namespace of a model's objects; None: not known yet, or the weights are
+        unreadable. Waits ``PATIENCE_S`` at most: 7 GB of files in the page cache are read in that
+        time.
 
         Args:
-            announce: whether to put a fleet record when this pair is seen for the first time.
+            announce: whether to put a fleet record for a new pair.
         """
         what = model, layout
         if what not in self._found:
@@ -78,13 +79,13 @@ class ChunkNamespaces:
         return self._found.get(what)
 
     def stop(self) -> None:
-        """No thread begins after this. Closing the client ends calls of the running ones."""
+        """Start no more threads. Closing the client ends calls of the running ones."""
         with self._changing:
             self._is_stopped = True
         self._announcer.stop()
 
     def join(self) -> None:
-        """Waits for the threads, but at most ``PATIENCE_S`` for each one that reads files."""
+        """Wait for the threads, but at most ``PATIENCE_S`` for each one that reads files."""
         for thread in self._reading.values():
             thread.join(PATIENCE_S)
         self._announcer.join()
@@ -111,8 +112,8 @@ class ChunkNamespaces:
             )
 
     def _meaning(self, model: str) -> Mapping[str, str]:
-        """Which weights the model has. Its files are read once for all of its layouts, and files of
-        one model at a time (``kvstore.connectors.common.weight_digests`` says how long that takes).
+        """Return the identity of a model's weights. Its files are read once for all of its layouts,
+        one model at a time (see ``kvstore.connectors.common.weight_digests`` for the duration).
 
         Raises:
             OSError, ValueError: the files cannot be read.

@@ -1,11 +1,10 @@
-"""Mooncake Store's Python interface, implemented with this store, for engines that import
-``mooncake.store``.
+"""Mooncake Store's Python interface on this store, for engines that import ``mooncake.store``.
 
 * ``store.py``: ``MooncakeDistributedStore``, Mooncake's client
 * ``tensors.py``: its methods for torch tensors
 * ``objects.py``: puts and gets by Mooncake's keys and by address
-* ``sessions.py``: objects that are put part by part
-* ``names.py``: Mooncake's return codes, enumerations and small classes
+* ``put_sessions.py``: objects that are put in parts
+* ``mooncake_types.py``: Mooncake's return codes, enumerations and small classes
 
 ``kvstore.connectors.mooncake_shim`` makes ``import mooncake.store`` find this package.
 """

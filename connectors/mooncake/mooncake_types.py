@@ -23,7 +23,7 @@ from kvstore.memory.process_memory import address_of
 
 
 class Code(enum.IntEnum):
-    """What Mooncake's methods return instead of raising: its ``ErrorCode``."""
+    """Mooncake's ``ErrorCode``, which its methods return instead of raising."""
 
     OK = 0
     INTERNAL_ERROR = -1
@@ -82,8 +82,8 @@ class ReplicaStatus(enum.IntEnum):
 
 @dataclass
 class ReplicateConfig:
-    """How an object is put. Only the numbers of copies have an effect: the store keeps
-    ``replica_num`` copies on distinct nodes, or one if that is 0 and another number is not."""
+    """Options of a put. Only the numbers of copies have an effect: the store keeps ``replica_num``
+    copies on distinct nodes, or one if that is 0 and another number is not."""
 
     replica_num: int = 1
     nof_replica_num: int = 0
@@ -103,14 +103,14 @@ class ReplicateConfig:
 
 @dataclass
 class ExistOptions:
-    """What ``is_exist`` does beside its answer. Nothing here: all objects are in memory."""
+    """Options of ``is_exist``, without effect: all objects are in memory."""
 
     prefetch_to_memory: bool = False
 
 
 @dataclass(frozen=True)
 class RangesSnapshot:
-    """The objects that were there when ``prepare_get_into_ranges_snapshot`` leased them."""
+    """The objects that ``prepare_get_into_ranges_snapshot`` found and leased."""
 
     names: frozenset[bytes]
 
@@ -118,7 +118,6 @@ class RangesSnapshot:
 @dataclass(frozen=True)
 class BufferDescriptor:
     size: int
-    """Bytes of the payload."""
     transport_endpoint: str
     """The name of the node that holds the copy."""
     buffer_address: int = 0
@@ -151,10 +150,10 @@ class ReplicaDescriptor:
 
 
 class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A value in memory of its own, as a writable buffer: ``memoryview(handle)``.
+    """A value in its own memory, as a writable buffer: ``memoryview(handle)``.
 
-    The class is an array, because before Python 3.12 no other class written in Python can be a
-    buffer. Methods have Mooncake's names; ``size`` hides the array's attribute of that name.
+    An array, because before Python 3.12 no other class written in Python can be a buffer. Methods
+    have Mooncake's names; ``size`` hides the array's attribute.
     """
 
     @classmethod
@@ -165,11 +164,11 @@ class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
         return self.nbytes
 
     def ptr(self) -> int:
-        """The address of the first byte; 0 for no bytes."""
+        """Return the address of the first byte; 0 for no bytes."""
         return int(self.ctypes.data) if self.nbytes else 0
 
     def __bool__(self) -> bool:
-        """Always true, as for Mooncake's handle. An array of several elements would raise here."""
+        """Return True, as Mooncake's handle does. An array of several elements would raise here."""
         return True
 
     def __repr__(self) -> str:
@@ -186,7 +185,7 @@ class MooncakeHostMemAllocator:
         self._changing = threading.Lock()
 
     def alloc(self, size: int) -> int:
-        """The address of ``size`` new bytes, all zero; 0: they cannot be allocated."""
+        """Return the address of ``size`` zeroed bytes; 0: they cannot be allocated."""
         try:
             memory = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError):
@@ -197,8 +196,8 @@ class MooncakeHostMemAllocator:
         return address
 
     def free(self, address: int) -> int:
-        """Frees memory, which nothing may use any more. Returns 0, or ``Code.INVALID_PARAMS``:
-        ``alloc`` has not returned this address."""
+        """Free unused memory. Return 0, or ``Code.INVALID_PARAMS`` for an address not from
+        ``alloc``."""
         with self._changing:
             memory = self._held.pop(address, None)
         if memory is None:
@@ -208,4 +207,4 @@ class MooncakeHostMemAllocator:
 
 
 def bind_to_numa_node(node: int) -> None:
-    """Does nothing: the kernel places memory where the engine's thread first touches it."""
+    """Do nothing: the kernel places memory where the engine's thread first touches it."""

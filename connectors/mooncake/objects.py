@@ -1,4 +1,4 @@
-"""Puts and gets objects by Mooncake's keys, from and into memory at addresses. Errors are codes."""
+"""Puts and gets by Mooncake's keys, from and into memory at addresses. Errors are codes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _OUTCOMES: Final = {
 
 ResultT = TypeVar("ResultT")
 Found = list[memoryview] | Code
-"""Host memory at some addresses, or a code: why it cannot be used."""
+"""Host memory at some addresses, or the code of an error."""
 
 
 def any_overlap(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
-    """Whether any two runs of memory overlap. Each element has the addresses and sizes of some."""
+    """Return whether any two memory ranges overlap, given by lists of addresses and sizes."""
     spans = sorted(
         (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
     )
@@ -71,11 +71,12 @@ class ObjectAccess:
         return guard.run(lambda timeout_ms: call(guard.client, timeout_ms), size=size)
 
     def call(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
-        """The result of ``call(client, timeout_ms)``, which moves ``size`` bytes, or its error."""
+        """Return the result of ``call(client, timeout_ms)``, which transfers ``size`` bytes, or its
+        error."""
         return _coded(lambda: self.run(call, size=size))
 
     def run_logged(self, call: Callable[[], object]) -> Code:
-        """Makes a call that should not fail, and returns its code. If it fails, logs why."""
+        """Make a call and return its code; log an error."""
         try:
             call()
         except KVStoreError as error:
@@ -86,8 +87,8 @@ class ObjectAccess:
     def payloads(
         self, pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[Payload | Code]:
-        """Per key the memory at its addresses, of the host or of a device, which the caller keeps
-        allocated. An empty list if there are not as many pointers as sizes."""
+        """Return for each key the memory at its addresses, of the host or of a device, which the
+        caller keeps allocated. Empty if there are not as many pointers as sizes."""
         if len(pointers) != len(sizes):
             return []
         return [self._payload(*each) for each in zip(pointers, sizes, strict=True)]
@@ -102,7 +103,7 @@ class ObjectAccess:
         return _coded(lambda: self.client().payload_at(pointers, sizes))
 
     def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
-        """As ``payloads_of``, for memory of the host only."""
+        """As ``payloads_of``, for host memory only."""
         if len(pointers) != len(sizes):
             return []
         return [self.memory((at,), (size,)) for at, size in zip(pointers, sizes, strict=True)]
@@ -121,8 +122,8 @@ class ObjectAccess:
         *,
         overwrite: bool = False,
     ) -> list[int]:
-        """Puts the values that are not codes; returns per key 0 or a code. If a key occurs twice,
-        its first value counts; with ``overwrite``, its last one."""
+        """Put the values that are not codes; return per key 0 or a code. If a key occurs twice, its
+        first value counts; with ``overwrite``, its last one."""
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)
         wanted: dict[bytes, Storable] = {}
@@ -195,7 +196,8 @@ class ObjectAccess:
     def get_ranges(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> list[int]:
-        """Per range the bytes read, or a code. A range that fails does not affect the others."""
+        """Return per range the bytes read, or a code. A range that fails does not affect the
+        others."""
         code = self.get_range(key, pointers, sizes, offsets)
         if code >= 0:
             return list(sizes)
@@ -207,7 +209,7 @@ class ObjectAccess:
     def get_range(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
-        """Reads ranges of an object; returns the bytes read in all, or a code."""
+        """Read ranges of an object; return the total bytes read, or a code."""
         memory = self.memory(pointers, sizes)
         if isinstance(memory, Code):
             return memory
@@ -224,13 +226,13 @@ class ObjectAccess:
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
-        """Per key the bytes of its payload, or None. Objects that are found are leased."""
+        """Return per key the size of its payload, or None. Objects found are leased."""
         return self._call_for_each(
             keys, lambda client, names, ms: client.lookup(names, timeout_ms=ms), None
         )
 
     def are_stored(self, keys: Sequence[str], *, lease: bool = True) -> list[bool] | Code:
-        """Per key whether its object is stored. With ``lease`` those that are found are leased."""
+        """Return per key whether its object is stored. With ``lease`` those found are leased."""
         return self._call_for_each(
             keys,
             lambda client, names, ms: client.exists_many(names, lease=lease, timeout_ms=ms),
@@ -243,7 +245,8 @@ class ObjectAccess:
         call: Callable[[Client, Sequence[bytes], int], list[ResultT]],
         absent: ResultT,
     ) -> list[ResultT] | Code:
-        """Per key the result of ``call(client, names, timeout_ms)``; ``absent`` for empty keys."""
+        """Return per key the result of ``call(client, names, timeout_ms)``; ``absent`` for empty
+        keys."""
         names = names_of(keys)
         asked = names if all(names) else [name for name in names if name]
         told = self.call(
@@ -268,7 +271,7 @@ class ObjectAccess:
         return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
 
     def placed(self, name: bytes) -> Placements | None:
-        """Where the object's copies are; None: it has none, or an error occurred."""
+        """Return the locations of the object's copies; None: it has none, or an error occurred."""
         stat = self.call(lambda client, ms: client.stat(name, timeout_ms=ms))
         if stat is None or isinstance(stat, Code):
             return None
@@ -290,7 +293,7 @@ class ObjectAccess:
 
 
 def _coded(call: Callable[[], ResultT]) -> ResultT | Code:
-    """The result of a call, or the code of its error."""
+    """Return the result of a call, or the code of its error."""
     try:
         return call()
     except KVStoreError as error:
@@ -299,14 +302,14 @@ def _coded(call: Callable[[], ResultT]) -> ResultT | Code:
 
 
 def names_of(keys: Iterable[str | bytes]) -> list[bytes]:
-    """The store's keys. Raises TypeError, also if a single key is given instead of a list."""
+    """Return the store's keys. Raises TypeError, also for a single key instead of a list."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"expected a list of keys, not {keys!r}")
     return [name_of(key) for key in keys]
 
 
 def name_of(key: str | bytes) -> bytes:
-    """The store's key for Mooncake's. A name too long for a key is cut, and ends with its digest.
+    """Return the store's key for Mooncake's. A long name is truncated, and ends with its digest.
 
     Raises TypeError: the key is neither a str nor bytes.
     """
@@ -322,7 +325,7 @@ def name_of(key: str | bytes) -> bytes:
 
 
 def _replicas(config: ReplicateConfig) -> int:
-    """How many copies to put in memory: one if all were to be elsewhere. 0 is invalid for a put."""
+    """Return the number of copies in memory: one if all were requested elsewhere. 0 is invalid."""
     elsewhere = config.nof_replica_num + config.dfs_replica_num
     return min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)
 

@@ -1,8 +1,8 @@
-"""Objects that are put part by part. An engine that saves layer by layer opens a session for each
-object, writes ranges of it, and ends the session. Only then is the object stored.
+"""Put sessions: an engine that saves layer by layer opens a session per object, writes ranges of
+it, and ends the session, which stores the object.
 
-The parts are collected in this process, and the whole object is put at the end, because an object
-of the store is either complete or absent, and its checksum covers all of it.
+The parts are collected in this process, because an object of the store is either complete or
+absent, and its checksum covers all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstore.connectors.mooncake.mooncake_types import Code
 
 COLLECTED_BYTES_MAX: Final = 4 << 30
-"""Most bytes that all open sessions collect together: an engine may forget to end some."""
+"""Limit of the collected bytes of all open sessions: an engine may forget to end some."""
 
 
 class PutSessions:
@@ -30,8 +30,8 @@ class PutSessions:
         self._changing = threading.Lock()
 
     def start(self, key: bytes, size: int) -> Code:
-        """Opens a session for an object of ``size`` bytes. Bytes that no part covers are zero.
-        (Mooncake, too, stores such an object, with the former contents of its memory.)"""
+        """Open a session for an object of ``size`` bytes. Bytes that no part covers are zero.
+        (Mooncake stores the former contents of its memory there.)"""
         with self._changing:
             if size <= 0 or key in self._open:
                 return Code.INVALID_PARAMS
@@ -42,7 +42,7 @@ class PutSessions:
         return Code.OK
 
     def write(self, key: bytes, parts: Sequence[tuple[int, memoryview]]) -> int:
-        """Copies parts to their offsets. Returns the bytes copied, or a code: nothing is copied."""
+        """Copy parts to their offsets. Return the bytes copied, or a code: nothing is copied."""
         with self._changing:
             data = self._open.get(key)
         if data is None:
@@ -54,7 +54,7 @@ class PutSessions:
         return sum(len(part) for _, part in parts)
 
     def end(self, key: bytes) -> NDArray[np.uint8] | None:
-        """Ends the session and returns the collected object; None: there is no such session."""
+        """End the session and return the collected object; None: there is no such session."""
         with self._changing:
             data = self._open.pop(key, None)
             if data is not None:

@@ -1,12 +1,12 @@
-"""``MooncakeDistributedStore``: the class of Mooncake's client, implemented with kvstore's client.
+"""``MooncakeDistributedStore``: the class of Mooncake's client, on kvstore's client.
 
-Methods return codes (``names.Code``) as Mooncake's do, and raise only for arguments of a wrong
-type. ``is_exist`` leases the objects that it finds, so that a get after it finds them. A get of a
-whole value compares it with its checksum before it returns.
+Methods return codes (``mooncake_types.Code``) as Mooncake's do, and raise only for arguments of a
+wrong type. ``is_exist`` leases the objects found, so that a get after it finds them. A get of a
+complete value verifies its checksum.
 
-Memory by address must be within memory given to ``register_buffer``; otherwise the code is
-``INVALID_PARAMS``. Whole values can be put from and got into memory of a CUDA device; other calls
-refuse it.
+Memory by address must be registered (``register_buffer``); otherwise the code is
+``INVALID_PARAMS``. Complete values can be put from and got into memory of a CUDA device; other
+calls reject it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EMBEDDED_VARIABLE: Final = "MOONCAKE_ENABLE_EMBEDDED_MASTER"
 
 
 class MooncakeDistributedStore(TensorMethods):
-    """Threads: any, after ``setup``. After a fork the child can use it as the parent does."""
+    """Threads: any, after ``setup``. Usable in the child after a fork."""
 
     def __init__(self) -> None:
         self._objects = ObjectAccess(None)
@@ -60,8 +60,6 @@ class MooncakeDistributedStore(TensorMethods):
         self._registered: set[int] = set()
         """Addresses at which registered memory begins."""
         self._allocator = MooncakeHostMemAllocator()
-
-    # --- life ---------------------------------------------------------------------------------
 
     def setup(
         self,
@@ -82,26 +80,25 @@ class MooncakeDistributedStore(TensorMethods):
         enable_embedded_master: bool | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> int:
-        """Connects to a master. The first argument may be a dictionary of the others.
+        """Connect to a master. The first argument may be a dictionary of the others.
 
         Args:
-            local_hostname: what ``get_hostname`` returns.
+            local_hostname: the result of ``get_hostname``.
             global_segment_size: bytes that this process contributes, in a child process that ends
                 with it; 0: none. Units of a text are binary, as Mooncake's: ``"16MB"`` is 16 MiB.
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``); empty: that
                 of the variable ``KVSTORE_MASTER`` or of a file, as for ``Client``.
             tenant_id: the namespace; ``"default"``: the configured one.
-            enable_embedded_master: if no master is named, runs a store of
-                ``global_segment_size`` in child processes, which end with ``close``; None: as the
-                variable ``MOONCAKE_ENABLE_EMBEDDED_MASTER`` says.
-            metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
-                SSD tier and the HTTP server: have no effect here. ``KVSTORE_CLIENT_PROTOCOL``
-                and ``KVSTORE_CLIENT_DEVICE_NAME`` let a transfer engine move the bytes.
+            enable_embedded_master: if no master is named, runs a store of ``global_segment_size``
+                in child processes, which end with ``close``; None: according to the variable
+                ``MOONCAKE_ENABLE_EMBEDDED_MASTER``.
+            metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the SSD
+                tier and the HTTP server: without effect. ``KVSTORE_CLIENT_PROTOCOL`` and
+                ``KVSTORE_CLIENT_DEVICE_NAME`` select a transfer engine.
 
-        Returns:
-            0, or a code: then the log says why, and ``setup`` can be called again. A store that is
-            set up refuses a second ``setup`` until ``close``, because other threads may use its
-            client and its registered memory.
+        Returns: 0, or a code, with the reason in the log; ``setup`` can be called again. A second
+        ``setup`` before ``close`` fails, because other threads may use the client and its
+        registered memory.
         """
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
@@ -154,7 +151,7 @@ class MooncakeDistributedStore(TensorMethods):
         return self.setup(master_server_addr=server_address)
 
     def close(self) -> int:
-        """Closes the client, and drops sessions and registrations. Idempotent."""
+        """Close the client, and drop sessions and registrations. Idempotent."""
         self._objects.close()
         self._objects = ObjectAccess(None)
         self._sessions = PutSessions()
@@ -163,7 +160,7 @@ class MooncakeDistributedStore(TensorMethods):
         return Code.OK
 
     def health_check(self) -> int:
-        """0: the master answers; 1: not set up, or closed; 2: the master does not answer."""
+        """Return 0: the master answers; 1: not set up, or closed; 2: the master does not answer."""
         try:
             self._objects.run(lambda client, ms: client.status(timeout_ms=ms))
         except ClosedError:
@@ -175,29 +172,25 @@ class MooncakeDistributedStore(TensorMethods):
     def get_hostname(self) -> str:
         return self._hostname
 
-    # --- memory -------------------------------------------------------------------------------
-
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Lends ``size`` bytes of host memory, or of a CUDA device, which the caller keeps
-        allocated, until ``unregister_buffer``."""
+        """Register ``size`` bytes of host memory, or of a CUDA device, which the caller keeps
+        allocated until ``unregister_buffer``."""
         code = self._objects.run_logged(lambda: self._objects.client().register(buffer_ptr, size))
         if code == Code.OK:
             self._registered.add(buffer_ptr)
         return code
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """0, or INVALID_PARAMS: no registered memory begins there."""
+        """Return 0, or INVALID_PARAMS: no registered memory begins there."""
         if buffer_ptr not in self._registered:
             return Code.INVALID_PARAMS
         self._registered.discard(buffer_ptr)
         return self._objects.run_logged(lambda: self._objects.client().unregister(buffer_ptr))
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of ``size`` new bytes, which last as long as this object; 0: they cannot be
-        allocated. The caller registers them like any other memory."""
+        """Return the address of ``size`` new bytes, which last as long as this object; 0: they
+        cannot be allocated. The caller registers them like any other memory."""
         return self._allocator.alloc(size)
-
-    # --- putting ------------------------------------------------------------------------------
 
     def put(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
         return self._objects.put([key], [_bytes(value)], config)[0]
@@ -205,7 +198,7 @@ class MooncakeDistributedStore(TensorMethods):
     def put_parts(
         self, key: str, *args: Buffer | bytes, config: ReplicateConfig | None = None
     ) -> int:
-        """Puts a value that is the parts, one after the other."""
+        """Put a value that is the concatenation of the parts."""
         return self._objects.put([key], [_joined(args)], config)[0]
 
     def put_batch(
@@ -214,7 +207,7 @@ class MooncakeDistributedStore(TensorMethods):
         values: Sequence[Buffer | bytes],
         config: ReplicateConfig | None = None,
     ) -> int:
-        """0, or the first other code."""
+        """Return 0, or the first other code."""
         return _worst(self._objects.put(keys, [_bytes(value) for value in values], config))
 
     def put_from(
@@ -231,7 +224,7 @@ class MooncakeDistributedStore(TensorMethods):
         metadata_size: int,
         config: ReplicateConfig | None = None,
     ) -> int:
-        """Puts a value that is the metadata followed by the data."""
+        """Put a value that is the metadata followed by the data."""
         pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self.batch_put_from_multi_buffers([key], [pointers], [sizes], config)[0]
 
@@ -242,7 +235,8 @@ class MooncakeDistributedStore(TensorMethods):
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """Per key 0 or a code; NO_AVAILABLE_HANDLE for values that a full pool has no room for."""
+        """Return per key 0 or a code; NO_AVAILABLE_HANDLE for values that do not fit into a full
+        pool."""
         return self._objects.put(keys, self._objects.payloads_of(buffer_ptrs, sizes), config)
 
     def batch_put_from_multi_buffers(
@@ -252,10 +246,8 @@ class MooncakeDistributedStore(TensorMethods):
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """As ``batch_put_from``; each value is its buffers, one after the other."""
+        """As ``batch_put_from``; each value is the concatenation of its buffers."""
         return self._objects.put(keys, self._objects.payloads(all_buffer_ptrs, all_sizes), config)
-
-    # --- putting anew -------------------------------------------------------------------------
 
     def upsert(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
         """As ``put``, but replaces an existing value."""
@@ -290,13 +282,11 @@ class MooncakeDistributedStore(TensorMethods):
         memories = self._objects.payloads_of(buffer_ptrs, sizes)
         return self._objects.put(keys, memories, config, overwrite=True)
 
-    # --- putting part by part -----------------------------------------------------------------
-
     def batch_put_session_start(
         self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        """Opens sessions; per key 0, OBJECT_ALREADY_EXISTS, or another code. The parts of an object
-        are collected in this process, and it is not stored before ``batch_put_session_end``."""
+        """Open sessions; return per key 0, OBJECT_ALREADY_EXISTS, or another code. The parts of an
+        object are collected in this process; ``batch_put_session_end`` stores it."""
         if len(keys) != len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         there = self.batch_is_exist(keys)
@@ -317,7 +307,7 @@ class MooncakeDistributedStore(TensorMethods):
         all_sizes: Sequence[Sequence[int]],
         all_dst_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Copies each buffer to its offset; per key the bytes copied, or a code."""
+        """Copy each buffer to its offset; return per key the bytes copied, or a code."""
         if not _have_equal_lengths([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
@@ -339,7 +329,7 @@ class MooncakeDistributedStore(TensorMethods):
         return self._sessions.write(name, list(zip(starts, memory, strict=True)))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
-        """Puts the collected objects; per key 0 or a code. Ends the sessions in any case."""
+        """Put the collected objects; return per key 0 or a code. Ends the sessions in any case."""
         ended = [self._sessions.end(name) for name in names_of(keys)]
         values = [Code.INVALID_PARAMS if each is None else each for each in ended]
         return self._objects.put(keys, values, None)
@@ -348,10 +338,8 @@ class MooncakeDistributedStore(TensorMethods):
         ended = [self._sessions.end(name) for name in names_of(keys)]
         return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
 
-    # --- getting ------------------------------------------------------------------------------
-
     def get(self, key: str) -> bytes:
-        """The value; ``b""`` on a miss or an error."""
+        """Return the value; ``b""`` on a miss or an error."""
         return self.get_batch([key])[0]
 
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
@@ -361,7 +349,7 @@ class MooncakeDistributedStore(TensorMethods):
         return self._objects.handles([key])[0]
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
-        """Per key a buffer of its own, or None: a miss, or an error."""
+        """Return per key a new buffer, or None: a miss, or an error."""
         return self._objects.handles(keys)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
@@ -370,8 +358,8 @@ class MooncakeDistributedStore(TensorMethods):
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if the value is longer
-        than the buffer, or another code. INVALID_PARAMS for all keys if buffers overlap."""
+        """Return per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if the value is
+        longer than the buffer, or another code. INVALID_PARAMS for all keys if buffers overlap."""
         return self._objects.get_into(keys, self._objects.payloads_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
@@ -381,7 +369,7 @@ class MooncakeDistributedStore(TensorMethods):
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """As ``batch_get_into``; the buffers of a key are filled one after the other."""
+        """As ``batch_get_into``; the buffers of a key are filled in order."""
         del prefer_alloc_in_same_node
         return self._objects.get_into(keys, self._objects.payloads(all_buffer_ptrs, all_sizes))
 
@@ -393,15 +381,15 @@ class MooncakeDistributedStore(TensorMethods):
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Reads ranges of several objects into several buffers. Returns per buffer, key and range
-        the bytes read, or a code: INVALID_PARAMS where lists differ in length, or if ranges of two
-        keys overlap in the buffer."""
+        """Read ranges of several objects into several buffers. Return per buffer, key and range the
+        bytes read, or a code: INVALID_PARAMS if lists differ in length, or if ranges of two keys
+        overlap in the buffer."""
         lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         return self._read_ranges(None, buffer_ptrs, lists)
 
     def prepare_get_into_ranges_snapshot(self, keys: Sequence[str]) -> RangesSnapshot:
-        """Leases the objects of these keys, and remembers where they are, so that reading ranges
-        of them needs no call to the master."""
+        """Lease the objects of these keys, and cache their locations, so that reading ranges of
+        them needs no call to the master."""
         sizes = self._objects.lookup(keys)
         found = [] if isinstance(sizes, Code) else zip(names_of(keys), sizes, strict=True)
         return RangesSnapshot(frozenset(name for name, size in found if size is not None))
@@ -458,8 +446,8 @@ class MooncakeDistributedStore(TensorMethods):
         return self._objects.get_ranges(key, pointers, sizes, offsets)
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """Per key 0: its object is leased, or OBJECT_NOT_FOUND, or another code. The client
-        remembers where the objects are, so that reading ranges needs no call to the master."""
+        """Return per key 0: its object is leased, or OBJECT_NOT_FOUND, or another code. Reading
+        ranges then needs no call to the master."""
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
@@ -474,7 +462,7 @@ class MooncakeDistributedStore(TensorMethods):
         all_sizes: Sequence[Sequence[int]],
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Reads ranges of objects of a get session; per key the bytes read, or a code."""
+        """Read ranges of objects of a get session; return per key the bytes read, or a code."""
         lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
         is_even = _have_equal_lengths([keys, *lists])
         if not is_even or any_overlap(zip(all_buffer_ptrs, all_sizes, strict=True)):
@@ -490,31 +478,31 @@ class MooncakeDistributedStore(TensorMethods):
         self._reading.difference_update(names_of(keys))
         return Code.OK
 
-    # --- asking -------------------------------------------------------------------------------
-
     def is_exist(self, key: str, options: ExistOptions | None = None) -> int:
-        """1 or 0: stored or not. An error is 0, too: some callers take other numbers for a hit."""
+        """Return 1 if stored, else 0, also on an error: some callers take other numbers for a
+        hit."""
         return max(self.batch_is_exist([key], options)[0], 0)
 
     def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
-        """Per key 1: stored, and leased so that a get finds it; 0: not stored; -1: an error."""
+        """Return per key 1: stored, and leased so that a get finds it; 0: not stored; -1: an
+        error."""
         del options
         return self._exist(keys, lease=True)
 
     def probe_key(self, key: str) -> int:
-        """As ``is_exist``, but without a lease: a get after it may find nothing. -1: an error."""
+        """As ``is_exist``, but without a lease: a get after it may miss. -1: an error."""
         return self.batch_probe_key([key])[0]
 
     def batch_probe_key(
         self, keys: Sequence[str], policy: str = "none", candidate_size: int = 1
     ) -> list[int]:
-        """Per key 1: stored; 0: not stored; -1: an error. Nothing is leased.
+        """Return per key 1: stored; 0: not stored; -1: an error. Nothing is leased.
 
         With the policy ``"LastHitOnly"`` the keys are candidates of ``candidate_size`` keys each.
         The last candidate whose keys are all stored is leased; only its keys are 1.
 
         Raises:
-            ValueError: another policy, or keys that are not whole candidates.
+            ValueError: another policy, or an incomplete candidate.
         """
         if policy not in ("none", "LastHitOnly"):
             raise ValueError(f"policy is {policy!r}, not 'none' or 'LastHitOnly'")
@@ -530,7 +518,7 @@ class MooncakeDistributedStore(TensorMethods):
         return self._leased_last(keys, there, candidate_size)
 
     def _leased_last(self, keys: Sequence[str], there: list[int], size: int) -> list[int]:
-        """Leases the last candidate that is there; one that goes before it is leased is none."""
+        """Lease the last stored candidate, unless it is removed before that."""
         mask = [0] * len(keys)
         for start in range(len(keys) - size, -1, -size):
             if all(there[start : start + size]):
@@ -558,7 +546,8 @@ class MooncakeDistributedStore(TensorMethods):
         return self.batch_get_replica_desc([key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """Where the copies of these objects are. Keys without a complete object are left out."""
+        """Return the locations of these objects' copies, without keys that have no complete
+        object."""
         status = self._objects.call(lambda client, ms: client.status(timeout_ms=ms))
         if isinstance(status, Code):
             return {}
@@ -571,11 +560,9 @@ class MooncakeDistributedStore(TensorMethods):
                 found[key] = [_replica(size, nodes.get(segment, "")) for segment in segments]
         return found
 
-    # --- removing -----------------------------------------------------------------------------
-
     def remove(self, key: str, force: bool = False) -> int:
-        """0, OBJECT_NOT_FOUND, or another code. Also removes an object that is being read, so
-        ``force`` changes nothing; readers keep its bytes until their lease ends."""
+        """Return 0, OBJECT_NOT_FOUND, or another code. Also removes an object that is being read,
+        so ``force`` changes nothing; readers keep its bytes until their lease ends."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -583,7 +570,7 @@ class MooncakeDistributedStore(TensorMethods):
         return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes objects with a match of the pattern in their key; returns how many, or a code."""
+        """Remove objects whose key matches the pattern; return their number, or a code."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error:
@@ -600,13 +587,13 @@ class MooncakeDistributedStore(TensorMethods):
         return self.batch_remove(keys, force).count(Code.OK)
 
     def remove_all(self, force: bool = False) -> int:
-        """Removes every object of the namespace; returns how many, or a code."""
+        """Remove every object of the namespace; return their number, or a code."""
         del force
         return self._objects.call(lambda client, _: client.clear(client.config.namespace))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Removes these objects; with ``segment_name`` only those whose copies are all on that
-        node. Returns the keys of the objects that were there."""
+        """Remove these objects; with ``segment_name`` only those with all copies on that node.
+        Return the keys of the removed objects."""
         if segment_name:
             held = self.batch_get_replica_desc(keys)
             keys = [
@@ -620,18 +607,18 @@ class MooncakeDistributedStore(TensorMethods):
 
 
 def _size(given: int | str) -> int:
-    """Bytes; units of a text are binary. Raises InvalidArgumentError."""
+    """Parse a size with binary units. Raises InvalidArgumentError."""
     return parse_size(mooncake_config.size_of(given))
 
 
 def _embedded_master_requested(given: object) -> bool:
-    """Whether the switch of ``setup`` is on, which a dictionary may hold as a text."""
+    """Parse the switch of ``setup``, which may be a text in a dictionary."""
     switch = os.environ.get(_EMBEDDED_VARIABLE, "") if given is None else given
     return str(switch).strip().lower() in ("1", "true", "yes", "on")
 
 
 def _connected(master: str, memory: int, tenant: str, *, is_embedded: bool) -> Client:
-    """A client whose master answers. Raises KVStoreError, and then leaves no client open."""
+    """Return a client whose master answers. Raises KVStoreError, and then leaves no client open."""
     given: dict[str, Any] = {}
     if tenant != _DEFAULT_TENANT:
         given["namespace"] = tenant
@@ -653,8 +640,8 @@ def _connected(master: str, memory: int, tenant: str, *, is_embedded: bool) -> C
 
 
 def _bytes(value: Buffer | bytes) -> memoryview | Code:
-    """The bytes of any buffer; INVALID_PARAMS for a masked array, or a buffer of pointers. Raises
-    TypeError: not a buffer."""
+    """Return the bytes of any buffer; INVALID_PARAMS for a masked array, or a buffer of pointers.
+    Raises TypeError: not a buffer."""
     data = memoryview(value)  # type: ignore[arg-type]
     if not is_plain(data) or isinstance(value, np.ma.MaskedArray):
         return Code.INVALID_PARAMS

@@ -1,9 +1,9 @@
-"""Puts and gets torch tensors, in the format of Mooncake's client: a header of 304 bytes, then the
-tensor's bytes.
+"""Puts and gets of torch tensors in the format of Mooncake's client: a header of 304 bytes, then
+the tensor's bytes.
 
-So ``get`` returns the same bytes as Mooncake's, and ``put_tensor_from`` can put a buffer that
-``get_tensor_into`` has filled. ``*_with_tp`` keep the slices of a tensor as objects of their own;
-``*_with_parallelism`` take whole tensors, and refuse parts.
+``get`` returns the same bytes as Mooncake's, and ``put_tensor_from`` can put a buffer filled by
+``get_tensor_into``. ``*_with_tp`` store the slices of a tensor as separate objects;
+``*_with_parallelism`` take complete tensors, and reject parts.
 
 Only the calls that make a tensor import torch, because most engines use none of them.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 _HEADER: Final = struct.Struct("<4sHHiiQQQ8q8q136x")
-"""The header: magic, version, bytes of the header, dtype, dimensions, layout (0: whole), offset and
-bytes of the payload, the shape, and the shape of the whole tensor, which is the same."""
+"""The header: magic, version, bytes of the header, dtype, dimensions, layout (0: complete), offset
+and bytes of the payload, the shape, and the shape of the complete tensor, which is the same."""
 
 _MAGIC: Final = b"NOOM"
 _VERSION: Final = 1
@@ -35,20 +35,20 @@ _DTYPES: Final = (
     "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
     "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
-"""The dtypes, in the order of Mooncake's numbers for them."""
+"""The dtypes, in the order of Mooncake's numbers."""
 
 _ELEMENT: Final = {
     "keys": "key", "base_keys": "key", "tensors_list": "tensor", "buffer_ptrs": "buffer_ptr",
     "sizes": "size", "parallelisms": "parallelism", "writer_partitions": "writer_partition",
     "targets": "target",
 }  # fmt: skip
-"""By name of a parameter that is a list: the name of the parameter for one element."""
+"""The name of the parameter for one element, by name of the parameter for the list."""
 
 Configured = ReplicateConfig | None
 
 
 def encoded(tensor: Any) -> Storable | Code:
-    """Header and payload of a tensor. The payload of a contiguous tensor on the CPU aliases it."""
+    """Return header and payload of a tensor. The payload of a contiguous CPU tensor aliases it."""
     if not _is_tensor(tensor):
         return Code.INVALID_PARAMS
     try:
@@ -67,7 +67,7 @@ def encoded(tensor: Any) -> Storable | Code:
 
 
 def decoded(data: memoryview) -> torch.Tensor | None:
-    """The tensor that ``data`` encodes, over the same memory; None: ``data`` encodes none."""
+    """Return the tensor encoded in ``data``, over the same memory, or None."""
     import torch
 
     if len(data) < _HEADER.size:
@@ -89,7 +89,7 @@ def decoded(data: memoryview) -> torch.Tensor | None:
 
 
 def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """Makes the method for one key from the method for many keys. Each list among its parameters
+    """Make the method for one key from the method for many keys. Each list among its parameters
     becomes one element, with the name in the singular."""
     many = inspect.signature(batch)
     one = many.replace(
@@ -111,8 +111,8 @@ def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 
 class TensorMethods:
-    """The store's methods that put and get tensors, with its ``_objects``. From each method for
-    many keys, ``_of_one`` makes one for a single key.
+    """Methods of the store that put and get tensors. ``_of_one`` makes the method for a single key
+    from each method for many keys.
 
     A put takes a tensor on any device, and copies it before it returns; a get returns it in CPU
     memory. Dtypes and shapes that the header cannot describe are INVALID_PARAMS. ``put`` keeps an
@@ -121,12 +121,10 @@ class TensorMethods:
 
     _objects: ObjectAccess
 
-    # --- putting ------------------------------------------------------------------------------
-
     def batch_put_tensor(
         self, keys: Sequence[str], tensors_list: Sequence[Any], config: Configured = None
     ) -> list[int]:
-        """Per key 0 or a code."""
+        """Return per key 0 or a code."""
         return self._objects.put(keys, [encoded(tensor) for tensor in tensors_list], config)
 
     def batch_upsert_tensor(
@@ -140,12 +138,12 @@ class TensorMethods:
     put_tensor = pub_tensor = _of_one(batch_put_tensor)
     upsert_tensor = upsert_pub_tensor = _of_one(batch_upsert_tensor)
 
-    # --- putting from registered memory: header and payload, ``size`` bytes in all ------------
+    # --- registered memory: header and payload, ``size`` bytes in total ---------------------
 
     def batch_put_tensor_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Per key 0 or a code; INVALID_PARAMS for memory that does not hold a tensor."""
+        """Return per key 0 or a code; INVALID_PARAMS for memory that does not hold a tensor."""
         return self._objects.put(keys, self._registered_ranges(buffer_ptrs, sizes), None)
 
     def batch_upsert_tensor_from(
@@ -164,18 +162,16 @@ class TensorMethods:
             for memory in self._objects.memories_of(pointers, sizes)
         ]
 
-    # --- getting ------------------------------------------------------------------------------
-
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
-        """Per key a tensor of its own; None on a miss, an error, or a value that is no tensor."""
+        """Return per key a new tensor; None on a miss, an error, or a value that is no tensor."""
         handles = self._objects.handles(keys)
         return [None if each is None else decoded(each.data) for each in handles]
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[Any]:
-        """Per key a tensor over registered memory, which also holds the header; or None as for
-        ``batch_get_tensor``. Only codes if the lists differ in length."""
+        """Return per key a tensor over registered memory, which also holds the header; or None as
+        for ``batch_get_tensor``. Only codes if the lists differ in length."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         memories = self._objects.memories_of(buffer_ptrs, sizes)
@@ -188,7 +184,7 @@ class TensorMethods:
     get_tensor = _of_one(batch_get_tensor)
     get_tensor_into = _of_one(batch_get_tensor_into)
 
-    # --- slices: the one of rank R of key K has the key K_tp_R ---------------------------------
+    # --- slices: that of rank R of key K has the key K_tp_R -----------------------------------
 
     def batch_put_tensor_with_tp(
         self,
@@ -211,7 +207,7 @@ class TensorMethods:
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
-        """Puts the slices of all ranks, whatever ``tp_rank`` is. Returns per tensor 0 or a code:
+        """Put the slices of all ranks, whatever ``tp_rank`` is. Return per tensor 0 or a code:
         INVALID_PARAMS if dimension ``split_dim`` is not a multiple of ``tp_size``."""
         del tp_rank
         if len(base_keys) != len(tensors_list):
@@ -235,14 +231,14 @@ class TensorMethods:
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
-        """As ``batch_put_tensor_with_tp``, for whole tensors in registered memory."""
+        """As ``batch_put_tensor_with_tp``, for complete tensors in registered memory."""
         tensors = [_tensor_in(each) for each in self._objects.memories_of(buffer_ptrs, sizes)]
         return self.batch_put_tensor_with_tp(base_keys, tensors, tp_rank, tp_size, split_dim)
 
     def batch_get_tensor_with_tp(
         self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> list[Any]:
-        """Per key the slice of this rank, or None."""
+        """Return per key the slice of this rank, or None."""
         del split_dim
         return self.batch_get_tensor([_name_of_slice(key, tp_rank, tp_size) for key in base_keys])
 
@@ -265,7 +261,7 @@ class TensorMethods:
     get_tensor_with_tp = _of_one(batch_get_tensor_with_tp)
     get_tensor_with_tp_into = _of_one(batch_get_tensor_with_tp_into)
 
-    # --- with parallelism: whole tensors only; for parts, puts are INVALID_PARAMS and gets None
+    # --- with parallelism: complete tensors only; for parts, puts are INVALID_PARAMS and gets None
 
     def batch_put_tensor_with_parallelism(
         self,
@@ -344,7 +340,7 @@ class TensorMethods:
 
 
 def _in_parts(*given: Any) -> bool:
-    """Whether one of these, or an element of one that is a list, describes a part of a tensor."""
+    """Return whether an argument, or an element of a list, describes a part of a tensor."""
     return any(
         any(part is not None for part in each)
         if isinstance(each, list | tuple)
@@ -354,19 +350,19 @@ def _in_parts(*given: Any) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether this is a tensor of torch. Does not need torch."""
+    """Return whether this is a torch tensor, without importing torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")
 
 
 def _tensor_in(memory: Found, size: int | None = None) -> torch.Tensor | None:
-    """The tensor in the first ``size`` bytes of memory at one address; None: there is none."""
+    """Return the tensor in the first ``size`` bytes of memory at one address, or None."""
     if isinstance(memory, Code) or len(memory) != 1:
         return None
     return decoded(memory[0][:size])
 
 
 def _slices(tensor: Any, count: int, dim: int) -> Sequence[Any]:
-    """Equal parts of a tensor along a dimension; empty: the parts would not be equal."""
+    """Return equal parts of a tensor along a dimension; empty if it is not divisible."""
     if count <= 1:
         return [tensor]
     if not _is_tensor(tensor) or not 0 <= dim < tensor.ndim or tensor.shape[dim] % count:

@@ -7,7 +7,7 @@
 
 * ``backend.py``: ``KVStoreHiCache``, which SGLang calls
 * ``pools.py``: the pages of a host pool as memory
-* ``identity.py``: the description of an engine, from which namespaces follow
+* ``fingerprint.py``: the description of an engine, from which namespaces follow
 """
 
 from kvstore.connectors.sglang.backend import KVStoreHiCache

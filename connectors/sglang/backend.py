@@ -1,17 +1,17 @@
 """``KVStoreHiCache``, the class that SGLang's cache controller calls.
 
-The controller's threads call its methods and wait: one thread asks which pages are stored
-(``batch_exists``), one reads pages (``batch_get``), one writes them (``batch_set``). The guard's
-deadline bounds each call. A call is a miss if the store is down, slow or full, or if an argument is
-wrong. Only the constructor, the registration of pools and ``clear`` raise: callers tell the user.
+The controller's threads call its methods and wait: one looks up pages (``batch_exists``), one reads
+them (``batch_get``), one writes them (``batch_set``). A deadline bounds each call. A call is a miss
+if the store is down, slow or full, or if an argument is wrong. Only the constructor, the
+registration of pools and ``clear`` raise.
 
-``batch_exists`` leases the pages that it finds, so that the read after it finds them.
+``batch_exists`` leases the pages found, so that the read after it finds them.
 
 An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
-Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. If a prefix
+Keys of side pools (SWA, recurrent states, indexers) end with the pool's name. If a prefix
 needs only the last pages of a side pool, the parent of the first is a page of the full attention.
-With ``tp_lcm_size`` a page is split by heads into pieces. Each piece is an object in a namespace of
-its own, with the page's key, and a page is there if all of its pieces are.
+With ``tp_lcm_size`` a page is split by heads into chunks. Each chunk is an object in its own
+namespace, with the page's key, and a page is stored if all of its chunks are.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _OF_SGLANG: Final = frozenset((
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
     "tp_lcm_size", "allocator",
 ))  # fmt: skip
-"""Names that SGLang itself reads in the extra configuration."""
+"""Keys of the extra configuration that SGLang itself reads."""
 
 _OURS: Final = ("model_id", "job_name", "shares_versions")
 
 _FLAT: Final = ".flat"
-"""How the key of a page ends that SGLang hands over as one tensor (without ``interface_v1``)."""
+"""Suffix of the key of a page that SGLang passes as one tensor (without ``interface_v1``)."""
 
 _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 
@@ -74,7 +74,7 @@ class HostPool(NamedTuple):
 
     pages: PoolPages
     parts: tuple[str, ...]
-    """The last parts of the namespaces, one for each piece of a page."""
+    """The last parts of the namespaces, one for each chunk of a page."""
     suffix: str
     """The end of each key."""
 
@@ -92,7 +92,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         Args:
             storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
                 ``replicas``, ``transports``, ``timeout_ms`` ...) or Mooncake's keys for them
-                (``mooncake_keys``), and ``model_id``: the operator's name for the weights, which
+                (``mooncake_config``), and ``model_id``: the operator's name for the weights, which
                 replaces the digest of their files. Weights that a trainer pushes are shared by
                 engines with the same ``job_name``, or, with ``shares_versions``, by all. SGLang and
                 its parts read the same dictionary: an unknown name in it is logged.
@@ -121,17 +121,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._of_thread = threading.local()
         self._figures = _BackendStats()
 
-    # --- pools --------------------------------------------------------------------------------
-
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Registers the pool of the full attention. The first rank announces the engine.
+        """Register the pool of the full attention. The first rank announces the engine.
 
-        SGLang's start waits until the files of the weights are hashed: 2.3 s for 16 GB in the page
-        cache, 0.2 ms if this host remembers them (``kvstore.connectors.common.weight_digests``).
+        SGLang's start waits until the weight files are hashed: 2.3 s for 16 GB in the page cache,
+        0.2 ms if this host has the digests (``kvstore.connectors.common.weight_digests``).
 
         Raises:
-            ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``;
-                weights of which nothing on this host tells what they are.
+            ConfigError: pages of this layout cannot be stored, or not be split for ``tp_lcm_size``;
+                or the weights cannot be identified on this host.
             InvalidArgumentError: memory that the processor cannot read.
             OSError: the model's files cannot be read.
         """
@@ -156,14 +154,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Registers a side pool, after the pool of the full attention. Raises the same errors."""
+        """Register a side pool, after the pool of the full attention. Raises the same errors."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
         pieces = sglang_fingerprint.pieces(self._config, host_pool)
         pages = PoolPages(host_pool, self._guard.client, pieces=pieces or 1)
-        # States of Mamba layers, and K and V by heads, differ between ranks, even if all ranks have
-        # the same pages of the full attention. SGLang's controller decides in the same way.
+        # Recurrent states, and K and V by heads, differ between ranks, even if all ranks have the
+        # same pages of the full attention. SGLang's controller decides in the same way.
         replicated = (
             self._config.is_mla_model
             and host_pool_name != PoolName.MAMBA
@@ -174,13 +172,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[host_pool_name] = HostPool(pages, parts, f".{host_pool_name}-{pages.geometry}")
         log.info("registered pool=%s page_bytes=%d", host_pool_name, pages.size)
 
-    # --- asking -------------------------------------------------------------------------------
-
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """The number of leading pages that are stored. They are leased."""
-        del extra_info  # its prefix keys: a page counts whether or not those before it are stored
+        """Return the number of leading pages that are stored. They are leased."""
+        del extra_info  # its prefix keys: a page counts whether or not its ancestors are stored
         return self._bounded(lambda: self._leading(GuardedCall(self._guard), keys), 0)
 
     def batch_exists_v2(
@@ -189,7 +185,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The prefixes that all pools can serve. Pages that are found are leased."""
+        """Return the prefixes that all pools can serve. Pages found are leased."""
         del extra_info
         return self._bounded(
             lambda: self._restorable(GuardedCall(self._guard), keys, pool_transfers or []),
@@ -197,7 +193,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def exists(self, key: str) -> bool:
-        """Whether a page that ``set`` has put is stored."""
+        """Return whether a page put by ``set`` is stored."""
         return self._bounded(
             lambda: self._found_of(GuardedCall(self._guard), [key], [_FLAT])[_FLAT][0], False
         )
@@ -211,7 +207,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             names = pool.names(keys[:leading])
             if not names:
                 break
-            # A chain is matched in O(log n). The rest may be stored without the pages before it.
+            # A chain is matched in O(log n). The rest may be stored without its ancestors.
             leading = deadline.run(partial(self._match, self._namespace(part), names))
             leading += _run(self._found(deadline, part, names[leading:]))
         return leading
@@ -243,7 +239,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def _found_of(
         self, deadline: GuardedCall, keys: Sequence[str], names: Sequence[str]
     ) -> dict[str, list[bool]]:
-        """Per pool, which of its pages are stored. Asks once per namespace."""
+        """Return per pool which of its pages are stored, with one call per namespace."""
         pools: dict[str, list[str]] = {}
         for name in names:
             for part in self._pools[name].parts:
@@ -259,15 +255,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def _found(self, deadline: GuardedCall, part: str, names: Sequence[str]) -> list[bool]:
         return [size is not None for size in deadline.lookup(names, self._namespace(part))]
 
-    # --- reading ------------------------------------------------------------------------------
-
     def batch_get_v1(
         self,
         keys: list[str],
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Reads pages into the host pool. Returns per page whether it was read; a page that was not
+        """Read pages into the host pool. Return per page whether it was read; a page that was not
         read has undefined bytes."""
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_get_v2([transfer], extra_info)[PoolName.KV]
@@ -290,7 +284,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Sequence[torch.Tensor] | None = None,
         target_sizes: object = None,
     ) -> list[torch.Tensor | None]:
-        """Reads pages that ``batch_set`` has put, each into its tensor. None is a miss."""
+        """Read pages put by ``batch_set``, each into its tensor. None is a miss."""
         del target_sizes
         targets = list(target_locations or ())
         if len(targets) != len(keys):
@@ -338,15 +332,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._figures.add("prefetch", sum(there), moved, time.monotonic() - start)
         return there
 
-    # --- writing ------------------------------------------------------------------------------
-
     def batch_set_v1(
         self,
         keys: list[str],
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Puts pages. Returns per page whether the store has it. A full store takes the first
+        """Put pages. Return per page whether the store has it. A full store takes the first
         pages."""
         transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
         return self.batch_set_v2([transfer], extra_info)[PoolName.KV]
@@ -370,7 +362,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Puts pages, one tensor each. Returns whether the store has all of them."""
+        """Put pages, one tensor each. Return whether the store has all of them."""
         del target_locations, target_sizes
         tensors = list(values or ())
         if len(tensors) != len(keys):
@@ -402,10 +394,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if not pool.pages.size or not keys:
             return [True] * len(keys)
         parent: str | None = None
-        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no page of this pool before them
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no parent page in this pool
             if full.pages.size and pool.parts == full.parts and self._zero_copy:
                 parent = keys[0] + full.suffix
-        # SGLang names the pages before these only with hicache_storage_pass_prefix_keys.
+        # SGLang passes the ancestors only with hicache_storage_pass_prefix_keys.
         elif extra_info is not None and extra_info.prefix_keys:
             parent = extra_info.prefix_keys[-1] + pool.suffix
         sources = pool.pages.sources(transfer.host_indices, len(keys))
@@ -436,39 +428,34 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._figures.add("backup", sum(written), moved, time.monotonic() - start)
         return there
 
-    # --- life ---------------------------------------------------------------------------------
-
     def get_stats(self) -> StorageMetrics:
-        """Pages and GiB/s of the calls since the last ``get_stats``; empty without
-        ``--enable-metrics``."""
+        """Return pages and GiB/s since the last call; empty without ``--enable-metrics``."""
         return self._figures.taken()
 
     def clear(self) -> None:
-        """Removes this rank's pages of this model from the store, for all engines. SGLang's
+        """Remove this rank's pages of this model from the store, for all engines. SGLang's
         scheduler calls it, and reports an exception as a failure.
 
         Raises:
-            KVStoreError: the store did not answer; some pages may be left.
+            KVStoreError: the store did not answer; some pages may remain.
         """
         self._described(sglang_fingerprint.live(self._config.model_name))
-        for found in list(self._fingerprints.values()):  # also of weights that were served before
+        for found in list(self._fingerprints.values()):  # including weights that were served before
             for part in sorted({part for pool in self._pools.values() for part in pool.parts}):
                 self._guard.client.clear(self._namespace_of(found, part))
 
     def close(self) -> None:
-        """Closes the client; later calls are misses. Idempotent."""
+        """Close the client; later calls are misses. Idempotent."""
         self._announcer.stop()
         self._guard.client.close()
         self._announcer.join()
 
-    # --- identity -----------------------------------------------------------------------------
-
     def _namespace(self, part: str) -> str:
-        """The namespace of the calling thread's pages, by the weights that computed them.
+        """Return the namespace of the calling thread's pages, by the weights that computed them.
 
         SGLang can replace its weights while this back-end is attached. It then flushes its caches,
-        which ends the controller's threads and starts new ones. A thread that has seen the weights
-        change may still hold pages of the old weights, so its calls are misses.
+        which ends the controller's threads and starts new ones. A thread that has seen the change
+        may still hold pages of the old weights, so its calls are misses.
 
         Raises:
             KVStoreError: the weights have changed.
@@ -482,12 +469,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._namespace_of(self._fingerprints.get(now) or self._described(now), part)
 
     def _namespace_of(self, found: str, part: str) -> str:
-        """The namespace of these pages. ``found``: the fingerprint of the engine that has them."""
+        """``found``: the fingerprint of the engine that has the pages."""
         return of_tenant(self._guard.client.config.tenant, f"sglang/{found}/{part}")
 
     def _described(self, weights: sglang_fingerprint.ServedWeights) -> str:
-        """The fingerprint of these weights, which the first rank announces. Hashes their files: the
-        calls of SGLang's threads wait as long as ``register_mem_pool_host``, once after an update
+        """Return the fingerprint of these weights, which the first rank announces. Hashes their
+        files: calls of SGLang's threads wait as in ``register_mem_pool_host``, once after an update
         of the weights."""
         config, full = self._config, self._pools[PoolName.KV]
         with self._describing:
@@ -508,7 +495,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return self._fingerprints[weights]
 
     def _bounded(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
-        """The result of a call, or a miss: SGLang computes the pages that it does not get."""
+        """Return the result of a call, or a miss: SGLang then computes the pages."""
         try:
             return call()
         except UsageError as error:
@@ -547,7 +534,7 @@ def _new_metrics() -> StorageMetrics:
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a client in SGLang's extra configuration. Unknown names are logged."""
+    """Return the client settings in SGLang's extra configuration. Unknown names are logged."""
     others = {name: value for name, value in given.items() if name not in _OF_SGLANG}
     settings = mooncake_config.translate_config(others, log)
     known = ClientConfig.model_fields
@@ -557,18 +544,18 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run(found: Sequence[bool]) -> int:
-    """The number of leading values that are true."""
+    """Return the number of leading values that are true."""
     return next((at for at, is_there in enumerate(found) if not is_there), len(found))
 
 
 def _pieces(pages: Buffers, count: int) -> list[Buffers]:
-    """Per piece, its buffers of each page."""
+    """Return per chunk its buffers of each page."""
     size = len(pages[0]) // count if pages else 0
     return [[page[at * size : (at + 1) * size] for page in pages] for at in range(count)]
 
 
 def _windows(found: Sequence[bool], window: int) -> set[int]:
-    """The lengths of prefixes whose last ``window`` pages, or all of them, are there."""
+    """Return the lengths of prefixes whose last ``window`` pages, or all of them, are stored."""
     ends, run = set(), 0
     for length, is_there in enumerate(found, 1):
         run = run + 1 if is_there else 0

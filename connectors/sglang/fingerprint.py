@@ -1,8 +1,8 @@
-"""Describes an engine, so that two engines share pages only if equal keys mean equal bytes.
+"""Descriptions of engines: two engines share pages only if equal keys mean equal bytes.
 
-A page's key is a hash of its tokens and all tokens before it, of the LoRA adapter and the cache
-salt, but not of the model. The description covers everything else on which the bytes depend; each
-namespace contains its fingerprint.
+A page's key is a hash of its tokens, all tokens before it, the LoRA adapter and the cache salt. The
+description covers everything else on which the bytes depend; each namespace contains its
+fingerprint.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _CONFIGURED: Final = {
     "device": ("device",),
     "spec": ("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
 }  # fmt: skip
-"""The settings that change bytes, by namespace of SGLang's configuration."""
+"""Settings that change bytes, by namespace of SGLang's configuration."""
 
 _PACKING: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page."""
 
 
 _NOT_OF_FILES: Final = ("remote_instance", "ipc_cache", "private")
-"""Load formats that take weights from elsewhere, whatever lies in the model's folder."""
+"""Load formats that take weights from elsewhere, whatever is in the model's folder."""
 
 
 class ServedWeights(NamedTuple):
-    """The weights that SGLang serves at this moment, as its configuration names them."""
+    """The weights that SGLang serves now, as named by its configuration."""
 
     path: str
     revision: str | None
@@ -58,7 +58,7 @@ class ServedWeights(NamedTuple):
 
 
 def live(model: str | None) -> ServedWeights:
-    """The weights that this process serves.
+    """Return the weights that this process serves.
 
     Args:
         model: path or name; used outside a server, where SGLang has published no configuration.
@@ -75,8 +75,9 @@ def live(model: str | None) -> ServedWeights:
 
 
 def _are_pushed() -> bool:
-    """Whether the version in effect was given to weights that did not come from files. SGLang logs
-    its changes in order; an update from disk sets the path, and then its version if it has one."""
+    """Return whether the present version belongs to weights that did not come from files. SGLang
+    logs its changes in order; an update from disk sets the path, and then its version if it has
+    one."""
     has_version = False
     for _, fields in reversed(get_context()._overrides_log):
         if "model_path" in fields:
@@ -89,12 +90,12 @@ def _are_pushed() -> bool:
 
 
 def job_name() -> str:
-    """A random name for this engine's start, the same on all tensor-parallel ranks, each of which
-    has to call this: the others wait for the first."""
+    """Return a random name for this engine's start, the same on all tensor-parallel ranks. Each of
+    them must call this: the others wait for the first."""
     name = secrets.token_hex(8)
     try:
         group = get_parallel().tp_group
-    except RuntimeError:  # outside a server, where SGLang has made none
+    except RuntimeError:  # outside a server
         return name
     return str(group.broadcast_object(name))
 
@@ -108,19 +109,19 @@ def describe(
     job: str,
     zero_copy: bool,
 ) -> dict[str, Any]:
-    """Everything on which the bytes of pages depend, except the rank, as JSON values. Reads the
-    files of weights whole, at 7 GB/s from the page cache
-    (``kvstore.connectors.common.weight_digests``), unless this host remembers them.
+    """Return everything on which the bytes of pages depend, except the rank, as JSON values. Reads
+    the weight files at 7 GB/s from the page cache (``kvstore.connectors.common.weight_digests``),
+    unless this host has their digests.
 
     Args:
         pages: the pages of the pool of the full attention, which every engine has.
         model_id: the operator's name for the weights; "": use the digest of their files.
-        job: whose versions of pushed weights these are; "": everybody's.
-        zero_copy: whether SGLang hands over buffers (``interface_v1``) or copies of whole pages.
+        job: the job whose versions of pushed weights these are; "": all jobs.
+        zero_copy: whether SGLang passes buffers (``interface_v1``) or copies of complete pages.
 
     Raises:
-        ConfigError: nothing on this host tells what the weights are.
-        OSError: a file of weights cannot be read.
+        ConfigError: the weights cannot be identified on this host.
+        OSError: a weight file cannot be read.
     """
     load_format = _setting("model", "load_format")
     if not model_id and load_format in _NOT_OF_FILES:
@@ -151,11 +152,11 @@ def describe(
 
 
 def pieces(config: HiCacheStorageConfig, pool: Any) -> int:
-    """Into how many pieces by heads the pages of a pool are split, so that engines with other
-    numbers of ranks find them (SGLang's ``tp_lcm_size``); 0: they are not.
+    """Return the number of chunks by heads into which pages are split, so that engines with other
+    numbers of ranks find them (SGLang's ``tp_lcm_size``); 0: they are not split.
 
-    SGLang's ``should_split_heads`` is not enough: it is false for the engine whose ranks hold one
-    piece each.
+    SGLang's ``should_split_heads`` is not enough: it is false for an engine with one chunk per
+    rank.
     """
     by_heads = isinstance(pool, MHATokenToKVPoolHost) and pool.layout == "page_head"
     return int(config.tp_lcm_size // config.tp_size) if config.tp_lcm_size and by_heads else 0
@@ -164,13 +165,11 @@ def pieces(config: HiCacheStorageConfig, pool: Any) -> int:
 def parts(
     config: HiCacheStorageConfig, pages: PoolPages, *, replicated: bool, pieces: int = 0
 ) -> tuple[str, ...]:
-    """The ends of a rank's namespaces, one for each piece of a page. An end says which part of a
-    page the objects are.
+    """Return the ends of a rank's namespaces, one for each chunk of a page.
 
     Args:
         replicated: all tensor-parallel ranks hold the same bytes.
-        pieces: into how many pieces by heads pages are split; 0: they are not. Then a rank has one
-            namespace.
+        pieces: number of chunks by heads per page; 0: not split. Then a rank has one namespace.
     """
     place = [f"p{config.pp_rank}"]
     if config.attn_cp_size > 1:
@@ -180,10 +179,10 @@ def parts(
     end = "".join(place) + "-" + pages.geometry
     if replicated:
         return (f"tall{end}",)
-    if pieces:  # named as the ranks of an engine that has a rank for each piece
+    if pieces:  # named as the ranks of an engine with a rank per chunk
         first = config.tp_rank * pieces
         return tuple(f"t{piece}{end}" for piece in range(first, first + pieces))
-    # With tp_lcm_size the fingerprint does not tell how many ranks there are.
+    # With tp_lcm_size the fingerprint does not cover the number of ranks.
     of = f"of{config.tp_size}" if config.tp_lcm_size else ""
     return (f"t{config.tp_rank}{of}{end}",)
 
@@ -196,7 +195,7 @@ def _files(path: str, revision: str | None) -> Mapping[str, str]:
 
 
 def _setting(namespace: str, name: str) -> Any:
-    """The value in effect of one of SGLang's settings; None: it is not set or not published."""
+    """Return the value in effect of one of SGLang's settings; None: not set or not published."""
     context = get_context()
     if not context.is_config_namespace_published(namespace):
         return None

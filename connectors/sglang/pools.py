@@ -1,13 +1,13 @@
-"""The pages of one of SGLang's host pools, as memory to put from and to get into.
+"""The pages of one of SGLang's host pools, as memory for puts and gets.
 
-A page is one object. Its bytes are those of the buffers that the pool names for it
-(``get_page_buffer_meta``), one after the other: K and V, or one buffer per layer, or the states of
-Mamba layers. They are not rearranged, so only pools of the same geometry share pages. A pool that
-does not support zero-copy hands over copies of whole pages.
+A page is one object: the concatenation of the buffers that the pool names for it
+(``get_page_buffer_meta``): K and V, or one buffer per layer, or recurrent states. They are not
+rearranged, so only pools of the same geometry share pages. A pool without zero-copy passes copies
+of complete pages.
 
 In the layout ``page_head`` the bytes of a head are contiguous. Such a page can be split by heads
-into *pieces* of equal size, each of which is one object: K of its heads, then V. A piece has the
-bytes of the whole page of a pool that has only these heads.
+into chunks of equal size, each of which is one object: K of its heads, then V. A chunk has the
+bytes of the complete page of a pool with only these heads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PageBuffers(NamedTuple):
 
     buffers: Buffers
     arrived: Callable[[int], None]
-    """Must be called with the index of each page that was read whole."""
+    """Must be called with the index of each page that was read completely."""
 
 
 class PoolPages:
@@ -47,10 +47,10 @@ class PoolPages:
     def __init__(self, pool: Any, client: Client, *, pieces: int = 1) -> None:
         """
         Args:
-            pieces: into how many pieces each page is split.
+            pieces: number of chunks per page.
 
         Raises:
-            ConfigError: the pool hands over neither buffers nor copies, or cannot split its pages.
+            ConfigError: the pool passes neither buffers nor copies, or cannot split its pages.
             InvalidArgumentError, TransferEngineError: the pool's memory cannot be registered.
         """
         self._pool = pool
@@ -73,10 +73,10 @@ class PoolPages:
             self.told["head_num"] = str(pool.head_num // pieces)
             sizes = sizes[: len(sizes) // pieces]
         self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
-        """Equal for pools whose pages, or pieces of pages, have equal parts in the same order."""
+        """Equal for pools whose pages, or chunks, have equal parts in the same order."""
 
     def _find_layout(self) -> list[int]:
-        """Sizes of a page's buffers, in bytes."""
+        """Return the sizes of a page's buffers, in bytes."""
         first = torch.arange(self.tokens, dtype=torch.int64)
         self._register()
         try:
@@ -99,8 +99,8 @@ class PoolPages:
             ) from None
 
     def sources(self, indices: torch.Tensor | None, count: int) -> Buffers:
-        """The bytes of ``count`` pages, in the pool's own memory or copied. The buffers of a page's
-        pieces follow each other.
+        """Return the bytes of ``count`` pages, in the pool's own memory or copied. The buffers of a
+        page's chunks are adjacent.
 
         Raises:
             InvalidArgumentError: ``indices`` does not have ``count`` times ``tokens`` elements.
@@ -114,7 +114,7 @@ class PoolPages:
         ]
 
     def targets(self, indices: torch.Tensor | None, count: int) -> PageBuffers:
-        """Memory for ``count`` pages. Raises the same as ``sources``."""
+        """Return memory for ``count`` pages. Raises the same as ``sources``."""
         indices = self._checked(indices, count)
         if not self._is_flat:
             return PageBuffers(self._named(indices, count), lambda _: None)
@@ -141,8 +141,7 @@ class PoolPages:
         return [buffers[page * each : (page + 1) * each] for page in range(count)]
 
     def _meta(self, indices: torch.Tensor) -> Any:
-        """What the pool says of the buffers of these pages: addresses and sizes; None: it has no
-        bytes."""
+        """Return addresses and sizes of the buffers of these pages; None: the pool has no bytes."""
         if self._pieces > 1:
             return self._pool.get_split_heads_page_buffer_meta(indices, self._pieces)
         return self._pool.get_page_buffer_meta(indices)
@@ -156,7 +155,7 @@ class PoolPages:
 
 
 def _check_split(pool: Any, pieces: int) -> None:
-    """Raises ConfigError: the pool has not so many equal groups of heads."""
+    """Raises ConfigError: the pool does not have as many equal groups of heads."""
     heads = getattr(pool, "head_num", 0)
     if heads == 0 or heads % pieces:
         raise ConfigError(
@@ -167,7 +166,7 @@ def _check_split(pool: Any, pieces: int) -> None:
 
 
 def _memory_of(pool: Any) -> list[tuple[int, int]]:
-    """Address and bytes of each of the pool's tensors."""
+    """Return address and size of each of the pool's tensors."""
     get = getattr(pool, "get_hybrid_pool_buffer", None)
     tensors = [getattr(pool, "kv_buffer", None)] if get is None else get()
     return [
@@ -178,13 +177,13 @@ def _memory_of(pool: Any) -> list[tuple[int, int]]:
 
 
 def _flattened(values: Sequence[Any]) -> list[int]:
-    """All values in one list; some pools return a list per page."""
+    """Return all values in one list; some pools return a list per page."""
     if values and isinstance(values[0], Sequence):
         return [each for some in values for each in some]
     return list(values)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in CPU memory, which the view keeps alive. Other tensors
-    raise RuntimeError or TypeError."""
+    """Return the bytes of a contiguous CPU tensor, which the view keeps alive. Other tensors raise
+    RuntimeError or TypeError."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The methods in progress on this thread: what vLLM does not pass to its connectors."""
+"""The methods in progress on this thread, for values that vLLM does not pass to connectors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ CALLERS_MAX: Final = 40
 
 
 def is_part_of_several() -> bool:
-    """Whether vLLM's ``MultiConnector`` is among the callers."""
+    """Return whether vLLM's ``MultiConnector`` is among the callers."""
     kinds = (each if isinstance(each, type) else type(each) for each in callers())
     return any(kind.__name__ == "MultiConnector" for kind in kinds)
 
 
 def callers() -> Iterator[Any]:
-    """The objects, or classes, whose methods are under way on this thread, the innermost first."""
+    """Yield the objects, or classes, whose methods are in progress, the innermost first."""
     frame = sys._getframe(1)
     for _ in range(CALLERS_MAX):
         known = frame.f_locals

@@ -1,9 +1,9 @@
 """The connector's settings: ``kv_connector_extra_config``, ``KVSTORE_*``, or a ``mooncake.json``.
 
 ``MOONCAKE_CONFIG_PATH`` names a JSON file in Mooncake's format; its values apply to options that
-are not set otherwise. Unknown options in ``kv_connector_extra_config`` are refused by name, unless
-vLLM's own Mooncake connectors have them. Other programs read ``mooncake.json``, too, so unknown
-keys in it are ignored.
+are not set otherwise. Unknown options in ``kv_connector_extra_config`` are errors, unless vLLM's
+own Mooncake connectors have them. Unknown keys in ``mooncake.json`` are ignored, because other
+programs read it.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ OF_VLLM: Final = {
     "bootstrap_server_address": _P2P,
     "prefill_side_swa_replay": _P2P,
 }
-"""Other options of vLLM's own Mooncake connectors, and why they have no effect here."""
+"""Other options of vLLM's own Mooncake connectors, with the reason for their lack of effect."""
 
 
 def read_config(
     extra: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> ConnectorConfig:
-    """The connector's settings.
+    """Return the connector's settings.
 
     Args:
         extra: ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown, misspelt or wrong setting; names it, and where it is set. Or a
-            ``mooncake.json`` is used, and neither it nor another source names a master.
+        ConfigError: an unknown, misspelt or wrong setting, with its source. Or a ``mooncake.json``
+            is used, and no source names a master.
     """
     environ = os.environ if environ is None else environ
     mooncake_config.tell_ignored(extra, OF_VLLM, log)
@@ -82,7 +82,7 @@ def read_config(
 
 
 def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
-    """The settings that the file names. ``given``: those that are set otherwise."""
+    """Return the settings in the file. ``given``: those that are set otherwise."""
     try:
         read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -107,8 +107,7 @@ def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: str) -> int:
-    """The value in ms, within the bounds of ``pin_timeout_ms``, which the variable's users do not
-    know."""
+    """Return the value in ms, limited to the range of ``pin_timeout_ms``."""
     try:
         wanted = min(float(seconds) * 1000, 3_600_000.0)
         return max(100, int(wanted))

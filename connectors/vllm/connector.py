@@ -1,5 +1,5 @@
-"""The class that vLLM calls. It passes each call to the side that this process has: the scheduler
-side in the engine core, the worker side in a worker. See ``kvstore.connectors.vllm``."""
+"""The class that vLLM calls. It passes each call to the scheduler side, in the engine core, or to
+the worker side, in a worker. See ``kvstore.connectors.vllm``."""
 
 from __future__ import annotations
 
@@ -106,15 +106,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The order that the connector wishes for, but does not require: see ``layout``."""
+        """Return the preferred order, which is not required: see ``layout``."""
         return wanted_layout(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a block that is not saved is computed again."""
         return False
-
-    # --- scheduler ----------------------------------------------------------------------------
 
     @property
     def _scheduler_side(self) -> SchedulerSide:
@@ -166,8 +164,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns False, so that vLLM frees the request's blocks at once (blocks being saved have a
-        reference of their own), and the parameters to return with the request."""
+        """Return False, so that vLLM frees the request's blocks at once (blocks being saved have
+        their own reference), and the parameters to return with the request."""
         self._scheduler_side.finished(request.request_id)
         return False, self._decisions.finished(request)
 
@@ -175,12 +173,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler_side.events.take()
 
     def reset_cache(self) -> bool | None:
-        """Removes the store's blocks of these weights, and of no other. While the engine is paused
-        (pausing itself calls this) nothing is removed: blocks of other weights have other
-        namespaces."""
+        """Remove the store's blocks of these weights only. Pausing the engine calls this, too; then
+        nothing is removed, because blocks of other weights have other namespaces."""
         return None if self._scheduler is None else self._scheduler.reset()
-
-    # --- worker -------------------------------------------------------------------------------
 
     @property
     def _worker_side(self) -> WorkerSide:
@@ -208,7 +203,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             failing.pop_all()
 
     def worker_identity(self, worker: Any) -> WorkerIdentity:
-        """The worker's identity now; the scheduler side asks for it between two steps.
+        """Return the worker's identity now; the scheduler side requests it between two steps.
 
         Args:
             worker: vLLM's worker.
@@ -231,7 +226,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return identify(hello, self._live, self._adapters)
 
     def _divide(self, layers: Collection[str] | None) -> None:
-        """Takes a draft model's layers out of this worker's parts, if that can be done."""
+        """Separate a draft model's layers from this worker's parts, if possible."""
         parts = self._parts
         try:
             if layers is not None:
@@ -241,19 +236,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.divide(parts.of_model, parts.of_drafts)
 
     def recheck(self, worker: Any) -> tuple[int, int]:
-        """This rank, and the number of a check of its weights that has begun; 0: they differ."""
+        """Return this rank, and the number of a started check of its weights; 0: they differ."""
         assert self._live is not None, "hello comes first"
         return worker.rank, self._live.start_check()
 
     def finish_check(self, worker: Any) -> tuple[int, tuple[int, bool]] | None:
-        """Waits for the check that is under way: this rank, and ``WeightMonitor.take_verdict``."""
+        """Wait for the check in progress: return this rank, and ``WeightMonitor.take_verdict``."""
         assert self._live is not None, "hello comes first"
         self._live.finish()
         verdict = self._live.take_verdict()
         return None if verdict is None else (worker.rank, verdict)
 
     def order_saves(self, worker: Any, orders: TransferCommands) -> None:
-        """Orders saves between two steps."""
+        """Start saves between two steps."""
         del worker
         self._worker_side.save(orders)
 
@@ -262,8 +257,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {worker.rank: self._adapters.digests()}
 
     def unregister_kv_caches(self) -> None:
-        """Called before vLLM unmaps the memory of the cache to sleep. No transfer is under way when
-        this returns, and none begins before ``restore_kv_caches``. Weights may go with it."""
+        """Stop transfers before vLLM unmaps the cache to sleep; weights may be unmapped, too. No
+        transfer is in progress when this returns, and none starts before ``restore_kv_caches``."""
         if self._live is not None:
             self._live.stop()
         if self._worker is not None:
@@ -287,9 +282,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return orders
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the step's forward pass is queued, in both model runners, with and without
-        asynchronous scheduling. This marks the moment that loads wait for. ``start_load_kv`` would
-        be too late: for loads that no request of the step needs, vLLM calls it afterwards."""
+        """Record the device event that loads wait for, before the step's forward pass is queued, in
+        both model runners, with and without asynchronous scheduling. ``start_load_kv`` would be too
+        late: for loads that no request of the step needs, vLLM calls it after the pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(self._transfer_commands())
@@ -298,22 +293,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.load(self._transfer_commands())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request runs only when all of its blocks have arrived."""
+        """Do nothing: a request runs only when all of its blocks are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Does nothing: blocks are saved whole, after the step."""
+        """Do nothing: complete blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Orders saves; does not wait for them."""
+        """Start saves without waiting for them."""
         self._worker_side.save(self._transfer_commands())
 
     @property
     def _has_several_groups(self) -> bool:
-        """Whether there are several groups: then a block's number does not tell its group, and vLLM
-        expects requests instead."""
+        """Whether there are several groups: then a block's number does not identify its group, and
+        vLLM expects requests instead."""
         return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -335,8 +330,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             report = report or TransferReport()
             report.verdicts = {self._live.rank: verdict}
         return report
-
-    # --- both ---------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreStats | None:
         if self._scheduler is not None:
@@ -365,8 +358,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class MooncakeStoreConnector(KVStoreConnector):
-    """``KVStoreConnector`` under the name of vLLM's own connector, so that a deployment needs to
-    change only one line."""
+    """``KVStoreConnector`` under the name of vLLM's own connector, so that a deployment changes
+    only one line."""
 
 
 def _check_name(kind: type) -> None:
@@ -381,7 +374,7 @@ def _check_name(kind: type) -> None:
 
 def _check_executor(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for engines with a scheduler in each rank (torchrun). All must decide
-    alike, and a lookup is answered at another moment in each."""
+    alike, but the replies to their lookups arrive at different times."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -393,8 +386,8 @@ def _check_executor(vllm_config: VllmConfig) -> None:
 
 
 def _on_worker(worker: Any, options: dict[str, Any], method: str, *arguments: Any) -> Any:
-    """Calls a method of the worker's connector that has these options. The options identify it,
-    because a worker may have several connectors."""
+    """Call a method of the worker's connector that has these options. They identify it, because a
+    worker may have several connectors."""
     found = get_kv_transfer_group()
     for each in getattr(found, "sub_connectors", [found]):
         if isinstance(each, KVStoreConnector) and each.options == options:
@@ -405,13 +398,13 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str, *arguments: An
 def _groups_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, object_tokens: int
 ) -> tuple[Groups, BlockHashes]:
-    """The groups, and the hashes of which their keys are made.
+    """Return the groups, and the hashes from which their keys are made.
 
     Args:
-        object_tokens: of blocks that are cut; 0: blocks are objects.
+        object_tokens: tokens per object of split blocks; 0: blocks are objects.
 
     Raises:
-        ConfigError: a model whose blocks cannot be kept by hash.
+        ConfigError: a model whose blocks cannot be stored by hash.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MambaSpec
@@ -456,7 +449,7 @@ def _groups_of(
 
 
 def _check_states(spec: MambaSpec) -> None:
-    """Raises ConfigError for recurrent layers whose states vLLM does not hand out."""
+    """Raises ConfigError for recurrent layers whose states vLLM does not offer."""
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             f"the states of this model's recurrent layers cannot be shared with mamba_cache_mode "

@@ -1,17 +1,16 @@
-"""KV cache groups as the store sees them: which blocks make up how many tokens of a prompt.
+"""KV cache groups as the store sees them, and the tokens of their blocks.
 
-Layers with one kind of attention share a *group* and its block table. Every group has its own block
-size, a multiple of the *hash block* for which request hashes are computed. A block's key is the
-hash at its end, which covers everything before it as well. All full blocks of attention groups are
-stored, as chains.
+Layers with one kind of attention share a *group* and its block table. A group's block size is a
+multiple of the *hash block* for which request hashes are computed. A block's key is the hash at its
+end, which covers all tokens before it. All full blocks of attention groups are stored, as chains.
 
-With ``block_tokens`` a block is *cut* into several objects, each of which is what an engine with
-smaller blocks stores. Objects are counted like blocks then, also those of a block that is not full.
+With ``block_tokens`` a block is split into several objects, each equal to a block of an engine with
+smaller blocks. Objects are then counted like blocks, also those of a block that is not full.
 
-A block of a *recurrent* group (Mamba, gated delta nets and their like) is the layers' *state* after
-its last token. To go on from a prefix of n tokens an engine needs the state at n, and none before
-it. vLLM keeps few states and offers each once, when a request reaches it. So a prefix of n tokens
-is stored when each chain reaches n and each recurrent group has a state at n.
+A block of a *recurrent* group (Mamba, gated delta nets) is the layers' *state* after its last
+token. To continue a prefix of n tokens an engine needs only the state at n. vLLM keeps few states
+and offers each once, when a request reaches it. So a prefix of n tokens is stored when each chain
+reaches n and each recurrent group has a state at n.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Groups:
     recurrent: frozenset[int] = frozenset()
     """Ids of the recurrent groups."""
     object_tokens: int = 0
-    """Tokens per object of blocks that are cut; 0: blocks are objects."""
+    """Tokens per object of split blocks; 0: blocks are objects."""
 
     def __post_init__(self) -> None:
         for group, tokens in self.block_tokens.items():
@@ -57,67 +56,68 @@ class Groups:
         return dict.fromkeys(chains, self.object_tokens) if self.object_tokens else chains
 
     def tokens_of(self, group: int) -> int:
-        """Tokens per object of any group."""
+        """Return the tokens per object of any group."""
         return self.object_tokens or self.block_tokens[group]
 
     def cuts(self, group: int) -> int:
-        """Objects per block."""
+        """Return the objects per block."""
         return self.block_tokens[group] // self.tokens_of(group)
 
     def places(self, run: Run) -> list[int]:
-        """Where a run's objects are: with N objects per block, object i of block b has N * b + i.
-        Without cuts these are the numbers of the blocks."""
+        """Return the numbers of a run's objects: with N objects per block, object i of block b has
+        N * b + i. For blocks that are not split these are the numbers of the blocks."""
         cuts = self.cuts(run.group)
         numbered = enumerate(run.block_ids, run.first)
         return [block * cuts + index % cuts for index, block in numbered]
 
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
-        """The keys of a group's full objects, from the hashes of all hash blocks."""
+        """Return the keys of a group's full objects, from the hashes of all hash blocks."""
         step = self.tokens_of(group) // self.hash_block_tokens
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
     def state_keys(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """The keys of the states at which a hit may end, from the hashes of all hash blocks."""
+        """Return the keys of the states at which a hit may end, from the hashes of all hash
+        blocks."""
         step = self.scheduler_block_tokens // self.hash_block_tokens
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
     def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, bytes]:
-        """By group: the key of the last block of the first ``tokens`` tokens, or the state's.
+        """Return by group the key of the last block, or the state, of the first ``tokens`` tokens.
 
         Args:
-            tokens: more than 0, as ``complete_blocks`` gives them.
+            tokens: more than 0, as returned by ``complete_blocks``.
         """
         return dict.fromkeys(self.block_tokens, bytes(hashes[tokens // self.hash_block_tokens - 1]))
 
     def aligned(self, tokens: int) -> int:
-        """``tokens``, rounded down to whole scheduler blocks."""
+        """Round ``tokens`` down to complete scheduler blocks."""
         return tokens - tokens % self.scheduler_block_tokens
 
     def complete_blocks(self, tokens: int) -> int:
-        """``tokens``, rounded down to where objects of all groups end."""
+        """Round ``tokens`` down to a common end of objects of all groups."""
         return tokens - tokens % self.shared_tokens
 
     @property
     def shared_tokens(self) -> int:
-        """The scheduler block of the engines that store such objects without cutting blocks."""
+        """The scheduler block of engines that store such objects without splitting blocks."""
         return self.object_tokens or self.scheduler_block_tokens
 
     @property
     def usual_hash_tokens(self) -> int:
-        """The hash block that vLLM chooses for such objects if it is not told another one."""
+        """The hash block that vLLM chooses for such objects by default."""
         return gcd(*map(self.tokens_of, self.block_tokens))
 
     def runs(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
         first: dict[int, int], tokens: int,
     ) -> Iterator[Run]:  # fmt: skip
-        """The objects of chains of the first ``tokens`` tokens, in contiguous runs, without those
-        of null blocks.
+        """Yield the chain objects of the first ``tokens`` tokens in contiguous runs, without null
+        blocks.
 
         Args:
             hashes: the request's hashes.
             block_ids: the request's block table, by group id.
-            first: index of the first wanted object, by group id.
+            first: index of the first requested object, by group id.
         """
         for group, object_tokens in self.chains.items():
             keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
@@ -140,8 +140,8 @@ class Groups:
     def states(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]], tokens: int
     ) -> list[Run]:
-        """The blocks of the states at ``tokens`` tokens, one run for each recurrent group. Args as
-        for ``runs``."""
+        """Return the blocks of the states at ``tokens`` tokens, one run for each recurrent group.
+        Args as for ``runs``."""
         blocks = {
             group: block_ids[group][tokens // self.block_tokens[group] - 1]
             for group in sorted(self.recurrent)
@@ -149,6 +149,6 @@ class Groups:
         return [self.state(hashes, group, block, tokens) for group, block in blocks.items()]
 
     def state(self, hashes: Sequence[bytes], group: int, block_id: int, tokens: int) -> Run:
-        """The run of the state at ``tokens`` tokens, which is in this block."""
+        """Return the run of the state at ``tokens`` tokens, which is in this block."""
         key = bytes(hashes[tokens // self.hash_block_tokens - 1])
         return Run(group, [key], [block_id], tokens // self.block_tokens[group] - 1, None)

@@ -1,6 +1,6 @@
 """The messages between the scheduler side and the worker sides.
 
-    scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
+    scheduler ── TransferCommands(fingerprint, loads, saves) ──► each worker, every step
               ◄── TransferReport(saves that ended, loads that failed, adapters) ──
               ── identify yourself (at the start, and when weights may have changed) ──►
               ◄── WorkerIdentity(layout, parts, weights) ──
@@ -23,7 +23,7 @@ from kvstore.limits import Namespace, of_tenant
 
 
 class Run(NamedTuple):
-    """Consecutive objects of one cache group in a request: blocks, or what blocks are cut into."""
+    """Consecutive objects of one cache group in a request: blocks, or parts of split blocks."""
 
     group: int
     keys: list[bytes]
@@ -37,19 +37,19 @@ class Run(NamedTuple):
 
 
 class LoadCommand(NamedTuple):
-    """Order to fill these blocks, then report that the request's blocks have arrived."""
+    """Command to fill these blocks, then to report that the request's blocks are loaded."""
 
     request_id: str
     runs: list[Run]
 
 
 class SaveCommand(NamedTuple):
-    """Order to store these blocks, which are pinned until every worker has reported the number."""
+    """Command to store these blocks, which are kept until every worker has reported the number."""
 
     number: int
     runs: list[Run]
     ttl_ms: int = 0
-    """After this time the store forgets those blocks that it did not have yet; 0: never."""
+    """TTL of blocks that were not stored before; 0: none."""
 
 
 @dataclass
@@ -58,29 +58,29 @@ class TransferCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is un
     loads: list[LoadCommand] = field(default_factory=list)
     saves: list[SaveCommand] = field(default_factory=list)
     draft: str = ""
-    """Which draft model the engine has (``fingerprint.draft_of``)."""
+    """Digest of the engine's draft model (``fingerprint.draft_of``)."""
 
 
 class SaveResult(NamedTuple):
-    """How one save ended, summed over the workers that have reported it."""
+    """The result of one save, summed over the workers that have reported it."""
 
     workers: int
-    """How many workers have ended the save."""
+    """Number of workers that have ended the save."""
     stored: int
-    """How many of those have found or stored every block of it."""
+    """Number of those that have found or stored all of its blocks."""
 
 
 @dataclass
 class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The transfers that ended since the step before."""
+    """The transfers that ended since the previous step."""
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
-    """By request: how many of its leading tokens were loaded. The tokens after them were not."""
+    """By request: number of leading tokens that were loaded; later ones were not."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
     """By rank, for changed ranks only: the digest of each loaded adapter, by its id."""
     verdicts: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    """By rank: the number of a check of its weights, and whether they are those identified."""
+    """By rank: number of a check of its weights, and whether they are those identified."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, TransferReport)
@@ -96,13 +96,12 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class UnfinishedTransfers:
-    """The transfers that a worker still has under way after it has waited for them."""
+    """The transfers still in progress after a worker has waited for them."""
 
     report: TransferReport | None
     saves: set[int]
     """Numbers of saves."""
     loads: set[str]
-    """Requests."""
 
 
 @dataclass
@@ -126,40 +125,40 @@ class WorkerIdentity:
     prefix_caching: bool = True
     """Whether vLLM had prefix caching on when it created the layers."""
     host: str = ""
-    """The host on which the worker runs (``kvstore.runtime.host``), for the tier."""
+    """The worker's host (``kvstore.runtime.host``), for the tier."""
     error: str = ""
-    """Why the worker could not be identified."""
+    """Error of the identification."""
     draft: DraftIdentity | None = None
-    """The draft model whose pages are stored apart; None: there is none, or its weights and layers
-    are among those above."""
+    """The draft model whose pages are stored separately; None: there is none, or its weights and
+    layers are among those above."""
 
 
 @dataclass
 class DraftIdentity:
-    """A worker's draft model, which guesses tokens for the model to check. Nothing that the model
-    computes depends on it, so its pages have namespaces of their own."""
+    """A worker's draft model for speculative decoding. Nothing that the model computes depends on
+    it, so its pages have separate namespaces."""
 
     layers: list[str]
     """Names of its attention layers; empty if it has none of its own."""
     layouts: list[str]
     """Of the worker's parts; see ``pages``."""
     method: str
-    """The manner in which it guesses."""
+    """The method of speculative decoding."""
     weights: str = ""
     files: str = ""
     attention: list[list[str]] = field(default_factory=list)
 
 
 def draft_part(part: str, draft: str) -> str:
-    """The name of the pages of this draft model that belong to a part."""
+    """Return the name of this draft model's pages of a part."""
     return f"{part}.draft-{draft}"
 
 
 def namespace(fingerprint: str, group: int, part: str, *, tenant: str = "") -> Namespace:
-    """The namespace of one worker's part of one cache group."""
+    """Return the namespace of one worker's part of one cache group."""
     return Namespace(f"{namespace_prefix(fingerprint, tenant=tenant)}g{group}/{part}")
 
 
 def namespace_prefix(fingerprint: str, *, tenant: str = "") -> str:
-    """The prefix of all namespaces of a fingerprint."""
+    """Return the prefix of all namespaces of a fingerprint."""
     return of_tenant(tenant, f"vllm/{fingerprint}/")

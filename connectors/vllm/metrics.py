@@ -1,7 +1,7 @@
 """The store's metrics in vLLM's ``/metrics``: counts, tokens, bytes of blocks, microseconds.
 
-Each side collects plain numbers. vLLM carries them to the API server and adds them up; there
-``StorePromMetrics`` makes them Prometheus metrics with the prefix ``vllm:kvstore_``.
+Each side collects plain numbers. vLLM sends them to the API server and adds them up; there
+``StorePromMetrics`` exports them with the prefix ``vllm:kvstore_``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BUCKETS_US: Final = (
     *(200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000),
 )
 SAMPLES_MAX: Final = 1_000
-"""How many times of one kind are kept in one interval."""
+"""Stored times of one kind per interval."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers for vLLM's log line; of times, the median and the maximum."""
+        """Return the numbers for vLLM's log line; of times, the median and the maximum."""
         reduced: dict[str, int | float] = {}
         for name, value in sorted(self.data.items()):
             if name in TIMES:

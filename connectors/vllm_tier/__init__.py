@@ -1,6 +1,5 @@
-"""A tier of vLLM's own KV offloading. vLLM moves blocks between the GPU and its pool in main memory
-with its own kernels; this tier keeps chunks of that pool in a store, which engines share and which
-outlives them.
+"""A tier of vLLM's own KV offloading, which copies blocks between the GPU and a pool in main
+memory. The tier keeps chunks of that pool in a store.
 
     GPU ◄── vLLM ──► pool in main memory of this engine ◄── tier ──► store
 
@@ -11,8 +10,8 @@ vLLM creates the tier by its class name, in the scheduler's process:
        "secondary_tiers": [{"type": "KVStoreTier", "master": "10.0.0.7:50001"}]}}
 
 * ``tier.py``: the class that implements vLLM's ``SecondaryTierManager``
-* ``identity.py``: the namespace, which decides which engines share chunks
-* ``runs.py``: the order of a request's chunks, from which their parents follow
+* ``namespace.py``: the namespace of chunks, shared by equal engines
+* ``chunk_order.py``: the order of a request's chunks, from which their parents follow
 
 docs/engines/vllm-offloading.md describes settings and failures.
 """

@@ -1,4 +1,4 @@
-"""Restores the order of a request's chunks: vLLM hands them over in no order, but says where each
+"""The order of a request's chunks, which vLLM passes in no order, but with the token at which each
 ends. A chunk's key is the hash of the prompt up to its end, and the number of its cache group."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ChunkRun(NamedTuple):
     is_chain: bool
 
     def pieces(self, chunks_max: int) -> Iterator[ChunkRun]:
-        """Splits the run into runs of at most ``chunks_max`` chunks."""
+        """Split the run into runs of at most ``chunks_max`` chunks."""
         for start in range(0, len(self.keys), chunks_max):
             stop = start + chunks_max
             parent = self.keys[start - 1] if start and self.is_chain else self.parent
@@ -38,12 +38,12 @@ class ChunkEnds:
 
     @classmethod
     def for_request(cls, request: ReqContext) -> ChunkEnds:
-        """The ends of the chunks that the request has by now."""
+        """Return the ends of the request's present chunks."""
         ends: ChunkEnds | None = request.get_state(cls)
         if ends is None:
             ends = cls()
             request.set_state(ends)
-        # vLLM's method gives the end of one key, not the key that has a given end.
+        # vLLM's method returns the end for one key, not the key for a given end.
         positions: Mapping[bytes, int] = getattr(request, "_offload_key_positions", {})
         for key, end in islice(positions.items(), ends._seen, None):
             ends._keys[get_offload_group_idx(key), end] = key
@@ -51,7 +51,8 @@ class ChunkEnds:
         return ends
 
     def before(self, group: int, end: int, chunk_tokens: int) -> bytes | None:
-        """The key of the last full chunk before the one that ends at ``end``; None: not known."""
+        """Return the key of the last full chunk before the one that ends at ``end``; None: not
+        known."""
         return self._keys.get((group, (end - 1) // chunk_tokens * chunk_tokens))
 
 

@@ -1,8 +1,8 @@
-"""Computes the namespace of an engine's chunks, so that equal keys in it mean equal bytes.
+"""The namespace of an engine's chunks, in which equal keys mean equal bytes.
 
-A chunk's key covers its tokens and nothing else. The namespace covers the rest, by the functions of
+A chunk's key covers only its tokens. The namespace covers the rest, with
 ``kvstore.connectors.vllm``: the live weights on all workers, configuration, dtypes, hash algorithm
-and seed. In addition it covers how vLLM lays out a chunk.
+and seed; and vLLM's layout of a chunk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOT_RESET: Final = (
 
 
 def hello(worker: Any, model_id: str) -> WorkerIdentity:
-    """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
+    """Return a worker's identity. vLLM calls this on each worker, and pickles it by name."""
     hello = WorkerIdentity("", [], [""], rank=worker.rank, host=host_id())
     return identify(hello, WeightMonitor(worker, worker.vllm_config, name=model_id))
 
@@ -109,13 +109,13 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
         return self._namespace(self.fingerprint)
 
     def reset(self) -> None:
-        """Called when vLLM resets its caches. From now on they hold only blocks of the weights that
+        """Handle a reset of vLLM's caches: from now on they hold only blocks of the weights that
         the engine has when it computes again."""
         self.invalidate()
         self.is_used = self._is_mixed = False
 
     def learn(self) -> None:
-        """Asks the workers for their weights, between two steps, if these may have changed."""
+        """Request the workers' weights, between two steps, if these may have changed."""
         if not self.is_outdated or (self._core is not None and self._core.is_paused):
             return
         self.is_outdated = False
@@ -134,12 +134,13 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
             self.move(record._replace(namespaces=(self._namespace(record.fingerprint),)))
 
     def _namespace(self, fingerprint: str) -> str:
-        """The namespace; ``all``, because a row of vLLM's pool holds the parts of all ranks."""
+        """Return the namespace; ``all``, because a row of vLLM's pool holds the parts of all
+        ranks."""
         return of_tenant(self._tenant, f"{ENGINE}/{fingerprint}/all") if fingerprint else ""
 
 
 def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:
-    """How vLLM lays out a chunk, as plain JSON values."""
+    """Return vLLM's layout of a chunk, as plain JSON values."""
     config = spec.config
     parallel = config.parallel
     layers = [

@@ -2,9 +2,9 @@
 
 vLLM calls all methods from the scheduler's thread (0.33: or from one of its own, under one lock),
 so only ``drain_jobs`` and ``shutdown`` wait for the store. A thread of vLLM's
-``AsyncLookupManager`` asks the store for keys. Threads of this class copy chunks between the store
-and rows of vLLM's pool; vLLM keeps a row in place until its job is reported. A lookup leases the
-objects that it finds, so that a load soon after finds them, too.
+``AsyncLookupManager`` looks up keys. Threads of this class copy chunks between the store and rows
+of vLLM's pool; vLLM keeps a row in place until its job is reported. A lookup leases the objects
+found, so that a load soon after finds them, too.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LOAD_THREADS: Final = 4
 STORE_THREADS: Final = 2
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes per call to the store: bounds what one failure loses, and how long ``drain_jobs`` waits."""
+"""Bytes per call to the store: bounds the loss by one failure, and the wait of ``drain_jobs``."""
 
 LOOKUP_TIMEOUT_MS: Final = 500
-"""The longest that a request waits for one lookup. Beyond that, computing is faster."""
+"""Maximum wait of a request for one lookup. Beyond that, computing is faster."""
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
@@ -105,14 +105,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._gives_up = threading.Event()
         """Set while jobs make no further calls to the store: they end after the current one."""
 
-    # --- lookups ------------------------------------------------------------------------------
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Asks vLLM to store new chunks only: chunks of other requests were stored before."""
+        """Request new chunks only: chunks of other requests were stored before."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY until the workers and the store have answered. A chunk that is found is leased."""
+        """Return RETRY until the workers and the store have replied. A chunk found is leased."""
         if self._identity.is_outdated:
             return LookupResult.RETRY
         if not self._identity.namespace or req_context.get_state(UnsharedRequest):
@@ -124,7 +122,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _found(self, keys: list[OffloadKey]) -> list[bool]:
-        """Whether each of these chunks is stored. Runs on the thread of the lookups."""
+        """Return whether each of these chunks is stored. Runs on the thread of the lookups."""
         name = self._identity.namespace
         client = self._guard.client
 
@@ -137,7 +135,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         try:
             return [size == self.block_size_bytes for size in self._guard.run(ask)]
         except KVStoreError as error:
-            log.debug("lookup_failed error=%s", error)  # the guard warns if this goes on
+            log.debug("lookup_failed error=%s", error)  # the guard warns if this continues
             return [False] * len(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -148,8 +146,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.cleanup(req_context.req_id)
-
-    # --- jobs ---------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata
@@ -164,7 +160,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _submit(
         self, pool: ThreadPoolExecutor, job: TransferJob, move: Callable[[str], JobResult]
     ) -> None:
-        """Starts a job, whose chunks are in the current namespace even if that changes later."""
+        """Start a job, whose chunks are in the current namespace even if that changes later."""
         name = "" if job.req_context.get_state(UnsharedRequest) else self._identity.namespace
         self._jobs[job.job_id] = (job, pool.submit(move, name))
 
@@ -178,7 +174,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             if not future.cancelled():
                 result = future.result()
             if job.is_promotion and not result.success:
-                # Otherwise vLLM would ask for the same chunks again and again.
+                # Otherwise vLLM would request the same chunks again and again.
                 loaded = set(result.successful_keys or ())
                 self._lookups.mark_miss([key for key in job.keys if key not in loaded])
             if self._events is not None and not job.is_promotion and result.success:
@@ -190,14 +186,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Only of chunks that were stored: the store does not tell which chunks it has evicted."""
+        """Return events of stored chunks only: evictions by the store are not reported."""
         if self._events:
             events, self._events = self._events, []
             return events
         return ()
 
     def drain_jobs(self) -> None:
-        """Lets jobs that have not begun fail, and waits for calls under way, at most until their
+        """Fail jobs that have not started, and wait for calls in progress, at most until their
         deadlines. vLLM calls this before it resets its caches."""
         self._gives_up.set()
         futures = [future for _, future in self._jobs.values()]
@@ -208,7 +204,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._identity.reset()
 
     def shutdown(self) -> None:
-        """Closes the client, so that calls under way fail, and waits for them. Idempotent."""
+        """Close the client, so that calls in progress fail, and wait for them. Idempotent."""
         self._gives_up.set()
         self._identity.announcer.stop()
         self._guard.client.close()
@@ -219,8 +215,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._jobs.clear()
         self._pool.release()
         gc.collect()  # puts leave cycles that hold rows, which vLLM unmaps next
-
-    # --- the threads --------------------------------------------------------------------------
 
     def _store(self, job: TransferJob, runs: list[ChunkRun], name: str) -> JobResult:
         client = self._guard.client
@@ -278,7 +272,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _moved(
         self, name: str, piece: ChunkRun, move: Callable[[ChunkRun, int], list[Any]]
     ) -> list[Any]:
-        """The outcome of ``move`` for each chunk; empty: it was not tried, or failed as a whole."""
+        """Return the outcome of ``move`` for each chunk; empty: not tried, or failed as a whole."""
         if not name or self._gives_up.is_set():
             return []
         try:
@@ -302,7 +296,7 @@ class UnsharedRequest:
 
 
 def _note_unshared() -> None:
-    """Let vLLM note which requests are unshared: it does not pass requests to a tier."""
+    """Patch vLLM to record unshared requests: it does not pass requests to a tier."""
     create = scheduler._create_req_context
     if hasattr(create, "__wrapped__"):
         return

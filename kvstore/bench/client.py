@@ -1,7 +1,7 @@
-"""A client process of a benchmark: carries out one measurement after the other.
+"""A client process of a benchmark: makes one measurement after another.
 
-The parent (``ClientProcess``) and the process (``main``) share a Unix socket. The process listens
-on it once it is connected to its system and has written the pool. It ends when the parent closes
+The parent (``ClientProcess``) and the process (``main``) share a Unix socket, on which the process
+listens once it is connected to its system and has written the pool. It ends when the parent closes
 the socket.
 """
 
@@ -21,7 +21,7 @@ from kvstore.bench.session import Session, StoreDriver
 READY_SECONDS: Final = 240.0
 """Time to connect and to write the pool, which is cold at first."""
 MORE_SECONDS: Final = 120.0
-"""Time that a measurement may take besides its own, to prepare and to clean up."""
+"""Time of a measurement besides its own, to prepare and to clean up."""
 CLOSE_SECONDS: Final = 20.0
 
 
@@ -32,9 +32,9 @@ class Settings(NamedTuple):
     mode: str
     address: str
     pool_bytes: int
-    """How much of the store's memory the process may fill."""
+    """Bytes of the store's memory that the process may fill."""
     memory_bytes: int
-    """Size of its memory to put from, and of that to get into."""
+    """The system's processes by name: their processor time is measured with this process's."""
     processes: dict[str, int] = {}  # noqa: RUF012 - nothing changes it
     """The system's processes by name: their processor time is measured with this process's."""
 
@@ -75,7 +75,7 @@ class ClientProcess:
         self._send(None)
 
     def samples(self) -> list[float]:
-        """Seconds of each call.
+        """Return the seconds of each call.
 
         Raises:
             ChildError: the process failed, or took too long.

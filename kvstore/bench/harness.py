@@ -1,9 +1,9 @@
-"""Pairs systems in one run, row by row, in turn, and makes the page about the results.
+"""Compares systems in one run, row by row, in turn, and makes the report.
 
-A round begins with new processes: each system's servers, and its clients for one path after the
-other. The pools are written once. In each row the systems are measured directly after each other,
-each twice (A, B, B, A), so that a ratio compares measurements within a few seconds. Another system
-begins from row to row and from round to round. While one system is measured, the others are idle.
+A round starts new processes: each system's servers, and its clients for one path after another. The
+pools are written once. In each row the systems are measured one directly after the other, each
+twice (A, B, B, A), so that a ratio compares measurements within a few seconds. The first system
+changes from row to row and from round to round. While one is measured, the others are idle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.bench.timing import Spread, percentile
 from kvstore.runtime import interpreter
 
 FOUND_MIN: Final = 0.001
-"""Ratios count no smaller part that was found."""
+"""Minimum hit ratio for the ratio of two systems."""
 
 
 class ComparisonPlan(NamedTuple):
@@ -48,7 +48,7 @@ class Sample:
     processor_us: dict[str, float]
     """Mean processor time of a call by process, polling included."""
     found: float = 1.0
-    """The part of what it read that was there; all of it, except in a full pool."""
+    """The hit ratio of its reads: 1, except in a full pool."""
 
     @property
     def processor_total_us(self) -> float:
@@ -63,7 +63,7 @@ class Result:
     samples: dict[str, list[Sample]]
 
     def ratio(self, peer: str, of: Callable[[Sample], float]) -> Spread:
-        """The peer's number for what is found again over this store's, within each round."""
+        """Return the peer's number per hit over this store's, for each round."""
 
         def each(samples: Sequence[Sample]) -> list[float]:
             return [of(some) / max(some.found, FOUND_MIN) for some in samples]
@@ -94,7 +94,7 @@ def _processor(sample: Sample) -> float:
 
 
 def numbers(row: ComparisonCase, sample: Sample) -> Found:
-    """One sample as ``kvstore bench --json`` prints it."""
+    """Return one sample in the form of ``kvstore bench --json``."""
     per_second = row.batch * sample.per_second
     moved = 0 if row.op == GET_VIEW else row.size
     return {
@@ -103,9 +103,6 @@ def numbers(row: ComparisonCase, sample: Sample) -> Found:
         "gb_per_second": round(per_second * moved / 1e9, 3), "p50_us": round(sample.p50_us, 1),
         "p99_us": round(sample.p99_us, 1), "processor_us": round(sample.processor_total_us, 1),
     }  # fmt: skip
-
-
-# --- the rounds --------------------------------------------------------------------------------
 
 
 def measure(
@@ -150,7 +147,7 @@ def measure(
 def _clients(
     table: Table, servers: Mapping[str, Any], rows: Sequence[ComparisonCase], plan: ComparisonPlan
 ) -> Iterator[dict[str, list[ClientProcess]]]:
-    """The clients of each system, for rows of one mode."""
+    """Run the clients of each system, for rows of one mode."""
     mode, count = rows[0].mode, max(row.clients for row in rows)
     with Children() as children, contextlib.ExitStack() as stack:
         clients: dict[str, list[ClientProcess]] = {}
@@ -218,7 +215,7 @@ def _busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-# --- the page ----------------------------------------------------------------------------------
+# --- the report --------------------------------------------------------------------------------
 
 TIME: Final = (
     "Time of one call: P50 and P99, each the median of the rounds. Ratio: the other system's P50"
@@ -232,7 +229,7 @@ PROCESSOR: Final = (
 
 
 def page_of(table: Table, results: Sequence[Result], plan: ComparisonPlan, found: Found) -> str:
-    """The page in Markdown. ``found``: what its JSON file has."""
+    """Return the report in Markdown. ``found``: the contents of its JSON file."""
     names = list(table.systems)
     notes = list(dict.fromkeys(note for each in results for note in each.row.notes))
     ratios = [text for peer in results[0].peers for text in (f"{peer} / {names[0]}", "rounds")]

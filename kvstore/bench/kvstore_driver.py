@@ -1,4 +1,4 @@
-"""Drives this store for the benchmark: the public client, with a separate master and node."""
+"""The driver of this store: the public client, with a separate master and node."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHORT_LEASES = ("--lease-ms=1000",)
 """Memory of removed objects is free one lease later, and the benchmark waits for that."""
 SETTLE_SECONDS = 60.0
 SETTLED_PART = 0.1
-"""The part of the memory that removed objects may still use."""
+"""Share of the memory that removed objects may still use."""
 OBJECT_BYTES_MORE = 2 * HEADER_BYTES
-"""An object's extent has at most this many bytes more than the object: header and alignment."""
+"""Maximum overhead of an object's extent: header and alignment."""
 PAUSE_SECONDS = 0.02
 TIMEOUT_MS = 60_000
 
@@ -43,8 +43,8 @@ def own_store(
 
 
 class KVStoreDriver(StoreDriver):
-    """Makes the calls by two clients: one asks the master at each get; the other remembers
-    placements while they are leased (``GET_AGAIN``)."""
+    """Makes the calls by two clients: one calls the master at each get; the other caches locations
+    while they are leased (``GET_AGAIN``)."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class KVStoreDriver(StoreDriver):
         Args:
             mode: transport.
             memory_bytes: size of the caller's memory to put from, and of that to get into.
-            pool_bytes: how much of a running store's memory the benchmark uses; it then removes all
-                objects of ``NAMESPACE`` before and after. None: all of the memory.
+            pool_bytes: bytes of a running store's memory that the benchmark uses; it then removes
+                all objects of ``NAMESPACE`` before and after. None: all of the memory.
             settings: more fields of ``ClientConfig``.
         """
         from kvstore import Client
@@ -123,8 +123,7 @@ class KVStoreDriver(StoreDriver):
             self.plain.remove_many(encoded[start : start + 1024])
 
     def clear(self) -> None:
-        """Remove objects that this and earlier benchmarks left, and wait until their memory is
-        free."""
+        """Remove objects of this and earlier benchmarks, and wait until their memory is free."""
         self.plain.clear(NAMESPACE)
         self.wait_until_free()
 
@@ -137,7 +136,7 @@ class KVStoreDriver(StoreDriver):
         self._clients.close()
 
     def _is_free(self) -> bool:
-        """Whether the memory in use is hardly more than the existing objects need."""
+        """Return whether the used memory is hardly more than the existing objects need."""
         status = self.plain.status()
         objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)
         pool = status.size if self._pool_bytes is None else self._pool_bytes

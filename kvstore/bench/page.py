@@ -1,4 +1,4 @@
-"""Writes the results of a benchmark, as JSON and as a page in Markdown, which is printed, too.
+"""Reports of a benchmark: JSON, and Markdown, which is printed, too.
 
 The results are a dict, which the JSON file contains: ``machine``, ``load``, and the numbers.
 """
@@ -25,14 +25,13 @@ from kvstore._version import __version__
 
 Found = dict[str, Any]
 Advance = Callable[[str, int], None]
-"""A function to call with the current work, and the number of steps finished since the last call.
-"""
+"""Takes the current work, and the number of steps finished since the last call."""
 
 GIT_SECONDS: Final = 5.0
 
 
 def publish(name: str, text: str, found: Found, out: Path | None) -> None:
-    """Prints a page; with ``out``, a folder, also writes page and JSON into it."""
+    """Print a report; with ``out``, a folder, also write it and the JSON there."""
     click.echo(text)
     if out is None:
         return
@@ -43,7 +42,7 @@ def publish(name: str, text: str, found: Found, out: Path | None) -> None:
 
 
 def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, whose first two columns and whose last one are no numbers."""
+    """Return a Markdown table, whose first two columns and whose last one are no numbers."""
     texts = (0, 1, len(columns) - 1)
     ends = ["---" if at in texts else "---:" for at in range(len(columns))]
     rows = ["| " + " | ".join(cells) + " |" for cells in (columns, *lines)]
@@ -51,7 +50,7 @@ def table_of(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def microseconds(value: float) -> str:
-    """``12.3 µs``, ``1,234 µs``."""
+    """Format as ``12.3 µs``, ``1,234 µs``."""
     return f"{value:,.1f} µs" if value < 100 else f"{value:,.0f} µs"
 
 
@@ -59,12 +58,9 @@ def verdict(met: bool) -> str:
     return "met" if met else "not met"
 
 
-# --- the machine -------------------------------------------------------------------------------
-
-
 def machine(packages: Sequence[str] = ()) -> dict[str, str | int]:
-    """The machine, the date, and the installed versions of the given packages: what the numbers
-    depend on, without host names and paths."""
+    """Return the machine, the date, and the versions of the given packages, on which the numbers
+    depend, without host names and paths."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found: dict[str, str | int] = {
         "cpu": _cpu(),
@@ -101,7 +97,8 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the running source, if that is a clone; ``-dirty``: more than docs differs."""
+    """Return the commit of the running source, if that is a clone; ``-dirty``: other files than
+    docs differ."""
     commit = _git("describe", "--always")
     differs = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)docs")
     return f"{commit}-dirty" if commit and differs else commit
@@ -118,7 +115,7 @@ def _git(*arguments: str) -> str:
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Advance]:
-    """A progress bar on standard error; lines, if that is not a terminal."""
+    """Show a progress bar on standard error; lines, if that is not a terminal."""
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip

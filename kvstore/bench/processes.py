@@ -1,9 +1,8 @@
-"""Starts the processes of benchmarks and examples: stores, other programs, jobs.
+"""Child processes of benchmarks and examples: stores, other programs, jobs.
 
 Enter a ``Children``, ``start`` services and wait until they are ``ready``, start jobs and take
-their ``result``. Leaving it ends all children that still run, the last one first, by SIGTERM, then
-by SIGKILL, also after an exception or a signal. Every wait is bounded, and ends when any child
-fails.
+their ``result``. Leaving it ends all running children, the last one first, by SIGTERM, then by
+SIGKILL, also after an exception or a signal. Every wait is bounded, and ends when any child fails.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from kvstore.runtime import interpreter
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 20.0
-"""Time that a child has for a clean end before it is killed."""
+"""Time for a clean exit of a child before it is killed."""
 GROUP_SECONDS = 2.0
-"""Time that a child's own children have after the child has ended: Python's resource tracker ends
-last, and unlinks the shared memory that the others left."""
+"""Time for a child's own children after it has ended: Python's resource tracker ends last, and
+unlinks the leftover shared memory."""
 TAIL_LINES = 20
 
 PORTS = range(10_000, 32_000, 2)
@@ -46,7 +45,7 @@ PORT_TRIES = 100
 READY_SECONDS = 60.0
 """Time for a master or a node to start, without the time to touch the memory."""
 TOUCH_BYTES_PER_SECOND = 256 << 20
-"""The slowest rate at which a node's touch of its memory is awaited."""
+"""Minimum rate at which a node touches its memory."""
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class ChildError(Exception):
-    """A child failed or took too long. After the first line follows the child's last output."""
+    """A child failed or took too long. The child's last output follows the first line."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Program:
     stderr: Path
 
     def output(self) -> str:
-        """The child's output so far, standard error last."""
+        """Return the child's output so far, standard error last."""
         return "".join(path.read_text(errors="replace") for path in (self.stdout, self.stderr))
 
     def error(self, what: str) -> ChildError:
@@ -127,14 +126,14 @@ class Children:
         """Wait until a service writes a line that matches, and remember its shared memory."""
 
         def said() -> re.Match[str] | None:
-            # Whole lines only: the text after the last line end may be half a line.
+            # Complete lines only: the text after the last line end may be half a line.
             lines = child.output().rpartition("\n")[0]
             return re.search(pattern, lines, re.MULTILINE)
 
         return self.until(child, said, seconds)
 
     def until(self, child: Program, ask: Callable[[], Result | None], seconds: float) -> Result:
-        """Wait until ``ask`` returns something: as ``ready``, for a service that prints no line."""
+        """Wait until ``ask`` returns a value: as ``ready``, for a service that prints no line."""
         for _ in self._polls(child, seconds, "was not ready"):
             if found := ask():
                 self._shared_memory |= _shared_memory_of(child.process.pid)
@@ -183,8 +182,8 @@ class Children:
 
 @contextlib.contextmanager
 def failures_told(name: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """The run of the command ``name``. Every ending signal acts like Ctrl-C, so that nothing is
-    left behind. An error or an interruption ends the process, with a line for ``tell``."""
+    """Run the command ``name``. Every terminating signal acts like Ctrl-C, so that all is cleaned
+    up. An error or an interruption ends the process, with a line for ``tell``."""
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
     try:
@@ -247,7 +246,7 @@ def start_store(
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without settings of kvstore and Mooncake, plus ``more``."""
+    """Return this process's environment without settings of kvstore and Mooncake, plus ``more``."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -257,9 +256,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port, another one each time; the next one, which a master takes for its lane, is free,
-    too. Linux gives neither to outgoing connections, so they stay free while a server is started
-    again.
+    """Return a new free port; the next one, which a master takes for its lane, is free, too. Linux
+    gives neither to outgoing connections, so they stay free during a restart of a server.
 
     Raises:
         OSError: no such port can be found.
@@ -282,7 +280,7 @@ def connects(host: str, port: int) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process, and all processes that it left in its group."""
+    """End a process, and all remaining processes of its group."""
     with contextlib.suppress(ProcessLookupError):  # the group has ended
         for number, patience in ((signal.SIGTERM, GROUP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
             os.killpg(process.pid, number)
@@ -296,7 +294,7 @@ def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _shared_memory_of(pid: int) -> set[Path]:
-    """POSIX shared memory that a process has mapped (empty where there is no /proc)."""
+    """Return the POSIX shared memory that a process has mapped; empty without /proc."""
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         names = (line.split(maxsplit=5)[-1] for line in maps.splitlines())

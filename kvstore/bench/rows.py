@@ -51,25 +51,25 @@ class ComparisonCase:
     op: str
     """The operation of kvstore's client."""
     mode: str
-    """The path of the bytes: ``shm``, ``tcp``, or a name of the table's own."""
+    """The data path: ``shm``, ``tcp``, or a name of the table's own."""
     batch: int = 1
     size: int = 0
-    """Bytes of each object; 0: no bytes move."""
+    """Bytes of each object; 0: no transfer."""
     clients: int = 1
-    """Client processes that make the calls at the same time."""
+    """Concurrent client processes."""
     loops: int = 0
     """Busy loops that run during the measurement."""
     goal: float = 1.0
-    """The first peer's time divided by kvstore's should be at least this."""
+    """Minimum ratio of the first peer's time to kvstore's."""
     peer_op: str = ""
     """The call that the peers' users make instead, if a peer has no such call."""
     notes: tuple[str, ...] = ()
     name: str = ""
-    """The title of the work, if it is not made of the other fields."""
+    """The title of the work, if it does not follow from the other fields."""
 
     @property
     def id(self) -> str:
-        """A name that is unique in the table: ``put/tcp/1MiB/64``, ``.../4-clients/2-loops``."""
+        """A unique name in the table: ``put/tcp/1MiB/64``, ``.../4-clients/2-loops``."""
         more = [f"{self.clients}-clients"] if self.clients > 1 else []
         more += [f"{self.loops}-loops"] if self.loops else []
         return "/".join((self.op, self.mode, size_name(self.size), str(self.batch), *more))
@@ -89,7 +89,7 @@ class ComparisonCase:
 
     @property
     def processor_goal(self) -> float:
-        """The first peer's processor time of all processes over kvstore's, at least."""
+        """Minimum ratio of the first peer's processor time of all processes to kvstore's."""
         return 1.5 if self.size == 4 * KIB else 1.0
 
     @property
@@ -98,10 +98,10 @@ class ComparisonCase:
 
 
 class System(NamedTuple):
-    """How a benchmark starts a system, and which driver makes the calls."""
+    """The start of a system, and its driver."""
 
     start: Callable[[int], AbstractContextManager[Servers]]
-    """Its argument: bytes of the system's memory."""
+    """Takes the bytes of the system's memory."""
     driver: str
     """``module:Class`` of a ``StoreDriver``."""
     options: Mapping[str, Any] = {}
@@ -110,7 +110,7 @@ class System(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows that are measured in one run, and the systems that are paired."""
+    """Rows that are measured in one run, and the systems that are compared."""
 
     name: str
     title: str
@@ -118,19 +118,19 @@ class Table:
     systems: Mapping[str, System]
     """This store first."""
     packages: tuple[str, ...] = ()
-    """Packages whose versions the page names."""
+    """Packages whose versions the report names."""
     missing: Callable[[], str | None] = lambda: None
-    """Returns why the table cannot be measured here; None: it can."""
+    """Returns the reason why the table cannot be measured here, or None."""
     pool_bytes: int = 2 << 30
     seconds: float = 0.5
-    """Time per row, round and system, unless the user gives another one."""
+    """Time per row, round and system, unless set by the user."""
     rounds: int = 5
     keeps_processes: bool = False
     """The servers of all rounds are the same, because they take minutes to start."""
 
 
 def size_name(size: int, between: str = "") -> str:
-    """``4KiB``, ``1MiB``; ``-`` for no bytes."""
+    """Format as ``4KiB``, ``1MiB``; ``-`` for no bytes."""
     if not size:
         return "-"
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
@@ -160,7 +160,7 @@ def choose(patterns: str, rows: Sequence[ComparisonCase]) -> list[ComparisonCase
 
 
 def memory_needed(rows: Sequence[ComparisonCase]) -> int:
-    """Bytes of memory that a client needs to put from or get into, and to warm the pool."""
+    """Return the bytes that a client needs to put from or get into, and to warm the pool."""
     return max(WARM_PIECE, *(row.size * row.batch for row in rows))
 
 

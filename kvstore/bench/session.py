@@ -2,8 +2,7 @@
 
 All memory is warm: the client's memory and the pool are written once before. Each call is timed
 alone, and its result is checked between two calls. A ``StoreDriver`` makes one system's calls; its
-``Work`` contains the system's own call and as little else as possible, so that the measurement
-costs all systems the same.
+``Work`` adds as little as possible to the system's own call, the same for all systems.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ GET_VIEW: Final = "get_view"
 GET_AGAIN: Final = "get_again"
 """A get of the same object again, under a live lease."""
 PUT_FULL: Final = "put_full"
-"""A put into a full pool. Each batch is read once, some puts later, as a decoder reads what a
-prefiller has put."""
+"""A put into a full pool. Each batch is read once, some puts later, as a decoder reads the blocks
+of a prefiller."""
 EXIST: Final = "exist"
 MATCH: Final = "match_prefix"
 MEMCPY: Final = "memcpy"
@@ -36,45 +35,45 @@ CHAIN_BLOCKS = 8_192
 CHAIN_BLOCK_BYTES = 4_096
 WARM_PIECE = 1 << 20
 WARM_PART = 0.9
-"""The part of the pool that is written once; above 0.95 Mooncake begins to evict."""
+"""Share of the pool that is written once; above 0.95 Mooncake begins to evict."""
 USED_PART = 0.8
-"""The part of the pool that removed objects may still use before a session waits."""
+"""Share of the pool that removed objects may still use before a session waits."""
 ROW_PART = 0.5
-"""The part of the pool that one row may put."""
+"""Share of the pool that one row may put."""
 OBJECTS_MAX = 2_000
-"""Single objects that one row puts, at most."""
+"""Maximum single objects that one row puts."""
 BATCHES_MAX = 100
 READ_BATCHES_MAX = 20
-"""Batches that are put to be read in turn, at most."""
+"""Maximum batches that are put to be read in turn."""
 FULL_PART = 1.3
-"""What is put before ``PUT_FULL`` is measured, as a part of the pool."""
+"""Bytes put before ``PUT_FULL`` is measured, as a share of the pool."""
 FULL_BATCHES_MAX = 5_000
 READ_AFTER = 1 / 8
-"""What is put between a batch of ``PUT_FULL`` and its read, as a part of the pool."""
+"""Bytes put between a batch of ``PUT_FULL`` and its read, as a share of the pool."""
 
 
 class Work(NamedTuple):
     call: Callable[[int], Any]
     """The timed call; its argument is the call's number."""
     check: Callable[[Any], None]
-    """Checks the result of a call. Raises InternalError if it is wrong."""
+    """Raises InternalError if the result of a call is wrong."""
 
 
 class StoreDriver:
     """A client of one system. Use it in one thread."""
 
     source: Bytes
-    """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
+    """The caller's memory to put from, touched: chunk ``i`` of a size is at ``i * size``."""
     target: Bytes
     """The caller's memory to get into, of the same size, touched."""
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
-        """Work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches have the
-        same length; a batch of one key uses the system's call for a single object.
+        """Return work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches
+        have the same length; a batch of one key uses the system's call for a single object.
 
         Args:
             op: one of the names above that this system has, except ``MEMCPY``.
-            size: bytes of each object; key ``i`` of a batch belongs to piece ``i``.
+            size: bytes of each object; key ``i`` of a batch belongs to chunk ``i``.
         """
         raise NotImplementedError
 
@@ -93,7 +92,7 @@ class StoreDriver:
         """Remove these objects now."""
 
     def wait_until_free(self) -> None:
-        """Wait until the memory of all removed objects is free; nothing where it is at once."""
+        """Wait until the memory of all removed objects is free."""
 
     def close(self) -> None:
         """Release all memory and connections."""
@@ -112,7 +111,7 @@ class Session:
     ) -> None:
         """
         Args:
-            pool_bytes: how much of the store's memory this session may fill.
+            pool_bytes: bytes of the store's memory that this session may fill.
             name: prefix of all its keys.
             processes: process ids whose processor time ``measure`` takes.
         """
@@ -120,7 +119,7 @@ class Session:
         self.processor: dict[str, float] = {}
         """Processor seconds of each of ``processes`` in all calls of the last measurement."""
         self.found = 1.0
-        """The part of the objects of the last measurement that its reads have found."""
+        """The hit ratio of the reads of the last measurement."""
         self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name
@@ -151,10 +150,10 @@ class Session:
         *,
         prepared: Callable[[], None] = lambda: None,
     ) -> list[float]:
-        """Seconds of each call.
+        """Return the seconds of each call.
 
         Args:
-            size: bytes of each object; 0 for calls that move no bytes.
+            size: bytes of each object; 0 for calls without transfers.
             prepared: called immediately before the first call.
 
         Raises:
@@ -177,8 +176,6 @@ class Session:
 
     def close(self) -> None:
         self.driver.close()
-
-    # --- internal -----------------------------------------------------------------------------
 
     def _move(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
         room = int(self._pool * ROW_PART) // size // batch
@@ -216,7 +213,7 @@ class Session:
             self.driver.remove([key for some in batches[:done] for key in some])
 
     def _put_full(self, size: int, batch: int, seconds: float) -> list[float]:
-        """A batch that is refused counts as not found."""
+        """Count a rejected batch as not found."""
         self._rows += 1
         filling = int(self._pool * FULL_PART) // size // batch
         lag = int(self._pool * READ_AFTER) // size // batch
@@ -259,7 +256,7 @@ class Session:
         self._spent += needed
 
     def _kept_keys(self, op: str) -> list[str]:
-        """Keys of small objects that stay: a chain for ``MATCH``."""
+        """Return keys of small objects that stay: a chain for ``MATCH``."""
         if op not in self._keys:
             keys = [f"{self._name}{op[:5]}-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
             size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES

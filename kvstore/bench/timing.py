@@ -1,4 +1,4 @@
-"""Times calls by the clock and by processor time, and sums the samples up."""
+"""Wall-clock and processor times of calls, and their summary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Bytes = NDArray[np.uint8]
 CALLS_MIN: Final = 3
 CALLS_MAX: Final = 200_000
 _ALL_THREADS: Final = 2
-"""CPUCLOCK_SCHED of Linux's ``posix-timers_types.h``: the clock of a process with its threads,
-also those that have ended."""
+"""CPUCLOCK_SCHED of Linux's ``posix-timers_types.h``: the clock of a process with all its threads,
+including ended ones."""
 
 
 class Spread(NamedTuple):
@@ -31,7 +31,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Self:
-        """``above / below`` within each round."""
+        """Return ``above / below`` within each round."""
         values = [one / other for one, other in zip(above, below, strict=True)]
         return cls(statistics.median(values), min(values), max(values))
 
@@ -46,7 +46,7 @@ def timed(
     limit: int = CALLS_MAX,
     check: Callable[[Any], None] = lambda _: None,
 ) -> list[float]:
-    """Seconds of each call: as many as fit into ``seconds``, at least 3, at most ``limit``.
+    """Return the seconds of each call: as many as fit into ``seconds``, 3 to ``limit``.
 
     Args:
         check: called between two calls with the result of the last one.
@@ -65,8 +65,8 @@ def timed(
 
 
 def processor_seconds(pid: int) -> float:
-    """Seconds of processor time that a process and its living descendants have used, to the
-    nanosecond: polling counts, sleeping does not.
+    """Return the processor time in seconds of a process and its living descendants, to the
+    nanosecond, busy polling included.
 
     Raises:
         OSError: there is no such process.
@@ -79,13 +79,13 @@ def processor_seconds(pid: int) -> float:
 
 
 def percentile(samples: Sequence[float], part: float) -> float:
-    """The sample below which the given part of the samples lies."""
+    """Return the sample below which this part of the samples lies."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
 
 
 def require(well: bool, what: str) -> None:
-    """Raises InternalError unless ``well``: the call did not do the intended work."""
+    """Raise InternalError unless ``well``: the call did not do the intended work."""
     if not well:
         raise InternalError(
             f"an object {what}", advice="Does another program use this store, or is it too small?"
@@ -93,7 +93,7 @@ def require(well: bool, what: str) -> None:
 
 
 def memory(size: int) -> tuple[Bytes, Bytes]:
-    """Random bytes to put, and memory of the same size to get into; all of it touched."""
+    """Return random bytes to put, and memory of the same size to get into; all of it touched."""
     source = np.empty(size, dtype=np.uint8)
     fill_randomly(source)
     return source, np.full_like(source, 1)
@@ -104,6 +104,6 @@ def fill_randomly(source: Bytes) -> None:
 
 
 def time_memcpy(source: Bytes, target: Bytes, size: int, seconds: float) -> list[float]:
-    """One numpy copy of ``size`` bytes between warm memory, in one thread."""
+    """Time one numpy copy of ``size`` bytes between warm memory, in one thread."""
     one, other = source[:size], target[:size]
     return timed(lambda _: np.copyto(other, one), seconds)

@@ -1,9 +1,6 @@
-"""What people look at: the dashboard, the HTTP API, events over HTTP, and the diagnostics.
+"""HTTP of a master for operators: health, metrics, the API, events, the dashboard, diagnostics.
 
-    kvstore-master ──listening socket──► child: aiohttp ◄── probes, Prometheus
-                   ◄──── requests ───── (``kvstore.master.ipc_channel``: a private socket pair)
-
-HTTP is served by a child process, so that no scrape and no slow reader holds the loop of the
-master. The child asks the master through the channel for what only that process knows, and for
-everything else as a client.
+A child process (aiohttp) serves it on a socket that the master has bound, so that no scrape and no
+slow reader blocks the master's event loop. It queries the master over a private socket pair
+(``kvstore.master.ipc_channel``) for what only that process knows, and otherwise as a client.
 """

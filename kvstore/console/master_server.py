@@ -1,6 +1,6 @@
-"""``python -m kvstore.console.master_server``: the child that serves HTTP for a master.
+"""``python -m kvstore.console.master_server``: the HTTP child of a master; not for users.
 
-It has one event loop, on a socket that the master has bound. It is not for users.
+It has one event loop, on a socket that the master has bound.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 
 class HttpChildOptions(NamedTuple):
-    """What the master gives its child."""
-
     listener: socket.socket
     channel: socket.socket
     parent: ParentLink
@@ -50,20 +48,20 @@ class HttpChildOptions(NamedTuple):
     """The master's own ``host:port``."""
     cluster: str
     has_events: bool
-    """Whether the master sends its events, as ``--events`` asked for."""
+    """Whether the master sends its events (``--events``)."""
     events_at: str
-    """Where to publish the events by ZeroMQ, too; see ``MasterConfig.events``. Empty: nowhere."""
+    """ZeroMQ address of the events; see ``MasterConfig.events``. Empty: none."""
     names: Sequence[str]
-    """Names by which browsers may reach this port, beside addresses and ``localhost``."""
+    """Host names that requests may use, in addition to addresses and ``localhost``."""
     secured: HttpSecurity
     auth: str
-    """The file that proves the master's identity; empty: no authentication."""
+    """The master's certificate file; empty: no authentication."""
     demands_encryption: bool
-    """Whether drains use only nodes that encrypt what they move over TCP."""
+    """Whether drains over TCP use only nodes that encrypt."""
 
 
 async def serve(served: HttpChildOptions) -> None:
-    """Serves until the master is gone, or stops this process."""
+    """Serve until the master exits, or stops this process."""
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
@@ -117,7 +115,7 @@ def _routes(
     events: EventsAPI | None,
     nodes: NodesAPI,
 ) -> list[Route]:
-    """All routes but those of health and metrics."""
+    """Return all routes except those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else disabled_endpoints()
     owners = LookupsAPI(client, nodes_of), ChainsAPI(client, nodes_of), DiagnosticsAPI(client)
@@ -137,7 +135,7 @@ def _routes(
 
 def _publisher(served: HttpChildOptions, events: EventsAPI, master: ParentMaster) -> ZmqPublisher:
     from kvstore.console.events.zmq_publisher import (
-        ZmqPublisher,  # needs pyzmq and msgpack, which not every installation has
+        ZmqPublisher,  # needs the optional packages pyzmq and msgpack
     )
 
     pool = served.cluster or "kvstore"
@@ -150,7 +148,7 @@ def _publisher(served: HttpChildOptions, events: EventsAPI, master: ParentMaster
 @click.option("--channel", type=int, required=True, help="The socket to the parent.")
 @click.option(
     "--config", expose_value=False
-)  # ``kvstore.runtime.child_process`` gives it each child
+)  # ``kvstore.runtime.child_process`` gives it to each child
 @click.option("--log-level", required=True)
 @click.option("--log-format", required=True)
 def command(parent_fd: int, listener: int, channel: int, log_level: str, log_format: str) -> None:
@@ -163,7 +161,7 @@ def command(parent_fd: int, listener: int, channel: int, log_level: str, log_for
     with ParentLink(parent_fd) as parent, watching():
         asyncio.run(serve(HttpChildOptions(*sockets, parent, os.getppid(), **given)))
         sys.exit(0)
-    sys.exit(1)  # the parent was told why
+    sys.exit(1)  # the parent has received the reason
 
 
 if __name__ == "__main__":

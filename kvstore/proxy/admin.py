@@ -1,7 +1,8 @@
-"""The admin API ``/admin/instances``: adds, drains and removes instances while the proxy runs.
+"""The admin API ``/admin/instances``: add, drain and remove instances while the proxy runs.
 
-The rules of all kvstore's HTTP ports for changes hold (``kvstore.http.access_control``): a
-request needs ``--admin-token`` or, if none is set, a connection from this host."""
+Access as for changes on all of kvstore's HTTP ports (``kvstore.http.access_control``): a request
+needs ``--admin-token`` or, if none is set, a connection from this host.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,11 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def rows(instances: Instances) -> list[dict[str, Any]]:
-    """All instances, as JSON."""
+    """Return all instances as JSON."""
     return [view._asdict() for view in instances.views(clock_ms())]
 
 
 class AdminHandlers:
-    """Handlers of the admin API."""
-
     def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
         self._instances = instances
         self._health = health
@@ -79,7 +78,7 @@ class AdminHandlers:
         return web.json_response({"instances": rows(self._instances)})
 
     async def _add(self, request: web.Request) -> web.Response:
-        """Adds an instance and checks its health, so that the answer can report it."""
+        """Add an instance and check its health, so that the response can report it."""
         body = bodies.parse(await request.read())
         role = _role(body.get("role"))
         if role is None:
@@ -109,7 +108,7 @@ class AdminHandlers:
         return web.json_response({"instances": views}) if found else _unknown()
 
     def _named(self, request: web.Request) -> list[Instance]:
-        """The instances at the request's address, in every role or in that of ``?role=``."""
+        """Return the instances at the request's address, in every role or in that of ``?role=``."""
         given = request.query.get("role")
         role = _role(given)
         if given is not None and role is None:

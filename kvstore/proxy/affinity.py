@@ -1,4 +1,4 @@
-"""Remembers which instance last computed or loaded a prefix of a prompt, and so caches it."""
+"""Affinity: the instance that last computed or loaded a prefix of a prompt, and so caches it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Final
 
 BLOCK_TOKENS: Final = 64
-"""Prefixes are compared in steps of this many tokens: a few blocks of an engine."""
+"""Prefixes are compared in units of this many tokens: a few blocks of an engine."""
 
 BLOCKS_MAX: Final = 131_072
-"""Blocks that are remembered, the latest ones: eight million tokens, some 20 MiB."""
+"""Remembered blocks, the latest ones: eight million tokens, some 20 MiB."""
 
 Prints = Sequence[int]
 """One number per full block of a prompt, which identifies all tokens up to the block's end."""
@@ -20,10 +20,10 @@ Prints = Sequence[int]
 def fingerprints(
     token_ids: Sequence[int], *, blocks_max: int = BLOCKS_MAX, salt: str = ""
 ) -> Prints:
-    """The fingerprints of the first ``blocks_max`` full blocks; ``salt``: the request's
+    """Return the fingerprints of the first ``blocks_max`` full blocks; ``salt``: the request's
     ``cache_salt``.
 
-    Two different prefixes may have equal fingerprints; that costs a worse choice, nothing else.
+    Different prefixes with equal fingerprints only cost a worse choice.
     """
     prints: list[int] = []
     last = hash(salt)
@@ -42,8 +42,8 @@ class PrefixAffinity:
         self._last: OrderedDict[int, str] = OrderedDict()
 
     def remember(self, prints: Prints, address: str) -> None:
-        """Called when the instance at ``address`` begins to compute or load these blocks."""
-        # Remembers the root last, so that the tail of a chain is forgotten first.
+        """Record that the instance at ``address`` begins to compute or load these blocks."""
+        # The root last, so that the tail of a chain is forgotten first.
         for each in reversed(list(islice(prints, self._blocks_max))):
             self._last[each] = address
             self._last.move_to_end(each)
@@ -51,7 +51,7 @@ class PrefixAffinity:
             self._last.popitem(last=False)
 
     def longest(self, prints: Prints, addresses: Collection[str]) -> str | None:
-        """Which of ``addresses`` had the longest prefix of the prompt; None: none had a block."""
+        """Return the address with the longest prefix of the prompt; None: none had a block."""
         for each in reversed(prints):
             address = self._last.get(each)
             if address is not None and address in addresses:

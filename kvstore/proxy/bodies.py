@@ -1,7 +1,7 @@
-"""Request bodies: reads a client's body, and makes the body that each hop is sent.
+"""Request bodies: parses a client's body, and builds the body for each hop.
 
-The decoder is sent the client's body byte for byte, unless the proxy has to add a field. The proxy
-leaves unknown fields alone, and leaves it to the decoder to report errors in a body.
+The decoder gets the client's body byte for byte, unless the proxy has to add a field. The proxy
+keeps unknown fields, and lets the decoder report errors in a body.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STORED: Final = "stored_tokens"
 NO_LOAD: Final = "no_load"
 SALT: Final = "cache_salt"
 
-# Fields that forbid an answer of one token, or are useless because the answer is thrown away.
+# Fields that forbid a response of one token, or are useless because it is discarded.
 _NOT_FOR_PREFILL: Final = (
     "best_of",
     "echo",
@@ -54,7 +54,7 @@ _NOT_ONLY_IDS: Final = ("echo", "prompt_embeds", "suffix")
 
 
 def parse(raw: bytes) -> Body:
-    """The body as an object. Raises InvalidArgumentError if it is not a JSON object."""
+    """Parse the body. Raises InvalidArgumentError if it is not a JSON object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -68,18 +68,15 @@ def dump(body: Body) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-# --- what is read ------------------------------------------------------------------------------
-
-
 def model_of(body: Body) -> str | None:
-    """The model's name; None: the body has none."""
+    """Return the model's name, or None."""
     model = body.get("model")
     return model if isinstance(model, str) else None
 
 
 def salt_of(body: Body) -> str | None:
-    """The salt: the request shares its cache only with requests that have the same one. Empty: it
-    has none; None: engines refuse this one."""
+    """Return the salt, which limits sharing to requests with the same one; empty: none; None:
+    engines reject this one."""
     salt = body.get(SALT)
     if salt is None:
         return ""
@@ -90,7 +87,7 @@ def salt_of(body: Body) -> str | None:
 
 
 def prefill_skip_reason(body: Body) -> str | None:
-    """Why a prefiller would not help this request, whatever its length; None: it may help."""
+    """Return the reason why a prefiller cannot help this request, whatever its length, or None."""
     params = body.get(PARAMS)
     if params is not None and not isinstance(params, dict):
         return "invalid"
@@ -103,7 +100,7 @@ def prefill_skip_reason(body: Body) -> str | None:
 
 
 def given_ids(route: EngineRoute, body: Body) -> list[int] | None:
-    """The prompt's token ids if the client sent token ids; None if it sent text."""
+    """Return the prompt's token ids if the client sent token ids; None if it sent text."""
     if route.chat:
         params = body.get(PARAMS)
         return _ids(params.get(TOKEN_IDS)) if isinstance(params, dict) and _is_text(body) else None
@@ -111,14 +108,14 @@ def given_ids(route: EngineRoute, body: Body) -> list[int] | None:
 
 
 def can_be_rendered(route: EngineRoute, body: Body) -> bool:
-    """Whether the request is one prompt of text alone, which its token ids represent in full."""
+    """Return whether the request is one text prompt, which its token ids represent in full."""
     if route.chat:
         return _is_text(body)
     return isinstance(body.get("prompt"), str) and not any(body.get(key) for key in _NOT_ONLY_IDS)
 
 
 def ids_of_rendered(route: EngineRoute, answer: object) -> list[int] | None:
-    """The token ids in an engine's answer to ``.../render``; None: the prompt is more than token
+    """Return the token ids of a ``.../render`` response; None: the prompt is more than token
     ids."""
     if not route.chat:
         if not isinstance(answer, list) or len(answer) != 1:
@@ -130,24 +127,22 @@ def ids_of_rendered(route: EngineRoute, answer: object) -> list[int] | None:
 
 
 def stored_tokens(answer: object) -> int | None:
-    """How many tokens the prefiller stores, according to its answer; None: it does not say."""
+    """Return the number of tokens that the prefiller reports as stored, or None."""
     params = answer.get(PARAMS) if isinstance(answer, dict) else None
     stored = params.get(STORED) if isinstance(params, dict) else None
     return stored if type(stored) is int and stored >= 0 else None
 
 
 def error_message(answer: object) -> str | None:
-    """The message in an engine's error; None: the error is not in OpenAI's form."""
+    """Return the message in an engine's error; None: the error is not in OpenAI's form."""
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return message if isinstance(message, str) else None
 
 
-# --- what is sent ------------------------------------------------------------------------------
-
-
 def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> Body:
-    """The body for a prefiller: the same prompt, with an answer of one token, the minimum."""
+    """Build the body for a prefiller: the same prompt, with a response of one token, the
+    minimum."""
     sent = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     sent |= {"stream": False, "n": 1, "max_tokens": 1}
     if route.chat:
@@ -158,7 +153,7 @@ def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> 
 def for_decode(
     route: EngineRoute, body: Body, token_ids: list[int] | None, stored: int | None
 ) -> Body:
-    """The body for a decoder: the client's own, with the token ids and ``stored`` if known.
+    """Build the body for a decoder: the client's own, with the token ids and ``stored`` if known.
 
     Args:
         stored: see ``stored_tokens``.
@@ -177,9 +172,6 @@ def _with_ids(route: EngineRoute, sent: Body, token_ids: list[int] | None) -> Bo
     else:
         sent["prompt"] = token_ids
     return sent
-
-
-# --- details -----------------------------------------------------------------------------------
 
 
 def _ids(value: object) -> list[int] | None:

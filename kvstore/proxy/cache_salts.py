@@ -1,11 +1,10 @@
-"""Keeps the cache of one caller from others: the ``cache_salt`` that engines are sent.
+"""Cache isolation between callers, by the ``cache_salt`` in requests to engines.
 
-An engine that is sent a ``cache_salt`` makes it part of the hash of a prompt's first block, so only
-requests with the same salt share blocks, in its own cache and in the store. The salt is
-HMAC-SHA256, under a secret of the proxies, of the header that says who calls and of the salt that
-the caller has sent, as JSON. Without the secret nobody can compute the salt of another caller, and
-a salt of the caller's own only divides its own requests further. Proxies with the same secret give
-a caller the same salt.
+An engine includes the ``cache_salt`` in the hash of a prompt's first block, so only requests with
+the same salt share blocks, in its own cache and in the store. The salt is HMAC-SHA256, under a
+secret of the proxies, of the header that identifies the caller and of the caller's own salt, as
+JSON. Without the secret the salt of another caller cannot be computed, and a caller's own salt only
+divides its own requests further. Proxies with the same secret give a caller the same salt.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ class CacheSalts:
     """The salts of one proxy."""
 
     def __init__(self, header: str, secret: str) -> None:
-        """``header``: the name of the header that says who calls."""
+        """``header``: the name of the header that identifies the caller."""
         self.header = header
         self._secret = secret.encode()
 
     def caller(self, headers: CIMultiDictProxy[str]) -> str | None:
-        """Who calls; None: the header is missing, or there are several: readers would differ in
-        which of them counts."""
+        """Return the caller; None: the header is missing or repeated, where readers would differ in
+        the one that counts."""
         given = headers.getall(self.header, [])
         return given[0] or None if len(given) == 1 else None
 
     def salted(self, caller: str, body: Body) -> Body:
-        """The body with the caller's salt. Whatever salt the body has, is replaced."""
+        """Return the body with the caller's salt in place of any other."""
         whole = json.dumps([caller, body.get(SALT)], sort_keys=True).encode()
         return {**body, SALT: hmac.digest(self._secret, whole, hashlib.sha256).hex()}
 
 
 def salts_by(config: ProxyConfig) -> CacheSalts | None:
-    """None: requests keep the salts that they have.
+    """Return None if requests keep their own salts.
 
     Raises:
-        ConfigError: the secret's file cannot be read, holds none, or other users may read it.
+        ConfigError: the secret's file cannot be read, is empty, or is readable by other users.
     """
     if not config.cache_salt_from:
         return None

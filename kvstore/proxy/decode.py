@@ -1,8 +1,7 @@
-"""The second hop: relays a decoder's answer to the client as it arrives.
+"""The second hop: relays a decoder's response to the client as it arrives.
 
 Until the client has received the first byte, another decoder can take over, and finds the prompt in
-the store. After that none can: the client gets an error event in the stream, or a connection that
-ends too early.
+the store. After that the client gets an error event in the stream, or an incomplete response.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ RETRIES = 2
 """Other decoders that are tried when one fails before its first byte."""
 
 FIRST_BYTE_TIMEOUT_S = 600.0
-"""How long a decoder may take until its first byte, which without streaming is the whole answer: as
-long as OpenAI's own clients wait."""
+"""Timeout of a decoder's first byte, which without streaming is the whole response: as long as
+OpenAI's own clients wait."""
 
 _NOT_RELAYED: Final = frozenset(
     {"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"}
@@ -45,10 +44,10 @@ _NOT_RELAYED: Final = frozenset(
 
 
 class _FailedAttempt(NamedTuple):
-    """The outcome of an attempt in which a decoder did not answer, or answered with an error."""
+    """An attempt in which a decoder did not answer, or answered with an error."""
 
     response: web.Response
-    """The client's answer if no other decoder succeeds."""
+    """The client's response if no other decoder succeeds."""
     is_final: bool = False
     """Whether no other decoder is tried: the client has waited long enough."""
 
@@ -56,7 +55,7 @@ class _FailedAttempt(NamedTuple):
 async def decode(
     parts: ProxyContext, asked: RequestContext, request: web.Request
 ) -> web.StreamResponse:
-    """The client's answer, or an error. A relayed answer has been sent when this returns."""
+    """Return the client's response, or an error. A relayed response has been sent by then."""
     sent = asked.raw
     if asked.token_ids is not None or asked.stored is not None:
         body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
@@ -84,7 +83,7 @@ async def decode(
 
 
 def no_decoder(asked: RequestContext) -> web.Response:
-    """The response when no decoder is usable."""
+    """Return the response for no usable decoder."""
     return error_response(
         503,
         "no decoder is usable now",
@@ -142,7 +141,7 @@ async def _refused(
     first: bytes,
     suspects: list[InFlightRequest],
 ) -> _FailedAttempt:
-    """The outcome for an engine's own error, which is relayed if no other decoder succeeds."""
+    """Return the outcome for an engine's own error, relayed if no other decoder succeeds."""
     log.warning(
         "decode_failed id=%s reason=%s: status %d",
         asked.request_id, turn.instance.address, answer.status,
@@ -170,7 +169,7 @@ async def _relay(
     parts: ProxyContext, asked: RequestContext, request: web.Request, turn: InFlightRequest,
     answer: ClientResponse, first: bytes,
 ) -> web.StreamResponse:  # fmt: skip
-    """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
+    """Relay the response byte for byte, each chunk when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
     last = first
     try:
@@ -207,11 +206,11 @@ async def _relay(
 
 
 class _ClientGoneError(Exception):
-    """The client does not read the rest of its answer."""
+    """The client does not read the rest of its response."""
 
 
 async def _sent(step: Awaitable[object]) -> None:
-    """Waits for a write to the client. Raises _ClientGoneError: it takes too long, or fails."""
+    """Wait for a write to the client. Raises _ClientGoneError: it takes too long, or fails."""
     try:
         async with asyncio.timeout(engine.IDLE_TIMEOUT_S):
             await step
@@ -222,7 +221,8 @@ async def _sent(step: Awaitable[object]) -> None:
 
 
 def _cut(request: web.Request, response: web.StreamResponse) -> None:
-    """Closes the connection without a regular end, so that the client sees an incomplete answer."""
+    """Close the connection without a regular end, so that the client sees an incomplete
+    response."""
     response.force_close()
     if request.transport is not None:
         request.transport.abort()
@@ -238,7 +238,7 @@ def _headers(asked: RequestContext, answer: ClientResponse) -> CIMultiDict[str]:
 
 
 def _broken_event(error: EngineError, last: bytes) -> bytes:
-    """An error event for the client's stream, after the end of an event that is incomplete."""
+    """Return an error event for the client's stream, after the end of an incomplete event."""
     code = 504 if error.failure == "timeout" else 502
     told = {
         "message": "the decoder stopped before the end of its answer",

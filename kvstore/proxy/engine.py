@@ -1,6 +1,6 @@
-"""HTTP to engines: short requests and long answers, with a time-out for each wait.
+"""HTTP to engines: short requests and long responses, with a timeout for each wait.
 
-A request without a whole answer raises ``EngineError``; an engine's own error is an answer.
+A request without a complete response raises ``EngineError``; an engine's own error is a response.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Final, Literal, NamedTuple
 import aiohttp
 
 ANSWER_BYTES_MAX: Final = 64 << 20
-"""Limit of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
+"""Limit of a buffered response: a rendered prompt of a million tokens is 8 MiB."""
 
 IDLE_CONNECTION_S: Final = 2.0
-"""How long an idle connection is kept. uvicorn closes idle connections after 5 s, and a request
-that is sent at that very moment would fail."""
+"""Lifetime of an idle connection. uvicorn closes idle connections after 5 s, and a request sent at
+that moment would fail."""
 
 CONNECT_TIMEOUT_S = 2.0
-"""How long a connection to an engine may take: time for two lost SYNs."""
+"""Connection timeout: time for two lost SYNs."""
 
 IDLE_TIMEOUT_S = 120.0
-"""The longest silence within an answer, of either side."""
+"""Maximum silence within a response, of either side."""
 
 LINE_BYTES_MAX: Final = 1 << 16
 
-# Asks for uncompressed answers, because compressed ones could not be relayed piece by piece.
+# Requests uncompressed responses, because compressed ones could not be relayed in chunks.
 AS_IT_IS: Final = {"Accept-Encoding": "identity"}
 
 EngineFailure = Literal["refused", "connect", "broken", "timeout"]
 
 
 class EngineError(Exception):
-    """An engine did not answer, or its answer ended too early.
+    """An engine did not answer, or its response ended too early.
 
     Attributes:
         failure: ``refused``: no process listens there; ``connect``: no connection for another
-            reason; ``broken``: the connection ended too early, or the answer was not HTTP;
+            reason; ``broken``: the connection ended too early, or the response was not HTTP;
             ``timeout``: the engine took too long.
     """
 
@@ -51,12 +51,12 @@ class EngineError(Exception):
 
     @property
     def is_unconnected(self) -> bool:
-        """Whether there was no connection, so that the engine has not seen the request."""
+        """Whether there was no connection, so that the engine has not received the request."""
         return self.failure in ("refused", "connect")
 
 
 class EngineAnswer(NamedTuple):
-    """A whole answer of an engine."""
+    """A complete response of an engine."""
 
     status: int
     headers: Mapping[str, str]
@@ -67,7 +67,7 @@ class EngineAnswer(NamedTuple):
         return 200 <= self.status < 300
 
     def json(self) -> object:
-        """The answer as JSON; None if it is not JSON."""
+        """Return the response as JSON; None if it is not JSON."""
         try:
             value: object = json.loads(self.data)
         except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
-            # The proxy bounds requests when they arrive; a bound here would only delay them.
+            # The proxy limits requests when they arrive; a limit here would only delay them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -102,10 +102,10 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
     ) -> EngineAnswer:
-        """Sends a request and reads its whole answer. A redirection is an answer like any other.
+        """Send a request and read its complete response. Redirections are not followed.
 
         Raises:
-            EngineError: no answer in time, or an answer larger than ``ANSWER_BYTES_MAX``.
+            EngineError: no response in time, or one larger than ``ANSWER_BYTES_MAX``.
         """
         with _errors(address):
             async with (
@@ -135,9 +135,9 @@ class EngineClient:
         headers: Mapping[str, str],
         data: bytes,
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
-        """Sends a request and waits for the first bytes of its answer, which are empty only if the
-        whole answer is; ``rest`` reads the others. Leaving the block before the end of the answer
-        closes the connection, which tells the engine to stop.
+        """Send a request and wait for the first bytes of its response, which are empty only if all
+        of it is; ``rest`` reads the others. Leaving the block before the end of the response closes
+        the connection, which stops the engine.
 
         Raises:
             EngineError: no byte arrived in time, or the connection failed.
@@ -162,10 +162,10 @@ class EngineClient:
 
 
 async def rest(address: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The pieces of an answer after its first bytes, each as soon as it arrives.
+    """Yield the chunks of a response after its first bytes, each as soon as it arrives.
 
     Raises:
-        EngineError: no piece within the idle time-out, or the connection broke.
+        EngineError: no chunk within the idle timeout, or the connection broke.
     """
     while True:
         with _errors(address):

@@ -1,4 +1,4 @@
-"""Keeps the health of engines up to date by their ``GET /health``."""
+"""Health checks of engines by ``GET /health``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from kvstore.proxy.instances import Instance, Instances
 from kvstore.proxy.metrics import clock_ms
 
 INTERVAL_S = 1.0
-"""How often the proxy asks each engine for its health."""
+"""Interval of the health checks of each engine."""
 
 TIMEOUT_MS = 1_000
-"""Silence after which such a request counts as failed; two failures in a row make an engine
-unhealthy."""
+"""Timeout of a health check; two failures in a row make an engine unhealthy."""
 
 
 class HealthChecks:
-    """Checks the health of all instances in rounds. A round asks all of them in parallel, so that a
+    """Checks the health of all instances in rounds. A round checks them in parallel, so that a
     silent one delays no other."""
 
     def __init__(self, instances: Instances, engines: EngineClient) -> None:
@@ -25,7 +24,7 @@ class HealthChecks:
         self._engines = engines
 
     async def run(self) -> None:
-        """Runs rounds until the task is cancelled."""
+        """Run rounds until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -36,7 +35,7 @@ class HealthChecks:
         await asyncio.gather(*(self.check(each) for each in self._instances))
 
     async def check(self, instance: Instance) -> None:
-        """Checks one instance. Never raises."""
+        """Check one instance. Never raises."""
         outcome: str
         reason: object
         instance.on_request(clock_ms())

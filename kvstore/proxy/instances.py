@@ -1,10 +1,10 @@
-"""The engines: the list of them, the state of each, and the choice of one for each request.
+"""The engines: their list, the state of each, and the choice of one for each request.
 
-An instance is *usable* when it is healthy, not draining, and its breaker lets a request through. Of
-the usable instances the least busy is chosen; among equals, the one that was chosen longest ago.
-When no decoder is usable, requests go to unhealthy ones all the same (*forced*): a busy engine may
-be too slow for health checks and still answer its requests, and no other engine can. A draining
-instance gets no new requests, and is removed when its last request ends.
+An instance is *usable* when it is healthy, not draining, and its breaker lets a request through.
+The least busy usable instance is chosen; among equals, the least recently chosen one. When no
+decoder is usable, requests go to unhealthy ones anyway (*forced*): a busy engine may be too slow
+for health checks and still answer its requests, and no other engine can. A draining instance gets
+no new requests, and is removed when its last request ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ HEALTH_FAILURES_MAX: Final = 2
 """Failed health checks in a row that make an instance unhealthy. A single one may be chance."""
 
 REFUSALS_MAX: Final = 3
-"""Requests in a row that could not connect, within ``REFUSALS_MS``, that make an instance
-unhealthy."""
+"""Failed connections in a row, within ``REFUSALS_MS``, that make an instance unhealthy."""
 
 REFUSALS_MS: Final = 5_000
 
@@ -36,10 +35,10 @@ BREAKER_FAILURES = 5
 succeed."""
 
 BREAKER_OPEN_MS = 5_000
-"""How long such an instance gets no requests; then one request tests it."""
+"""Pause in which such an instance gets no requests; then one request tests it."""
 
 AFFINITY_SLACK = 4
-"""How many more requests than the least busy instance the one with the longest prefix may have:
+"""Number of requests by which the instance with the longest prefix may exceed the least busy one:
 waiting for a few takes less time than loading a prefix."""
 
 
@@ -68,27 +67,25 @@ class Instance:
         self.chosen = 0
         """Number of its last choice, counted over all instances; a smaller one is longer ago."""
         self.renders_from_ms = 0
-        """Before this time the engine gets no render requests: it answered that it cannot."""
+        """Before this time the engine gets no render requests: it reported that it cannot."""
         self.refuses = False
         """Whether the last attempt to connect was refused: no process listens there."""
         self._health_failures = 0
         self._says_ill = False
-        """Whether the engine itself said at its last health check that it is not well."""
+        """Whether the engine itself reported a problem at its last health check."""
         self._answered_ms = 0
         self._asked_ms = 0
         self._asked_before_ms = 0
         self._unconnected: list[int] = []
-        """Times at which requests could not connect, since the last answered request."""
-
-    # --- health checks ------------------------------------------------------------------------
+        """Times of failed connections since the last answered request."""
 
     def on_request(self, now_ms: int) -> None:
-        """Called when a health check begins."""
+        """Record the start of a health check."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
     def checked(self, outcome: str, reason: object = "") -> None:
-        """Called when the check has ended. ``outcome``: ``well`` or ``ill``, as the instance itself
-        said, or the ``EngineFailure``; ``reason``: for the log. A time-out does not count if the
+        """Record the result of a health check. ``outcome``: ``well`` or ``ill``, as reported by the
+        instance, or the ``EngineFailure``; ``reason``: for the log. A timeout does not count if the
         instance has answered a request since the previous check began: then it is only busy."""
         if outcome == "well":
             self._says_ill = self.refuses = False
@@ -104,11 +101,9 @@ class Instance:
         if self._health_failures >= HEALTH_FAILURES_MAX:
             self._fail(reason)
 
-    # --- requests -----------------------------------------------------------------------------
-
     def on_response(self, now_ms: int) -> None:
-        """Called when the instance answers a request. This is as good as a passed health check,
-        unless the instance itself has said that it is not well."""
+        """Record that the instance answers a request. This is as good as a passed health check,
+        unless the instance itself has reported a problem."""
         self._answered_ms = now_ms
         self.refuses = False
         self._unconnected.clear()
@@ -116,8 +111,8 @@ class Instance:
             self._recover()
 
     def on_connect_failed(self, now_ms: int, *, refused: bool, reason: object = "") -> None:
-        """Called when a request could not connect (``refused``: no process listens there). Several
-        such failures in a row make the instance unhealthy; a single one may be chance."""
+        """Record a failed connection (``refused``: no process listens there). Several in a row make
+        the instance unhealthy; a single one may be chance."""
         self.refuses = refused
         recent = [each for each in self._unconnected if now_ms - each < REFUSALS_MS]
         self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
@@ -137,13 +132,11 @@ class Instance:
             )
         self.healthy = False
 
-    # --- use ----------------------------------------------------------------------------------
-
     def usable(self, now_ms: int) -> bool:
         return self.healthy and self.usable_ignoring_health(now_ms)
 
     def usable_ignoring_health(self, now_ms: int) -> bool:
-        """Whether the instance is usable, apart from its health."""
+        """Return whether the instance is usable, apart from its health."""
         return not self.draining and self.breaker.allows(now_ms)
 
     def view(self, now_ms: int) -> InstanceView:
@@ -168,7 +161,8 @@ class InFlightRequest:
         instance.in_flight += 1
 
     def succeeded(self) -> None:
-        """The instance answers. ``failed`` may follow if its answer ends too early."""
+        """Record that the instance answers. ``failed`` may follow if its response ends too
+        early."""
         self._undecided_probe = False
         self.instance.breaker.succeeded()
 
@@ -212,17 +206,15 @@ class Instances:
         return [each for each in self._all.values() if each.role == role]
 
     def at(self, address: str, role: Role | None = None) -> list[Instance]:
-        """The instances at an address, in one role or in any."""
+        """Return the instances at an address, in one role or in any."""
         return [
             each
             for each in self._all.values()
             if each.address == address and role in (None, each.role)
         ]
 
-    # --- coming and going ---------------------------------------------------------------------
-
     def add(self, role: Role, address: str) -> tuple[Instance, bool]:
-        """Adds an instance; returns it, and whether it is new. A known one no longer drains."""
+        """Add an instance; return it, and whether it is new. A known one no longer drains."""
         known = self._all.get((role, address))
         if known is not None:
             known.draining = False
@@ -232,22 +224,20 @@ class Instances:
         return instance, True
 
     def drain(self, instance: Instance) -> None:
-        """Stops new requests to the instance, and removes it as soon as it has none in flight."""
+        """Stop new requests to the instance, and remove it as soon as it has none in flight."""
         instance.draining = True
         self.ended(instance)
 
     def remove(self, instance: Instance) -> None:
-        """Removes the instance. Its running requests continue."""
+        """Remove the instance. Its running requests continue."""
         instance.draining = True
         self._all.pop((instance.role, instance.address), None)
 
     def ended(self, instance: Instance) -> None:
-        """Called when a request on the instance ended."""
+        """Record the end of a request on the instance."""
         known = self._all.get((instance.role, instance.address))
         if instance.draining and not instance.in_flight and known is instance:
             self.remove(instance)
-
-    # --- choosing -----------------------------------------------------------------------------
 
     def usable(self, role: Role, now_ms: int, *, without: Collection[str] = ()) -> list[Instance]:
         return [
@@ -257,7 +247,7 @@ class Instances:
     def last_resort(
         self, role: Role, now_ms: int, *, without: Collection[str] = ()
     ) -> list[Instance]:
-        """Decoders that get requests although they are unhealthy, because no decoder is usable.
+        """Return unhealthy decoders for requests, because no decoder is usable.
 
         There are no such prefillers, because a decoder can do their work.
         """
@@ -272,7 +262,7 @@ class Instances:
     def choose(
         self, role: Role, now_ms: int, *, without: Collection[str] = (), prints: Prints = ()
     ) -> InFlightRequest | None:
-        """Chooses an instance; None if none is usable, not even as a last resort.
+        """Choose an instance; None if none is usable, not even as a last resort.
 
         Args:
             without: addresses that have already been tried for this request.

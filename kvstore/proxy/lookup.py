@@ -1,8 +1,8 @@
-"""Looks up how much of a prompt the store already holds, before a prefiller is used.
+"""Lookup of the stored part of a prompt, before a prefiller is used.
 
 The fleet records are read in the background, never while a request waits. A lookup has a short
-deadline. After several failures in a row no lookup is made for a second, so that a store that is
-gone does not delay requests. Every failure means "unknown", and the prompt goes to a prefiller.
+deadline. After several failures in a row lookups pause for a second, so that an unavailable store
+does not delay requests. Every failure means "unknown", and the prompt goes to a prefiller.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ REST_MS: Final = 1_000
 
 
 TIMEOUT_S = 0.02
-"""How long to wait for the store to say what it holds: a small part of what the shortest prefill
-takes."""
+"""Timeout of a lookup: a small part of the shortest prefill."""
 
 
 class StoreLookup:
@@ -47,7 +46,7 @@ class StoreLookup:
     def __init__(
         self, master: str, *, metrics: Metrics, cluster: str = "", auth: str = "", tenant: str = ""
     ) -> None:
-        """``tenant``: of the engines whose records are read; empty: of those that have none."""
+        """``tenant``: of the engines whose records are read; empty: of those without one."""
         self._metrics = metrics
         self._tenant = tenant
         self._fleet = of_tenant(tenant, FLEET_NAMESPACE)
@@ -60,7 +59,7 @@ class StoreLookup:
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
         self._records: list[FleetRecord] = []
         self._denied: set[str] = set()
-        """Fingerprints of the records in whose namespaces we may not look."""
+        """Fingerprints of the records whose namespaces may not be read."""
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
 
@@ -82,7 +81,7 @@ class StoreLookup:
     async def stored_tokens(
         self, model: str, token_ids: Sequence[int], salt: str, request_id: str
     ) -> StoredPrefix | None:
-        """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
+        """Return the stored part of the prompt; None: unknown. Raises only CancelledError."""
         record = records.serving(self._records, model)
         if record is None:
             self._metrics.lookups.labels("unknown").inc()
@@ -116,8 +115,6 @@ class StoreLookup:
             reach = await self._client.match_all(keys, namespaces=chains, states=sorted(states))
         return reach.state if states else reach.matched
 
-    # --- the fleet's records ------------------------------------------------------------------
-
     async def _refresh_forever(self) -> None:
         while True:
             try:
@@ -139,7 +136,7 @@ class StoreLookup:
         self._records = found
 
     def _log_denied(self, record: FleetRecord, error: PermissionDeniedError) -> None:
-        """Logs it once for each record."""
+        """Log the error once for each record."""
         if record.fingerprint not in self._denied and len(self._denied) < RECORDS_MAX:
             self._denied.add(record.fingerprint)
             log.warning(

@@ -49,23 +49,20 @@ LINE_BYTES_MAX: Final = 1 << 14
 """Limit of the request line, and of each header."""
 
 IDLE_CONNECTION_S: Final = 600.0
-"""After this time a connection without a request is closed. It is longer than load balancers keep
-idle connections."""
+"""Timeout of a connection without a request, longer than that of load balancers."""
 
 MODELS_TIMEOUT_MS: Final = 5_000
 
 GRACE_S = 30.0
-"""How long requests in progress may take when the proxy is asked to stop: as long as Kubernetes
-waits before it kills."""
+"""Maximum time for requests in progress at shutdown: that of Kubernetes."""
 
 
 def run(config: ProxyConfig) -> int:
-    """Serves until SIGTERM or SIGINT, or until a background task that the proxy needs dies. Returns
-    the exit status, which is ``EXIT_BROKEN`` in the last case.
+    """Serve until SIGTERM or SIGINT, or until a required background task dies. Return the exit
+    status, which is ``EXIT_BROKEN`` in the last case.
 
     Raises:
-        AddressInUseError, ConfigError, StartupError: the proxy could not start; nothing is left
-            behind.
+        AddressInUseError, ConfigError, StartupError: the proxy could not start; all is cleaned up.
     """
     with watching():
         return asyncio.run(_serve(config))
@@ -180,7 +177,7 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
 
 
 async def _end(parts: ProxyContext, server: asyncio.Server) -> None:
-    """Refuses new connections and requests, and gives running requests ``GRACE_S`` to end."""
+    """Reject new connections and requests, and give running requests ``GRACE_S`` to end."""
     parts.stopping = True
     server.close()
     log.info("proxy_stopping in_flight=%d grace_s=%g", parts.under_way, GRACE_S)
@@ -196,11 +193,8 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-# --- small handlers ----------------------------------------------------------------------------
-
-
 async def _healthz(parts: ProxyContext, request: web.Request) -> web.Response:
-    """Answers 200 when a request could be answered now, as far as the proxy knows."""
+    """Respond 200 if a request could be answered now."""
     del request
     now_ms = clock_ms()
     status = "no decoder"
@@ -228,7 +222,7 @@ async def _metrics(parts: ProxyContext, request: web.Request) -> web.Response:
 
 
 async def _models(parts: ProxyContext, request: web.Request) -> web.Response:
-    """Relays the models of the first engine that answers, decoders before prefillers."""
+    """Relay the models of the first engine that answers, decoders before prefillers."""
     request_id = request_id_of(request)
     headers = headers_for_engines(request)
     headers[REQUEST_ID] = request_id

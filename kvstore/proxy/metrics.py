@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from kvstore.proxy.instances import Instances, InstanceView
 from kvstore.runtime import logs
 
-# Buckets from a short prompt on an idle engine to a long prompt behind a queue.
+# Buckets from a short prompt on an idle engine to a long prompt after a queue.
 SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -38,13 +38,11 @@ OF_INSTANCES: Final[Sequence[tuple[str, str, Callable[[InstanceView], int]]]] = 
 
 
 def clock_ms() -> int:
-    """Milliseconds of the monotonic clock, which the whole proxy uses."""
+    """Return milliseconds of the monotonic clock, which the whole proxy uses."""
     return time.monotonic_ns() // 1_000_000
 
 
 class Metrics:
-    """All metrics of the proxy."""
-
     def __init__(self, instances: Instances) -> None:
         registry = self.registry = CollectorRegistry()
 
@@ -92,13 +90,13 @@ class Metrics:
         registry.register(_OfNow(instances))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _OfNow(Collector):
-    """Reads the state of the instances at each scrape, so that removed ones do not appear, and how
-    many lines of the log were not written."""
+    """Reads the state of the instances at each scrape, so that removed ones do not appear, and the
+    number of dropped log lines."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances

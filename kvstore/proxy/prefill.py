@@ -19,10 +19,10 @@ can do the work itself."""
 
 
 async def prefill(parts: ProxyContext, asked: RequestContext, *, refused: bool) -> None:
-    """Uses a prefiller if that helps. Sets ``asked.prefill`` and, if reported, ``asked.stored``.
+    """Use a prefiller if that helps. Set ``asked.prefill`` and, if reported, ``asked.stored``.
 
     Args:
-        refused: whether the engine that was to render the request has refused it as wrong.
+        refused: whether the engine that was to render the request has rejected it as wrong.
     """
     reason = "refused" if refused else await _reason_against(parts, asked)
     if reason:
@@ -70,7 +70,7 @@ async def _reason_of_store(
 
 
 async def _hop(parts: ProxyContext, asked: RequestContext) -> str | None:
-    """Sends the request to a prefiller; returns the outcome, or None: no prefiller was usable."""
+    """Send the request to a prefiller; return the outcome, or None: no prefiller was usable."""
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
     for _ in range(ATTEMPTS):
@@ -106,7 +106,7 @@ async def _hop(parts: ProxyContext, asked: RequestContext) -> str | None:
 async def _attempt(
     parts: ProxyContext, asked: RequestContext, turn: InFlightRequest, sent: bytes
 ) -> EngineAnswer | None:
-    """The prefiller's answer; None: it failed, and another one may succeed."""
+    """Return the prefiller's response; None: it failed, and another one may succeed."""
     address = turn.instance.address
     try:
         answer = await parts.engines.post(

@@ -1,4 +1,4 @@
-"""Computes a prompt's keys from the fleet records that connectors put into the store.
+"""A prompt's keys, computed from the fleet records that connectors put into the store.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
 ``vllm-fleet``, or its tenant's: JSON of at most ``kvstore.calls.fleet_records.RECORD_BYTES_MAX``
@@ -55,13 +55,13 @@ def block_hashes(
     blocks_max: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yields the hashes of the first ``blocks_max`` full blocks of ``block_size`` tokens. A long
+    """Yield the hashes of the first ``blocks_max`` full blocks of ``block_size`` tokens. A long
     prompt has thousands of blocks, and a hash takes some 3 µs (sha256) or 8 µs (sha256_cbor).
 
     Args:
         none_hash: the hash before the first block.
         algorithm: a key of ``ALGORITHMS``.
-        salt: the request's ``cache_salt``; empty: it has none.
+        salt: the request's ``cache_salt``; empty: none.
     """
     function = ALGORITHMS[algorithm]
     last = none_hash
@@ -74,11 +74,11 @@ def block_hashes(
 
 
 def keys(record: FleetRecord, token_ids: Sequence[int], salt: str = "") -> Iterator[bytes]:
-    """Yields the keys of a prompt's full blocks, at most as many as one call may have.
+    """Yield the keys of a prompt's full blocks, at most as many as one call may have.
 
     Args:
         record: one that ``is_usable``.
-        salt: the request's ``cache_salt``; empty: it has none.
+        salt: the request's ``cache_salt``; empty: none.
     """
     assert record.hashes is not None
     every = record.block_size // record.hashes.block_size
@@ -94,20 +94,21 @@ def keys(record: FleetRecord, token_ids: Sequence[int], salt: str = "") -> Itera
 
 
 class StoredPrefix(NamedTuple):
-    """How much of a prompt the store holds."""
+    """The stored part of a prompt."""
 
     blocks: int
     block_size: int
 
     def missing_tokens(self, tokens: int) -> int:
-        """How many tokens a prefiller could add for a prompt of ``tokens`` tokens: only full
+        """Return the tokens that a prefiller could add for a prompt of ``tokens`` tokens: only full
         blocks, without the last token, which the decoder always computes."""
         wanted = min((tokens - 1) // self.block_size, BATCH_KEYS_MAX)
         return max(0, wanted - self.blocks) * self.block_size
 
 
 def is_usable(record: FleetRecord) -> bool:
-    """Whether the hashes of its engines can be computed here, and its fields fit together."""
+    """Return whether the hashes of its engines can be computed here, and its fields are
+    consistent."""
     hashes = record.hashes
     if record.format != FORMAT or record.engine != "vllm" or hashes is None:
         return False
@@ -125,7 +126,7 @@ def is_usable(record: FleetRecord) -> bool:
 
 
 def serving(records: Iterable[FleetRecord], model: str) -> FleetRecord | None:
-    """Of the records whose engines serve ``model``, the one that was announced last; None: none
-    does, or it names an adapter."""
+    """Return the last announced record whose engines serve ``model``; None: none does, or it names
+    an adapter."""
     serve = [each for each in records if model in each.models]
     return max(serve, key=lambda each: each.announced, default=None)

@@ -1,4 +1,4 @@
-"""Renders a prompt: an engine computes its token ids once, and both hops are sent these."""
+"""Prompt rendering: an engine computes the token ids once, for both hops."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ CANNOT: Final = frozenset({403, 404, 405, 501})
 """Statuses of an engine that cannot render; 403: vLLM without ``--enable-scale-out``."""
 
 WRONG: Final = frozenset({400, 401, 413, 422})
-"""Statuses of a wrong request, which the engine would refuse unrendered, too."""
+"""Statuses of a wrong request, which the engine would also reject unrendered."""
 
 SAID_MAX: Final = 200
 """Characters of an engine's error message that are logged."""
 
 TIMEOUT_MS = 5_000
-"""How long an engine may take to make token ids of a prompt; without them the request goes on, and
-is tokenized twice."""
+"""Timeout of rendering; without token ids the prompt is tokenized twice."""
 
 CANNOT_REST_MS: Final = 60_000
-"""After this time an engine that cannot render is asked again: it may have been upgraded."""
+"""Time after which an engine that cannot render is tried again: it may have been upgraded."""
 
 
 async def render(parts: ProxyContext, asked: RequestContext) -> bool:
-    """Sets ``asked.token_ids`` if the request has exactly one prompt, of text or token ids alone.
+    """Set ``asked.token_ids`` if the request has exactly one prompt, of text or token ids alone.
 
-    Returns:
-        Whether an engine refused the request as wrong, so that a prefiller is useless.
+    Returns: Whether an engine rejected the request as wrong, so that a prefiller is useless.
     """
     asked.token_ids = bodies.given_ids(asked.route, asked.body)
     if asked.token_ids is not None or not bodies.can_be_rendered(asked.route, asked.body):
@@ -64,7 +62,7 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False
     said = bodies.error_message(answer.json())
-    # A 404 with a message says that the model is missing; without one, the route.
+    # A 404 with a message means a missing model; without one, a missing route.
     is_wrong = answer.status in WRONG or (answer.status == 404 and said is not None)
     cannot = answer.status in CANNOT and not is_wrong
     if cannot:
@@ -80,7 +78,7 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
 
 
 def _renderer(parts: ProxyContext) -> Instance | None:
-    """The least busy engine of any role: an engine tokenizes on its CPU, not on its device."""
+    """Return the least busy engine of any role: an engine tokenizes on its CPU."""
     now_ms = clock_ms()
     able = [
         each

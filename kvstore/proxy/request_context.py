@@ -1,4 +1,4 @@
-"""The data that the steps of a request share: the parts of the process, and the request itself."""
+"""Data shared by the steps of a request: the parts of the process, and the request itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.runtime.limiter import Limiter
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-# Headers that concern only one connection (RFC 9110, 7.6.1), or that the proxy sets anew.
+# Headers that concern only one connection (RFC 9110, 7.6.1), or that the proxy replaces.
 _HOP_HEADERS: Final = frozenset(
     {
         "accept-encoding",
@@ -65,12 +65,12 @@ class ProxyContext:
     under_way: int = 0
     """All requests, including those whose body is still arriving."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no request is under way."""
+    """Set while no request is in progress."""
     stopping: bool = False
 
     @contextlib.contextmanager
     def counting_request(self) -> Iterator[None]:
-        """Counts a request as under way, from its arrival to its answer."""
+        """Count a request as in progress, from its arrival to its response."""
         self.under_way += 1
         self.idle.clear()
         try:
@@ -82,7 +82,7 @@ class ProxyContext:
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[None]:
-        """Counts a request as in flight, from the arrival of its body to its answer."""
+        """Count a request as in flight, from the arrival of its body to its response."""
         self.in_flight += 1
         self.metrics.in_flight.inc()
         try:
@@ -99,7 +99,7 @@ class RequestContext:
     route: EngineRoute
     request_id: str
     raw: bytes
-    """The body as it goes to engines if the proxy has nothing to add."""
+    """The body for engines if the proxy has nothing to add."""
     body: Body
     headers: CIMultiDict[str]
     """Headers for engines, without the request id."""
@@ -108,13 +108,13 @@ class RequestContext:
     prefix_fingerprints: Prints = ()
     stored: int | None = None
     prefill: str = ""
-    """The prefiller's address, or why no prefiller was used."""
+    """The prefiller's address, or the reason why no prefiller was used."""
     prefill_ms: int = 0
     decode: str = ""
     first_byte_ms: int | None = None
     retries: int = 0
     broken: bool = False
-    """Whether the answer ended too early, after its first byte was relayed."""
+    """Whether the response ended too early, after its first byte was relayed."""
 
     @property
     def since_ms(self) -> int:
@@ -129,13 +129,14 @@ class RequestContext:
 def error_response(
     status: int, message: str, kind: str, *, headers: dict[str, str] | None = None
 ) -> web.Response:
-    """An error response in OpenAI's form."""
+    """Return an error response in OpenAI's form."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return web.json_response({"error": error}, status=status, headers=headers)
 
 
 def request_id_of(request: web.Request) -> str:
-    """The client's request id if it is safe in a header and in a log line; otherwise a new one."""
+    """Return the client's request id if it is safe in a header and in a log line; otherwise a new
+    one."""
     given = request.headers.get(REQUEST_ID, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

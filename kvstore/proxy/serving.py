@@ -1,6 +1,6 @@
 """Serves one request: renders it to token ids, uses a prefiller if that helps, then a decoder.
 
-A failure of the first two steps only costs time; the decoder's result is the client's answer.
+A failure of the first two steps only costs time; the decoder's result is the client's response.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from kvstore.runtime.logs import EACH
 log = logging.getLogger("kvstore.proxy")
 
 INFLIGHT_MAX = 1_024
-"""Requests at once, each with its body in memory; further ones get 503 with Retry-After. As many as
-some decoders run together."""
+"""Concurrent requests, each with its body in memory; further ones get 503 with Retry-After. As many
+as some decoders run together."""
 
 BODY_BYTES_MAX = 32 << 20
-"""The largest request body: a million token ids are 8 MiB; images take more."""
+"""Limit of a request body: a million token ids are 8 MiB; images take more."""
 
 BODY_TIMEOUT_S = 60.0
-"""How long a request's body may take: the largest one at 5 Mbit/s. As many bodies as requests may
-be in progress; the slowest gives way to one more."""
+"""Timeout of a request's body: the largest one at 5 Mbit/s. Of as many bodies as requests, the
+slowest gives way to one more."""
 
 
 async def serve(
     parts: ProxyContext, route: EngineRoute, request: web.Request
 ) -> web.StreamResponse:
-    """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
+    """Handle both routes: limit, count and log requests; ``_answer`` does the work.
 
     A request counts as in flight once its body has arrived; before that it takes no slot.
     """
@@ -74,7 +74,7 @@ async def serve(
 
 
 class _RejectedError(Exception):
-    """The proxy refuses the request; ``response`` says why."""
+    """The proxy rejects the request with ``response``."""
 
     def __init__(self, response: web.Response) -> None:
         super().__init__(response.status)
@@ -84,7 +84,7 @@ class _RejectedError(Exception):
 async def _read_request(
     parts: ProxyContext, route: EngineRoute, request: web.Request, request_id: str, arrived_ms: int
 ) -> RequestContext:
-    """Reads the request with its body. Raises _NotTakenError."""
+    """Read the request with its body. Raises _RejectedError."""
 
     def not_taken(status: int, message: str, kind: str) -> _RejectedError:
         headers = {REQUEST_ID: request_id}

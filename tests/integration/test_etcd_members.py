@@ -175,7 +175,7 @@ def test_the_doctor_looks_at_an_etcd_and_at_who_leads_by_it(
     assert code == 1
     assert [row["state"] for row in about(rows, "etcd ")] == ["ok"] * 3
     assert [row["found"] for row in about(rows, "leader")] == [
-        "no master leads under the prefix 'doctor'"
+        "no leader under the prefix 'doctor'"
     ]
 
     _, leader = lead(cluster, place, "doctor")

@@ -105,7 +105,7 @@ def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> N
     name = cluster.nodes[0].name
     with browsing() as browser:
         browser.open(port, "nodes")
-        until(lambda: "needs the token" in browser.text("#token"))
+        until(lambda: "token required" in browser.text("#token"))
         assert name not in browser.text("#node-cards")
         enter = (
             "document.querySelector('#token-text').value = arguments[0];"
@@ -113,7 +113,7 @@ def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> N
         )
         browser.run(enter, "wrong" * 5)
         until(lambda: browser.run("return document.querySelector('#token-text').value") == "")
-        until(lambda: "needs the token" in browser.text("#token"))
+        until(lambda: "token required" in browser.text("#token"))
         browser.run(enter, TOKEN)
         until(lambda: name in browser.text("#node-cards"))
         until(lambda: not browser.text("#token"))

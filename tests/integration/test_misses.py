@@ -60,7 +60,7 @@ def test_the_answers_are_those_of_the_command_and_described(cluster: Cluster, po
         found = told(port, WHY_PATH + query)
         (cause, *_) = found["causes"]
         assert cause["code"] == "other_fingerprint"
-        assert cause["fields"] == ["dtype: bfloat16 writes, float16 asks"]
+        assert cause["fields"] == ["dtype: bfloat16 writes, float16 reads"]
         (party,) = [each for each in found["groups"] if there in each["namespaces"]]
         assert [row["client"] for row in party["readers"]] == ["decode-1"]
         assert party["missed"]["text"].startswith("hex:0101")
@@ -87,7 +87,7 @@ def test_a_browser_says_why_and_who(cluster: Cluster, port: int, browser: Browse
     _, there = apart(cluster)
     until(lambda: told(port, "/api/v1/fleet")["models"], within_s=20)
     browser.open(port, "misses")
-    until(lambda: "dtype: bfloat16 writes, float16 asks" in browser.text("#why-causes"))
+    until(lambda: "dtype: bfloat16 writes, float16 reads" in browser.text("#why-causes"))
     assert "start both with the same --dtype" in browser.text("#why-causes")
     browser.run("document.querySelector('#why-seen summary').click()")
     assert "decode-1" in browser.text("#why-groups")
@@ -100,7 +100,7 @@ def test_a_browser_says_why_and_who(cluster: Cluster, port: int, browser: Browse
         "s.dispatchEvent(new Event('change'))",
         "full",
     )
-    until(lambda: "no client asks" in browser.text("#why-causes"))
+    until(lambda: "no client looks up keys" in browser.text("#why-causes"))
     assert browser.complaints() == []
 
 

@@ -148,8 +148,8 @@ def test_a_browser_finds_pasted_keys(cluster: Cluster, port: int, browser: Brows
     browser.open(port, "prefixes")
     until(lambda: "hashes" in "".join(browser.texts("#chains-of option")))
     for pasted, shown in {
-        " ".join(key.hex() for key in keys): "7 of 12 blocks are there",
-        "<script>": "None of 1 block is there",
+        " ".join(key.hex() for key in keys): "7 of 12 blocks stored",
+        "<script>": "None of 1 block found",
         "[": "JSON",
     }.items():
         browser.run(

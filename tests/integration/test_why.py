@@ -83,8 +83,8 @@ def test_the_field_in_which_two_engines_differ_is_named(cluster: Cluster, lane: 
     for asked in (["--model", MODEL], ["--model", "Llama-3.1-8B"], [decode.namespace]):
         shown = why(cluster, *asked)
         assert "prefill-1 writes Llama-3.1-8B" in shown
-        assert "decode-1 asks under" in shown
-        assert "dtype: bfloat16 writes, float16 asks" in shown
+        assert "decode-1 reads under" in shown
+        assert "dtype: bfloat16 writes, float16 reads" in shown
         assert "block_tokens:" not in shown
 
     cluster.master_server.process.send_signal(signal.SIGKILL)
@@ -94,6 +94,6 @@ def test_the_field_in_which_two_engines_differ_is_named(cluster: Cluster, lane: 
 
     assert codes(cluster, "--model", MODEL, code=0) == ["no_traffic", "no_traffic"]
     assert decode.ask() == 0
-    assert "dtype: bfloat16 writes, float16 asks" in why(cluster, "--model", MODEL)
+    assert "dtype: bfloat16 writes, float16 reads" in why(cluster, "--model", MODEL)
     assert prefill.ask() == len(BLOCKS)
     assert "fine" in codes(cluster, prefill.namespace, code=0)

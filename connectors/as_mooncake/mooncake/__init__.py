@@ -1,5 +1,4 @@
-"""Of Mooncake's package only ``store`` is replaced; its other modules are found where it is
-installed."""
+"""Replaces only ``store`` of Mooncake's package; other modules are those of the installed one."""
 
 from pkgutil import extend_path
 

@@ -1,1 +1,1 @@
-"""In the process of the scheduler: what is looked up, loaded and saved, and what vLLM is told."""
+"""The scheduler side, in the engine core: lookups, and decisions about loads and saves."""

@@ -1,8 +1,8 @@
 """The hashes of a request's tokens, from which keys are made.
 
 vLLM 0.32 hashes the blocks of a model with one cache group, or parts of blocks of equal size. For
-objects of another size (``block_tokens``) this module has vLLM's function hash parts of that size:
-the hashes are those of an engine with such blocks.
+objects of another size (``block_tokens``) vLLM's function hashes parts of that size here, so the
+hashes are those of an engine with such blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Hasher = Callable[[Any], list[bytes]]
 
 @dataclass
 class HashCache:
-    """Hashes that are made from those of vLLM."""
+    """Hashes derived from those of vLLM."""
 
     made: list[bytes] = field(default_factory=list)
     source: list[bytes] = field(default_factory=list)
 
     def keep(self, hashes: Sequence[bytes], each: int = 1) -> None:
-        """Drops what was made from other hashes than these, or ahead of them. A session's next
-        input replaces its last tokens; each hash covers the tokens before it.
+        """Drop hashes derived from others than these, or beyond them. A session's next input
+        replaces its last tokens; each hash covers the tokens before it.
 
         Args:
-            each: how many hashes are made from one.
+            each: number of hashes derived from one.
         """
         source = self.source
         while source and (len(source) > len(hashes) or source[-1] != hashes[len(source) - 1]):
@@ -40,7 +40,7 @@ class HashCache:
 
 class BlockHashes:
     """The hashes of all full parts of ``tokens`` tokens of a request: vLLM's own, or, where vLLM
-    hashes larger blocks, of ``each`` parts, those that ``hasher`` makes."""
+    hashes larger blocks of ``each`` parts, those of ``hasher``."""
 
     def __init__(self, tokens: int, each: int = 1, hasher: Hasher | None = None) -> None:
         self._tokens = tokens
@@ -48,7 +48,7 @@ class BlockHashes:
         self._hasher = hasher
 
     def of(self, request: Request, known: HashCache) -> Sequence[bytes]:
-        """``known``: what was made for this request before."""
+        """``known``: the hashes derived for this request before."""
         hashes: Sequence[bytes] = request.block_hashes
         if self._hasher is None:
             return hashes
@@ -58,15 +58,15 @@ class BlockHashes:
         return known.made
 
     def covered(self, request: Request) -> int:
-        """How many tokens have hashes."""
+        """Return the number of tokens with hashes."""
         if self._hasher is None:
             return len(request.block_hashes) * self._tokens
         return int(request.num_tokens) // self._tokens * self._tokens
 
 
 def block_hashes(tokens: int, vllm_tokens: int, algorithm: str) -> BlockHashes:
-    """The hashes of parts of ``tokens`` tokens, by vLLM's function of this name, where vLLM hashes
-    ``vllm_tokens`` at a time."""
+    """Return hashes of parts of ``tokens`` tokens by vLLM's function of this name, where vLLM
+    hashes ``vllm_tokens`` at a time."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 

@@ -1,10 +1,10 @@
-"""Access to the engine core, for what vLLM's connector interface has no hook.
+"""Access to the engine core where vLLM's connector interface has no hook.
 
 * ``EngineCoreAccess.watch``: calls to the workers, other than those of each step, may change the
-weights. * ``EngineCoreAccess.call``: between two steps, the workers are asked what their weights
-are. * ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache,
-blocks that are
-  pinned, being loaded, or not freed yet because a step is under way, must become free.
+  weights.
+* ``EngineCoreAccess.call``: between two steps, the workers report their weights.
+* ``before_reset``, ``EngineCoreAccess.free_waiting``: before vLLM resets its prefix cache, blocks
+  that are being saved or loaded, or not freed yet during a step, must become free.
 
 vLLM creates the connector while it creates the engine core, so the core is found among the callers.
 ``watch`` and ``before_reset`` wrap one method each, which still does what it did.
@@ -44,7 +44,7 @@ class EngineCoreAccess:
 
     @classmethod
     def from_call_stack(cls) -> Self | None:
-        """The core that is creating this connector; None: no core is, for example in a test."""
+        """Return the core that is creating this connector, or None, for example in a test."""
         for caller in callers():
             if hasattr(caller, "model_executor") and hasattr(caller, "collective_rpc"):
                 return cls(caller)
@@ -67,12 +67,12 @@ class EngineCoreAccess:
         return None if core is None else getattr(core, "scheduler", None)
 
     def free_waiting(self, loading: frozenset[str]) -> None:
-        """Frees the blocks of all requests that do not run, so that these begin anew. vLLM itself
-        does so for running requests, but cannot do so for loaded ones.
+        """Free the blocks of all requests that do not run, which then restart. vLLM itself does so
+        for running requests, but cannot do so for loaded ones.
 
         Args:
-            loading: requests whose load has ended on each worker, but may not be reported yet. To
-                vLLM the report will look like that of a failed load.
+            loading: requests whose load has ended on each worker, but may not be reported yet. vLLM
+                will process the report as that of a failed load.
         """
         scheduler = self._scheduler
         for request in list(scheduler.requests.values()):
@@ -90,7 +90,7 @@ class EngineCoreAccess:
                 request.num_computed_tokens = 0
                 if is_remote:
                     scheduler.failed_recving_kv_req_ids.add(name)
-        if scheduler.deferred_frees:  # steps under way may still write to those blocks
+        if scheduler.deferred_frees:  # steps in progress may still write to those blocks
             self._call("synchronize_device")
             pool = scheduler.kv_cache_manager.block_pool
             while scheduler.deferred_frees:
@@ -98,12 +98,12 @@ class EngineCoreAccess:
                 pool.free_blocks(reversed(blocks))
 
     def call(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
-        """Calls ``function`` on each worker, with vLLM's worker as its first argument; returns the
-        results in the order of ranks. Waits for steps under way."""
+        """Call ``function`` on each worker, with vLLM's worker as its first argument; return the
+        results in the order of ranks. Waits for steps in progress."""
         return list(self._call(function, args=arguments))
 
     def watch(self, *, weights: Callable[[], None], adapters: Callable[[], None]) -> None:
-        """Calls these after each call to the workers that may have changed weights or adapters."""
+        """Call these after each call to the workers that may have changed weights or adapters."""
         call = self._executor.collective_rpc
 
         def watched(method: Any, *arguments: Any, **more: Any) -> Any:
@@ -121,7 +121,7 @@ class EngineCoreAccess:
 
 
 def before_reset(pool: Any, prepare: Callable[[], None]) -> None:
-    """Calls ``prepare`` before each reset of the block pool's prefix cache."""
+    """Call ``prepare`` before each reset of the block pool's prefix cache."""
     reset = pool.reset_prefix_cache
 
     def prepared() -> Any:

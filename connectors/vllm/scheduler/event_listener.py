@@ -1,10 +1,10 @@
-"""Learns from the store's own events which blocks of this engine may have gone.
+"""Receives the store's object events about blocks of this engine that may have been removed.
 
     master's HTTP ── events ──► a thread ──► ``ReceivedEvents``, taken by the scheduler in each step
 
-A master serves events only with ``--events``. While no events are heard, ``listening`` is False and
-the scheduler asks the store instead: with a master that serves none, and from the end of one stream
-of events until the next one resumes it. A stream that is silent for ``SILENT_S`` ends.
+Only masters with ``--events`` serve them. While no events are received, ``listening`` is False and
+the scheduler queries the store instead: with a master without events, and from the end of one
+stream until the next one resumes it. A stream that is silent for ``SILENT_S`` ends.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ log = logging.getLogger("vllm.kvstore")
 
 HEARD_MAX: Final = 1 << 16
 """Limit of the blocks that wait for the scheduler, which takes none while its engine has no
-requests. Beyond it all of them are forgotten, and count as missed."""
+requests. Beyond it all of them are dropped, and count as missed."""
 
 TAKEN_MAX: Final = 1_024
 """Blocks that one step of the scheduler takes: half a millisecond."""
 
 PAUSE_S: Final = 0.5
 PAUSE_MAX_S: Final = 5.0
-"""Pause before the next attempt to hear events; doubles with each failure up to ``PAUSE_MAX_S``."""
+"""Pause before the next connection attempt; doubles with each failure up to ``PAUSE_MAX_S``."""
 
 
 class ReceivedEvents(NamedTuple):
     listening: bool
-    """Whether events are heard now."""
+    """Whether events are received now."""
     missed: bool
-    """Whether events may have been missed, so that any block may have gone."""
+    """Whether events may have been missed, so that any block may have been removed."""
     blocks: list[Block]
-    """Blocks of which a part, or all, may have gone."""
+    """Blocks of which a part, or all, may have been removed."""
 
 
 NOTHING: Final = ReceivedEvents(listening=False, missed=False, blocks=[])
 
 
 class EventListener:
-    """Follows the events of some namespaces, in a thread of its own. One other thread calls it."""
+    """Follows the events of some namespaces, in its own thread. One other thread calls it."""
 
     def __init__(
         self, find: Callable[[], str], under: str, groups: Mapping[str, int], auth: str = ""
     ) -> None:
         """
         Args:
-            find: returns ``host:port`` where the leading master serves events, or "": it serves
-                none. The thread calls it; it may block, and raise KVStoreError: no master answers.
+            find: returns ``host:port`` of the leader's events, or "": it serves none. Called by the
+                thread; may block, and raise KVStoreError: no master answers.
             under: the prefix of all these namespaces.
             groups: the cache group of each namespace.
-            auth: the file that proves our identity; empty: no authentication.
+            auth: the certificate file; empty: no authentication.
         """
         self._auth = auth
         self._find = find
@@ -71,7 +71,7 @@ class EventListener:
         self._missed = False
         self._listening = False
         self._failures = 0
-        """Attempts since events were last heard."""
+        """Attempts since events were last received."""
         self._place = ""
         self._stop = CancelToken()
         self._stopped = threading.Event()
@@ -82,7 +82,8 @@ class EventListener:
         return self._thread.is_alive()
 
     def take(self) -> ReceivedEvents:
-        """What was heard since the last call, at most ``TAKEN_MAX`` blocks. Does not wait."""
+        """Return events received since the last call, at most ``TAKEN_MAX`` blocks, without
+        waiting."""
         with self._lock:
             missed, self._missed = self._missed, False
             count = min(len(self._blocks), TAKEN_MAX)
@@ -90,17 +91,15 @@ class EventListener:
         return ReceivedEvents(self._listening, missed, blocks)
 
     def stop(self) -> None:
-        """Lets the thread end, without waiting for it."""
+        """Stop the thread without waiting for it."""
         self._stopped.set()
         self._stop.set()
 
     def close(self) -> None:
-        """Ends the thread. Takes less than a second, or ``CONNECT_S`` if the thread is connecting
-        to a host that does not answer."""
+        """End the thread. Takes less than a second, or ``CONNECT_S`` if the thread is connecting to
+        a host that does not answer."""
         self.stop()
         join_all([self._thread], CLOSE_S)
-
-    # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         with self._stop.here():
@@ -119,12 +118,12 @@ class EventListener:
         self._listening = False
 
     def _died(self, error: BaseException) -> None:
-        """Called when a bug ends the thread. The scheduler then asks the store instead."""
+        """Make the scheduler query the store, after a bug has ended the thread."""
         log.error("events_not_heard error=%r", error)
         self._listening = False
 
     def _segments(self) -> Iterator[str]:
-        """Yields the address for each attempt to connect, after a pause if the last one failed."""
+        """Yield the address for each attempt to connect, after a pause if the last one failed."""
         while not self._stopped.is_set():
             if self._failures:
                 self._stopped.wait(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(self._failures, 8)))

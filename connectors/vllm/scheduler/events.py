@@ -1,12 +1,12 @@
-"""KV events: which blocks of this engine the store holds, and which it has lost.
+"""KV events: the blocks of this engine that the store has stored or lost.
 
 The connector reports a block as stored when every worker has stored it, and as removed when the
-store answers that some worker's part is gone. Asking the store about blocks is an *audit*:
+store replies that some worker's part is missing. Such a query is an *audit*:
 
-* While the connector hears the store's own events, it audits a block once after it was reported,
-  and once after an event that a part of it is gone; and all blocks after events were missed. An
-  event alone is no proof that a block is gone, because a later put may have stored it again.
-* Otherwise it audits all blocks, again and again, a few thousand every 5 s.
+* While the connector receives the store's own events, it audits a block once after it was reported,
+  and once after an event that a part of it was removed; and all blocks after missed events. An
+  event alone is no proof, because a later put may have stored the block again.
+* Otherwise it audits all blocks repeatedly, a few thousand every 5 s.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ AUDIT_KEYS: Final = 4_096
 """Keys per audit: two milliseconds of the master's time."""
 
 AUDIT_EVERY_S: Final = 5.0
-"""Pause between two audits while no events are heard."""
+"""Pause between two audits while no events are received."""
 
 AUDIT_SOON_S: Final = 0.05
 AUDIT_FULL_S: Final = 1.0
-"""Pause while events are heard: ``AUDIT_FULL_S`` after an audit of ``AUDIT_KEYS`` blocks, less in
-proportion after fewer, at least ``AUDIT_SOON_S``."""
+"""Pause while events are received: ``AUDIT_FULL_S`` after an audit of ``AUDIT_KEYS`` blocks, less
+in proportion after fewer, at least ``AUDIT_SOON_S``."""
 
 TOLD_MAX: Final = 1_000_000
 """Reported blocks that are remembered. The others are never reported as removed."""
@@ -52,13 +52,13 @@ class BlockEvents:
         self._sure: OrderedDict[Block, bytes] = OrderedDict()
         """Reported blocks and vLLM's hash of each; the one with the oldest audit comes first."""
         self._unsure: OrderedDict[Block, bytes] = OrderedDict()
-        """The same, of blocks that may have gone since their last audit; they are audited first."""
+        """As ``_sure``, for blocks that may have been removed since their audit; audited first."""
         self._events: list[KVCacheEvent] = []
         self._audited = 0.0
         self._audited_keys = 0
 
     def tokens_of(self, request: Request, runs: Sequence[Run]) -> dict[int, list[int]]:
-        """The token ids of each run's blocks, by index of the run."""
+        """Return the token ids of each run's blocks, by index of the run."""
         ids = request.all_token_ids
         tokens = {}
         for index, run in enumerate(runs):
@@ -70,7 +70,7 @@ class BlockEvents:
         self, runs: Sequence[Run], tokens: dict[int, list[int]], lora: str | None,
         plain: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Reports blocks that every worker has stored.
+        """Report blocks that every worker has stored.
 
         ``plain``: vLLM's hash for each key that differs from it.
         """
@@ -96,23 +96,24 @@ class BlockEvents:
             (self._sure or self._unsure).popitem(last=False)
 
     def suspect(self, blocks: Iterable[Block]) -> None:
-        """Marks blocks that may have gone, to audit them. Ignores blocks that were not reported."""
+        """Schedule an audit of blocks that may have been removed. Ignores unreported blocks."""
         for block in blocks:
             if (block_hash := self._sure.pop(block, None)) is not None:
                 self._unsure[block] = block_hash
 
     def suspect_all(self) -> None:
-        """Marks all blocks, to audit them: events were missed, so any block may have gone."""
+        """Schedule an audit of all blocks, after events were missed."""
         few, many = sorted((self._sure, self._unsure), key=len)
         many.update(few)
         few.clear()
         self._sure, self._unsure = few, many
 
     def to_audit(self, now: float, *, listening: bool = False) -> list[Block]:
-        """The blocks to audit now. After the audit call ``removed``; if it failed, ``suspect``.
+        """Return the blocks to audit now. After the audit call ``removed``; if it failed,
+        ``suspect``.
 
         Args:
-            listening: whether events are heard, so that only suspect blocks need an audit.
+            listening: whether events are received, so that only suspect blocks need an audit.
         """
         pause = AUDIT_EVERY_S
         if listening:
@@ -129,7 +130,7 @@ class BlockEvents:
         return chosen
 
     def removed(self, blocks: Sequence[Block]) -> None:
-        """Reports audited blocks that the store has lost, except those that were stored again, or
+        """Report audited blocks that the store has lost, except those that were stored again, or
         became suspect, since the audit began."""
         from vllm.distributed.kv_events import BlockRemoved
 
@@ -141,7 +142,7 @@ class BlockEvents:
             self._events.append(BlockRemoved(block_hashes=keys, medium=MEDIUM, group_idx=group))
 
     def cleared(self) -> None:
-        """Reports that the store has lost all blocks of this model."""
+        """Report that the store has lost all blocks of this model."""
         self._sure.update(self._unsure)
         self._unsure.clear()
         self.removed(list(self._sure))
@@ -155,7 +156,7 @@ Exists = Callable[[Sequence[bytes], str], Sequence[bool]]
 
 
 def audit(blocks: Sequence[Block], namespaces: dict[int, list[str]], exists: Exists) -> list[Block]:
-    """The blocks of which the store lacks some worker's part. Raises KVStoreError."""
+    """Return the blocks of which the store lacks some worker's part. Raises KVStoreError."""
     gone = []
     for group in {group for group, _ in blocks}:
         keys = [key for each, key in blocks if each == group]

@@ -1,6 +1,6 @@
-"""Computes this engine's fingerprint from what its workers say, for the connector and the tier.
+"""Computes this engine's fingerprint from its workers' reports, for the connector and the tier.
 
-    outdated ── the workers say what their weights are ──► known: used, and announced
+    outdated ── the workers report their weights ────────► known: used, and announced
        ▲                                                    │
        ├── a call to the workers that may replace them ─────┤        off: for a reason that stays
        │                                                    │
@@ -50,21 +50,21 @@ class FingerprintTracker:
         """
         Args:
             engine: this engine's fleet record, without the fields that depend on the workers.
-            without_draft: the record's description without these layers of a draft model; None:
-                the pages of such layers are never stored apart.
+            without_draft: the record's description without these layers of a draft model; None: the
+                pages of such layers are never stored separately.
             model_id: the operator's name for the weights; "": use their digest.
-            what: the word for what is loaded and saved, in the log: blocks or chunks.
+            what: the unit of loads and saves in the log: blocks or chunks.
         """
         self.fingerprint = ""
         """The current fingerprint; "": not known, so that nothing is loaded or saved."""
         self.last = ""
         """The fingerprint that was used last; "": none so far."""
         self.draft = ""
-        """Which draft model the workers have; see ``fingerprint.draft_of``."""
+        """Digest of the workers' draft model; see ``fingerprint.draft_of``."""
         self.is_outdated = True
-        """Whether the workers have to be asked for their weights."""
+        """Whether the workers must report their weights."""
         self.is_doubted = False
-        """Whether the workers have to be asked whether their weights still seem to be the same."""
+        """Whether the workers must compare samples of their weights."""
         self.is_off = False
         self.announcer = FleetAnnouncer(client, log)
         self._core = core
@@ -74,7 +74,7 @@ class FingerprintTracker:
         self._what = what
         self._first_weights = ""
         self._checks: dict[int, int] = {}
-        """By rank: the number of the check of its weights that is under way."""
+        """By rank: the number of the check of its weights in progress."""
         algorithm = str(engine.description.get("hash_algorithm"))
         if fingerprints.is_random(algorithm):
             log.warning(RANDOM_HASHES, algorithm)
@@ -86,22 +86,22 @@ class FingerprintTracker:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the weights of all workers have been read whole since they were doubted."""
+        """Whether all weights of all workers have been read since they were doubted."""
         return bool(self.fingerprint) and not self.is_doubted and not self._checks
 
     def invalidate(self) -> None:
-        """The weights may have changed: nothing is loaded or saved until they are known again."""
+        """Load and save nothing until the weights, which may have changed, are known again."""
         self._checks, self.is_doubted = {}, False
         if not self.is_off:
             self.is_outdated, self.fingerprint = True, ""
 
     def require_recheck(self) -> None:
-        """Called when the caches are reset: engines whose weights are replaced without a call to
-        the workers do that afterwards."""
+        """Require a recheck after a reset of the caches: engines whose weights are replaced without
+        a call to the workers reset them afterwards."""
         self.is_doubted = bool(self.fingerprint)
 
     def recheck(self, function: Callable[..., tuple[int, int] | None], *arguments: object) -> None:
-        """Asks the workers for samples of their weights, between two steps, and starts a check of
+        """Request samples of the weights from the workers, between two steps, and start a check of
         all of them. See ``EngineCoreAccess.call``."""
         assert self._core is not None
         self._checks = dict(each for each in self._core.call(function, *arguments) if each)
@@ -110,7 +110,7 @@ class FingerprintTracker:
             self.invalidate()
 
     def take_verdicts(self, verdicts: Mapping[int, tuple[int, bool]]) -> None:
-        """Handles the results of checks, by rank: each check's number, and whether the weights are
+        """Handle the results of checks, by rank: each check's number, and whether the weights are
         the same."""
         for rank, (number, same) in verdicts.items():
             if self._checks.get(rank) == number:
@@ -122,7 +122,7 @@ class FingerprintTracker:
     def start(
         self, function: Callable[..., WorkerIdentity | None], *arguments: object
     ) -> list[WorkerIdentity]:
-        """Asks the workers for their identities, between two steps; see ``EngineCoreAccess.call``.
+        """Request the identities of the workers, between two steps; see ``EngineCoreAccess.call``.
         Switches this engine off if their weights cannot be identified."""
         assert self._core is not None
         hellos = [each for each in self._core.call(function, *arguments) if each]
@@ -135,7 +135,7 @@ class FingerprintTracker:
         return hellos
 
     def take(self, hellos: Sequence[WorkerIdentity]) -> FleetRecord | None:
-        """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
+        """Return the fleet record for ``hellos`` (in the order of ranks), if its fingerprint
         differs from the last one; None: it is the same, and is used again."""
         self.draft = fingerprints.draft_of(hellos)
         described = self._engine.description
@@ -155,7 +155,7 @@ class FingerprintTracker:
         return None
 
     def move(self, record: FleetRecord, **more: object) -> None:
-        """Uses and announces this fingerprint from now on. Args: as for
+        """Use and announce this fingerprint from now on. Args: as for
         ``FleetAnnouncer.announce``."""
         former, self.last = self.last, record.fingerprint
         if former:

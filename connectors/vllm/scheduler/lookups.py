@@ -1,13 +1,13 @@
-"""Looks up how much of each prompt the store holds, on a thread of its own, under a deadline.
+"""Looks up the stored part of each prompt, on its own thread, under a deadline.
 
-    new request ──► wanted ──► asked ──► answered: the number of tokens
+    new request ──► wanted ──► sent ───► done: the number of tokens
                                 │  ▲
-                                ▼  │ missing blocks are being written: asked again
-                              waiting ──► answered with the stored part, after ``writers_wait``
+                                ▼  │ missing blocks are being written: sent again
+                              waiting ──► done with the stored part, after ``writers_wait``
 
-The scheduler reads answers and never calls the store: without an answer it asks again in its next
-step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
-does not answer. The same thread runs the scheduler's *errands*: its other calls to the store.
+The scheduler reads results and never calls the store: without a result it checks again in its next
+step, and after ``lookup_deadline`` the result is "nothing". A breaker stops lookups while the store
+does not answer. The same thread makes the scheduler's other calls to the store.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
 """Pauses between two lookups of blocks that are being written."""
 
 STEP_PATIENCE_S: Final = 0.002
-"""How long one scheduler step may wait for answers, for all its requests together. Most answers
-take 0.2 ms, and a scheduler without other work would otherwise spin."""
+"""Time that one scheduler step may wait for replies, for all its requests together. Most take 0.2
+ms, and a scheduler without other work would otherwise busy-poll."""
 
 BUSY_PATIENCE_S: Final = 0.000_5
-"""The same while other requests run, which wait, too. Not 0: a request whose answer comes too late
-waits for a step of theirs (a miss of 200 tokens took 15 ms beside one, without patience 19)."""
+"""The same while other requests run, which also wait. Not 0: a request whose reply is late waits
+for one of their steps (a miss of 200 tokens took 15 ms next to one, without patience 19)."""
 
 FRESH_S: Final = 5.0
-"""How long an answer is used: half of a master's default lease, which protects the blocks."""
+"""Time for which a reply is used: half of a master's default lease, which protects the blocks."""
 
 PENDING_MAX: Final = 4_096
-"""Lookups, or errands, under way; beyond this number the answer is "nothing"."""
+"""Lookups, or calls, in progress; beyond this number the result is "nothing"."""
 
 Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], EngineMatchResult]
-"""Asks how many leading keys all namespaces of the first list hold, and where all of the second
-have a state. Raises KVStoreError within its time-out."""
+"""Returns the number of leading keys that all namespaces of the first list hold, and the keys with
+a state in all of the second. Raises KVStoreError within its timeout."""
 
 
 class StoreQuery(NamedTuple):
@@ -68,28 +68,28 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class PendingLookup:
-    """One lookup and, once ``done`` is set, its answer."""
+    """One lookup and, once ``done`` is set, its result."""
 
     hashes: list[bytes]
     expected_tokens: int
-    """How many tokens the prefiller says it stores; 0: it does not say."""
+    """Number of tokens that the prefiller reports as stored; 0: not reported."""
     sent: float
     done: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False
     wanted_since: float = 0.0
-    """When the scheduler first needed the answer; 0: it has not needed it yet."""
+    """Time of the scheduler's first need of the result; 0: none yet."""
     on_reply: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
     reaches: list[EngineMatchResult] = field(default_factory=list)
-    """What the last attempt found, whose leases are not released yet."""
+    """Replies of the last attempt, whose leases are not released yet."""
 
 
 class LookupThread:
     """The lookups of one engine. The scheduler's thread calls the public methods; the lookup thread
-    asks the store."""
+    queries the store."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LookupThread:
         writers_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``release``: releases the lease of an answer, without waiting for the store."""
+        """``release``: releases the lease of a reply, without waiting for the store."""
         self._release = release
         self.breaker = Breaker.of_a_store()
         self._refusals = DenialLog(log)
@@ -133,16 +133,14 @@ class LookupThread:
         self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
 
     def set_namespaces(self, namespaces: dict[int, list[str]]) -> None:
-        """Looks up in these namespaces from now on. Forgets answers about the former ones."""
+        """Look up in these namespaces from now on. Drops results for the former ones."""
         self._namespaces = namespaces
         self.clear()
-
-    # --- the scheduler ------------------------------------------------------------------------
 
     def request(
         self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0
     ) -> PendingLookup:
-        """Starts the request's lookup; again, if the request has grown or the answer is old."""
+        """Start the request's lookup; again, if the request has grown or the result is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
         if (
@@ -162,8 +160,8 @@ class LookupThread:
         return lookup
 
     def tokens(self, lookup: PendingLookup, *, patient: bool = True) -> int | None:
-        """How many leading tokens the store has; None: not known yet, call again in the next step.
-        Waits for the answer, within the patience of this step, only with ``patient``."""
+        """Return the number of stored leading tokens; None: not known yet, call again in the next
+        step. Waits for the reply, within the patience of this step, only with ``patient``."""
         if patient and not lookup.done.is_set():
             left_s = (BUSY_PATIENCE_S if self.is_busy() else STEP_PATIENCE_S) - self._waited_s
             if left_s > 0:
@@ -176,7 +174,7 @@ class LookupThread:
             return None
         now = self._clock()
         lookup.wanted_since = lookup.wanted_since or now
-        # A prefiller that says what it stores is worth waiting for before the first answer, too.
+        # With a report of the prefiller, waiting is useful before the first reply, too.
         is_worth_it = lookup.waits_for_writers or lookup.expected_tokens > 0
         patience = self._deadline_s + (self._writers_wait_s if is_worth_it else 0)
         if now - lookup.wanted_since < patience:
@@ -191,7 +189,7 @@ class LookupThread:
         self._waited_s = 0.0
 
     def forget(self, request_id: str) -> None:
-        """Forgets the answer, and releases its blocks: they were loaded, or will not be."""
+        """Drop the result, and release its blocks: they were loaded, or will not be."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             with self._changed:
@@ -200,7 +198,7 @@ class LookupThread:
                 self._hold(lookup, [])
 
     def _hold(self, lookup: PendingLookup, reaches: list[EngineMatchResult]) -> None:
-        """Keeps these leases for the lookup in place of earlier ones."""
+        """Keep these leases for the lookup in place of earlier ones."""
         earlier, lookup.reaches = lookup.reaches, reaches
         for reach in earlier:
             self._release(reach)
@@ -210,8 +208,8 @@ class LookupThread:
             self.forget(request_id)
 
     def run_on_thread(self, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work`` on the lookup thread, between two lookups. Not, if too many errands wait
-        already: the future then has a KVStoreError."""
+        """Run ``work`` on the lookup thread, between two lookups. If too many calls wait already,
+        the future has a KVStoreError."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
@@ -224,7 +222,7 @@ class LookupThread:
         return future
 
     def count(self, what: str) -> None:
-        """Adds 1 to a counter. Threads: any."""
+        """Add 1 to a counter. Threads: any."""
         with self._changed:
             self._counters[what] += 1
 
@@ -245,13 +243,11 @@ class LookupThread:
         if self._thread is not None:
             join_all([self._thread], CLOSE_S)
         errands, self._errands = self._errands, []
-        for future, _ in errands:  # no caller may wait for these for ever
+        for future, _ in errands:  # no caller may wait for these forever
             future.set_exception(ClosedError("closed"))
 
-    # --- the thread ---------------------------------------------------------------------------
-
     def _died(self, error: BaseException) -> None:
-        """Called when a bug ends the thread. The engine goes on without the store."""
+        """Continue without the store after a bug has ended the thread."""
         log.error(
             "lookup_thread_failed: this engine finds no more blocks in the store; restart it: %r",
             error,
@@ -328,7 +324,7 @@ class LookupThread:
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
         with self._changed:
             self._hold(lookup, reaches)
-            if lookup.done.is_set():  # forgotten, or answered too late
+            if lookup.done.is_set():  # forgotten, or too late
                 self._hold(lookup, [])
                 return
             self._latencies_us.append(int((now - started) * 1e6))
@@ -343,8 +339,8 @@ class LookupThread:
             self._complete(lookup, tokens=tokens)
 
     def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
-        """The tokens that the store has of every group of every worker, and whether more are being
-        written. Adds the answers, which are leased, to ``reaches``."""
+        """Return the tokens that the store has of every group of every worker, and whether more are
+        being written. Adds the replies, which are leased, to ``reaches``."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for size, keys, chains, states in self._queries(hashes):
@@ -358,7 +354,8 @@ class LookupThread:
         return self._groups.aligned(tokens), being_written
 
     def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
-        """One for most models. The last one asks about states, at which a hit has to end."""
+        """Yield the queries: one for most models. The last one is for states, at which a hit must
+        end."""
         groups, size = self._groups, self._groups.scheduler_block_tokens
         states = [name for group in groups.recurrent for name in self._namespaces[group]]
         last = StoreQuery(size, groups.state_keys(hashes), [], states)

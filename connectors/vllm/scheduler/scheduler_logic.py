@@ -1,11 +1,11 @@
-"""The scheduler side, in vLLM's engine core: decides what is loaded and what is saved.
+"""The scheduler side, in vLLM's engine core: decides on loads and saves.
 
-    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
-    each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
+    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks loaded
+    each step ─► blocks that are full now ─► kept ─► Save ─► every worker has reported ─► freed
 
 This module runs on the scheduler's thread, for which every running request waits: no call blocks,
 and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
-pinned blocks and the hashes of stale requests.
+blocks being saved and the hashes of stale requests.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 PINNED_MAX: Final = 0.5
-"""Share of the engine's blocks that may wait to be saved; further blocks wait for a later step. The
-engine computes with the other half."""
+"""Maximum share of the engine's blocks that wait to be saved; further blocks wait for a later step.
+The engine computes with the other half."""
 
 REQUEST_PIN_MS_MAX: Final = 600_000
-"""The longest pin that a request may ask for (``pin_ms`` in kv_transfer_params): most agents
-come back from a tool within ten minutes."""
+"""Maximum pin of a request (``pin_ms`` in kv_transfer_params): most agents return from a tool
+within ten minutes."""
 
 LOADS_MAX = 2
-"""After this many failed loads of a request, all its tokens are computed."""
+"""Failed loads of a request after which all its tokens are computed."""
 
 SAVES_MAX = 2
-"""After this many failed saves of a request, no more of its blocks are saved."""
+"""Failed saves of a request after which no more of its blocks are saved."""
 
 
 @dataclass
@@ -66,13 +66,13 @@ class TrackedRequest:
     saved: dict[int, int] = field(default_factory=dict)
     """By group with chains: objects before this index are in the store, or being saved."""
     state_tokens: int = 0
-    """The last place at which the store has, or will have, a state of each recurrent group."""
+    """Last position at which the store has, or will have, a state of each recurrent group."""
     external_tokens: int = 0
-    """Tokens that the last lookup has told vLLM to expect from the store."""
+    """Tokens that the last lookup has reported to vLLM as stored."""
     missed: int | None = None
     """Tokens that the lookup did not find; None: not looked up, or counted already."""
     limit: int | None = None
-    """The most external tokens that vLLM is told after a load has failed."""
+    """Maximum of external tokens after a failed load."""
     failed_loads: int = 0
     failed_saves: int = 0
     is_stale: bool = False
@@ -100,7 +100,7 @@ class BlocksBeingSaved:
     """vLLM's hash for each salted key, which differs from the hash; for events."""
     fingerprint: str = ""
     keep_ms: int = 0
-    """How long the store is to pin the blocks; 0: not at all."""
+    """Duration of the pin in the store; 0: none."""
 
 
 class SchedulerLogic:
@@ -122,14 +122,14 @@ class SchedulerLogic:
         Args:
             identity: while it has no fingerprint, no block is loaded or saved.
             loads, saves: whether this engine loads (``kv_consumer``) and saves (``kv_producer``).
-            workers: how many workers report each save.
+            workers: number of workers that report each save.
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
         self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
-        """Pins the blocks that end with these keys, by group, in the store."""
+        """Pins the chains of these tips, by group, in the store."""
         self.are_names_marked = True
-        """Whether the plug-in marks images, sounds and videos that clients name."""
+        """Whether the plug-in prefixes client names of images, sounds and videos."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
         self.counters: Counter[str] = Counter()
         self._config = config
@@ -144,17 +144,15 @@ class SchedulerLogic:
         self._tracked: dict[str, TrackedRequest] = {}
         self._loads: list[LoadCommand] = []
         self._held: list[SaveCommand] = []
-        """Saves that wait until it is certain with which weights their blocks were computed."""
+        """Saves that wait until the weights of their blocks are verified."""
         self._pinned: dict[int, BlocksBeingSaved] = {}
         self.pinned_blocks = 0
         self._loading: set[str] = set()
         self._next_save = 0
         self._last_pinned = 0.0
 
-    # --- looking up ---------------------------------------------------------------------------
-
     def new_request(self, request: Request) -> None:
-        """Starts the request's lookup, so that the answer is ready when the scheduler needs it."""
+        """Start the request's lookup, so that the result is ready when the scheduler needs it."""
         tracked = self._tracked[request.request_id] = TrackedRequest(request)
         if self._may_load(request) and len(request.block_hashes):
             hashes = self._hashes(tracked)
@@ -162,8 +160,9 @@ class SchedulerLogic:
                 self._request_lookup(request, hashes, self._limit(tracked))
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
-        ``computed`` ones can be loaded (None: not known yet), and whether in the background."""
+        """Implement ``get_num_new_matched_tokens``: return the number of tokens beyond the
+        ``computed`` ones that can be loaded (None: not known yet), and whether in the
+        background."""
         tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
         tracked.external_tokens = 0
         if not self._may_load(request):
@@ -178,7 +177,7 @@ class SchedulerLogic:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
         tracked.state_tokens = there
-        if not useful:  # the lookup still tells which blocks need not be saved
+        if not useful:  # the lookup still shows which blocks need not be saved
             return 0, False
         tokens = self._groups.aligned(min(there, limit))
         tracked.missed = limit - max(tokens, computed)
@@ -198,7 +197,7 @@ class SchedulerLogic:
         )  # fmt: skip
 
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes] | None:
-        """The hash of each hash block, from which keys are made; None: not known."""
+        """Return the hash of each hash block, from which keys are made; None: not known."""
         request = tracked.request
         hashes = self.hashes.of(request, tracked.smaller)
         if request.lora_request is None:
@@ -215,7 +214,7 @@ class SchedulerLogic:
         return salted.made
 
     def _limit(self, tracked: TrackedRequest) -> int:
-        """The most tokens that may be loaded: vLLM must compute at least one."""
+        """Return the maximum of tokens to load: vLLM must compute at least one."""
         request = tracked.request
         limit = self._groups.aligned(max(request.num_tokens - 1, 0))
         wanted = _params(request).get("max_load_tokens")
@@ -224,8 +223,8 @@ class SchedulerLogic:
         return limit if tracked.limit is None else min(limit, tracked.limit)
 
     def _request_lookup(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
-        """``limit``: the most tokens that may be loaded."""
-        if self._groups.recurrent:  # a state beyond them is of no use, and hides one before it
+        """``limit``: the maximum of tokens to load."""
+        if self._groups.recurrent:  # a state beyond them is useless, and hides an earlier one
             hashes = hashes[: limit // self._groups.hash_block_tokens]
         expected = _params(request).get("stored_tokens")
         return self._lookups.request(
@@ -235,7 +234,7 @@ class SchedulerLogic:
         )
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """Handles ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
+        """Implement ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, TrackedRequest(request))
         if tracked.missed:
             self.counters["missed_tokens"] += tracked.missed
@@ -260,10 +259,8 @@ class SchedulerLogic:
             self.counters["hit_states"] += 1
         tracked.external_tokens = 0
 
-    # --- every step ---------------------------------------------------------------------------
-
     def transfer_commands(self, output: SchedulerOutput) -> TransferCommands:
-        """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
+        """Implement ``build_connector_meta``: return the commands of this step."""
         self._lookups.new_step()
         orders = TransferCommands(
             self._identity.fingerprint, self._loads, draft=self._identity.draft
@@ -278,7 +275,7 @@ class SchedulerLogic:
         return orders
 
     def take_ready_saves(self) -> list[SaveCommand]:
-        """The saves to order now. Drops those of blocks that may have other weights."""
+        """Return the saves to start now. Drops those of blocks that may have other weights."""
         fingerprint = self._identity.fingerprint
         for save in list(self._held):
             if self._pinned[save.number].fingerprint != fingerprint:
@@ -289,7 +286,7 @@ class SchedulerLogic:
         return released
 
     def _drop(self, save: SaveCommand) -> None:
-        """Gives up a save that is held."""
+        """Drop a deferred save."""
         self._held.remove(save)
         pinned = self._pinned.pop(save.number)
         self._unpin(pinned)
@@ -330,7 +327,7 @@ class SchedulerLogic:
         table: Sequence[Sequence[int]],
         to_save: int,
     ) -> list[Run]:
-        """The blocks of chains that are full now and fit. Notes them as being saved."""
+        """Return the chain blocks that are full now and fit, and record them as being saved."""
         if not self._is_news(tracked, to_save):
             return []
         tokens = self._fitting(tracked, to_save)
@@ -348,12 +345,12 @@ class SchedulerLogic:
         self, tracked: TrackedRequest, hashes: Sequence[bytes],
         offers: Iterable[tuple[int, int, int]], to_save: int, room: int,
     ) -> list[Run]:  # fmt: skip
-        """The states that vLLM offers now, where a hit may end: it keeps them no longer than it
-        needs them. Their contents are final after this step.
+        """Return the states that vLLM offers now, where a hit may end: vLLM keeps them only while
+        it needs them. Their contents are final after this step.
 
         Args:
             offers: of the request: group, block, and tokens before the state.
-            room: how many blocks may be pinned.
+            room: number of blocks that may still be kept for saves.
         """
         places: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
@@ -363,7 +360,7 @@ class SchedulerLogic:
         runs: list[Run] = []
         for tokens, blocks in sorted(places.items()):
             if blocks.keys() != self._groups.recurrent:
-                continue  # without the others it is of no use
+                continue  # useless without the others
             if len(runs) + len(blocks) > room:
                 self.counters["saves_refused"] += 1
                 break
@@ -376,21 +373,22 @@ class SchedulerLogic:
         return runs
 
     def _is_news(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether a block of these tokens is not saved in some group. In most steps this is false
-        for most requests."""
+        """Return whether a block of these tokens is not saved in some group. In most steps this is
+        false for most requests."""
         sizes = self._groups.chains.items()
         return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
-        """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
-        speculative ones have none."""
+        """Return the tokens whose blocks are full after this step. Only confirmed tokens have a
+        hash; speculative ones have none."""
         tokens: int = min(request.num_computed_tokens + scheduled, self.hashes.covered(request))
         if not self._config.save_decode:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
 
     def _fitting(self, tracked: TrackedRequest, tokens: int) -> int:
-        """How many of these tokens may be pinned now; the rest is saved in a later step."""
+        """Return the number of these tokens that may be saved now; the rest waits for a later
+        step."""
         room = self._remaining_blocks()
 
         def blocks(tokens: int) -> int:
@@ -414,12 +412,12 @@ class SchedulerLogic:
         ) * scheduler_block
 
     def _remaining_blocks(self) -> int:
-        """How many more blocks may be pinned."""
+        """Return the number of blocks that may still be kept for saves."""
         assert self._pool is not None, "bind_block_pool comes first"
         return int(self._pool.num_gpu_blocks * PINNED_MAX) - self.pinned_blocks
 
     def _pin(self, request: Request, runs: list[Run]) -> SaveCommand:
-        """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
+        """Take a reference to each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
@@ -443,7 +441,7 @@ class SchedulerLogic:
         return _milliseconds(request, "pin_ms", REQUEST_PIN_MS_MAX)
 
     def reported(self, report: TransferReport) -> None:
-        """Handles the transfers that workers report as ended."""
+        """Handle the transfers that workers report as ended."""
         for number, end in report.saves.items():
             pinned = self._pinned.get(number)
             if pinned is None:
@@ -465,14 +463,14 @@ class SchedulerLogic:
             self._load_failed(request_id, tokens)
 
     def arrived(self, request_ids: Iterable[str]) -> None:
-        """Called when all workers have reported these loads."""
+        """Handle loads that all workers have reported."""
         for request_id in request_ids:
             self._loading.discard(request_id)
             self._lookups.forget(request_id)
 
     def drained(self, left: set[int]) -> None:
-        """Called when no worker reads blocks of a save any more, except for the saves in ``left``.
-        A report may still come, in a step that vLLM has not processed yet. Saves that were held are
+        """Free the blocks of saves that workers no longer read, except for the saves in ``left``. A
+        report may still come, in a step that vLLM has not processed yet. Deferred saves are
         dropped."""
         for save in list(self._held):
             self._drop(save)
@@ -489,7 +487,7 @@ class SchedulerLogic:
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def _save_failed(self, pinned: BlocksBeingSaved) -> None:
-        """Lets the next save include these blocks again, because a lookup stops at a hole."""
+        """Let the next save include these blocks again, because a lookup stops at a hole."""
         self.counters["saves_failed"] += 1
         tracked = self._tracked.get(pinned.request_id)
         if tracked is not None:
@@ -500,7 +498,7 @@ class SchedulerLogic:
                     tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Limits later answers for this request to the tokens that were loaded."""
+        """Limit later results for this request to the tokens that were loaded."""
         self.counters["loads_failed"] += 1
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -513,14 +511,12 @@ class SchedulerLogic:
         tracked.state_tokens = min(tracked.state_tokens, tracked.limit)
         self._lookups.forget(request_id)
 
-    # --- other --------------------------------------------------------------------------------
-
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
     @property
     def has_blocks_being_saved(self) -> bool:
-        """Whether saves wait until the weights are certain."""
+        """Whether saves wait until the weights are verified."""
         return bool(self._held)
 
     @property
@@ -529,23 +525,23 @@ class SchedulerLogic:
 
     @property
     def loading(self) -> frozenset[str]:
-        """Requests whose loads are ordered and not reported yet."""
+        """Requests whose loads have started and are not reported yet."""
         return frozenset(self._loading)
 
     def needs_more_steps(self, within_s: float) -> bool:
-        """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
-        save that hangs keeps its blocks, but an engine without requests, and engines that step
-        along with it, become idle.
+        """Return whether vLLM must run further steps, so that workers can report. Bounded: a save
+        that hangs keeps its blocks, but an engine without requests, and engines that step along
+        with it, become idle.
 
         Args:
-            within_s: the bound, after the last save was ordered.
+            within_s: the bound, after the start of the last save.
         """
         return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The parameters to return with the request, which say how many of its tokens the store
-        has, or will have; None: no tokens. Pins those blocks if the request asks for that; blocks
-        that are still being saved are pinned when their save has ended."""
+        """Return the parameters for the finished request, with the number of its tokens that the
+        store has, or will have; None: no tokens. Pins those blocks if the request asks for that;
+        blocks that are still being saved are pinned when their save has ended."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return None
@@ -556,19 +552,20 @@ class SchedulerLogic:
         return {"stored_tokens": tokens} if tokens and self._does_save else None
 
     def _stored_tokens(self, tracked: TrackedRequest) -> int:
-        """How many leading tokens the store has or will have, as far as this engine knows."""
+        """Return the number of leading tokens that the store has or will have, according to this
+        engine."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
         return self._groups.complete_blocks(tokens)
 
     def on_fingerprint_changed(self) -> None:
-        """Called when the engine has a new fingerprint. Blocks that were computed before are
-        neither saved nor found again, not even in vLLM's own cache."""
+        """Handle a new fingerprint of the engine: earlier blocks are neither saved nor found again,
+        not even in vLLM's own cache."""
         self.reset()
         self._outdate(list(self._tracked.values()))
 
     def adapters_changed(self, ids: set[int]) -> None:
-        """Called when these adapter ids stand for different adapters than before."""
+        """Handle adapter ids that now stand for different adapters."""
         self._outdate(
             [
                 each
@@ -578,8 +575,8 @@ class SchedulerLogic:
         )
 
     def on_stale_prefix_cache(self, request: Request) -> None:
-        """Called when the request starts with blocks of vLLM's prefix cache that were computed with
-        earlier weights."""
+        """Handle a request that starts with blocks of vLLM's prefix cache computed with earlier
+        weights."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             self._make_stale(tracked)
@@ -593,7 +590,7 @@ class SchedulerLogic:
 
     def _make_stale(self, tracked: TrackedRequest) -> None:
         """Save no more blocks of this request, and keep other requests from finding its next blocks
-        in vLLM's prefix cache: give it a cache salt of its own."""
+        in vLLM's prefix cache: give it its own cache salt."""
         tracked.is_stale = True
         request = tracked.request
         request.cache_salt = f"stale {request.request_id}"
@@ -601,7 +598,7 @@ class SchedulerLogic:
         request.update_block_hashes()
 
     def reset(self) -> None:
-        """Called when the store was cleared. Forgets which blocks the store had."""
+        """Forget the stored blocks, after the store was cleared."""
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}
@@ -617,6 +614,6 @@ def _params(request: Request) -> dict[str, Any]:
 
 
 def _milliseconds(request: Request, name: str, most: int) -> int:
-    """A time that the request asks for, at most ``most``; 0: it asks for none."""
+    """Return a time requested in the parameters, at most ``most``; 0: none."""
     wanted = _params(request).get(name)
     return min(wanted, most) if type(wanted) is int and wanted > 0 else 0

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
-"""The least time-out of one lookup's call to the master. The scheduler does not wait that long; the
+"""Minimum timeout of one lookup's call to the master. The scheduler does not wait that long; the
 breaker counts a call that times out as failed."""
 
 WRITERS_WAIT_S: Final = 0.5
-"""How long a request waits for blocks that another engine is writing at this moment, instead of
-computing them again; where lookups may take longer, twice their deadline."""
+"""Time that a request waits for blocks that another engine is writing, instead of computing them
+again; if lookups may take longer, twice their deadline."""
 
 UNALIGNED: Final = (
     "vLLM cuts prompts into multiples of %d tokens, and keeps states of recurrent layers at "
@@ -67,7 +67,7 @@ UNALIGNED: Final = (
 RESET_TIMEOUT_S: Final = 30.0
 
 Files = tuple[tuple[str, int, int, int], ...]
-"""The files in a folder: name, inode, size and time of the last change of each."""
+"""The files in a folder: name, inode, size and modification time of each."""
 
 
 class SchedulerSide:
@@ -86,9 +86,9 @@ class SchedulerSide:
     ) -> None:
         """
         Args:
-            split: how pages are split and cut for engines of other sizes.
+            split: split of pages for engines of other sizes.
             hashes: of the requests' hash blocks.
-            options: this connector's options, by which its sides on the workers are found.
+            options: this connector's options, which identify its sides on the workers.
             on_worker: called on each worker as ``on_worker(worker, options, method, *arguments)``.
                 It must be a function of a module, because it is pickled by name.
         """
@@ -100,19 +100,19 @@ class SchedulerSide:
         self._on_worker = on_worker
         self._namespaces: dict[int, list[str]] = {}
         self._of_drafts: set[str] = set()
-        """The namespaces of a draft model's pages, which are stored apart."""
+        """The namespaces of a draft model's pages."""
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
         self._numbers: dict[tuple[str, str], int] = {}
         """By name and path of an adapter: the id under which vLLM's prefix cache has its blocks."""
         self._before_loading: dict[tuple[int, str], Files] = {}
-        """By id and path of an adapter: its files before the workers have loaded it. If these
-        change before it is loaded, they are not there again."""
+        """By id and path of an adapter: its files before the workers loaded it. If these change
+        before it is loaded, they do not recur."""
         self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
         """By id and path of an adapter: the files that the workers have loaded, and its salt."""
         self._is_misaligned = False
         self._asked_for: set[str] = set()
-        """Requests for which the workers have been asked for adapters."""
+        """Requests for which adapters have been requested from the workers."""
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
         self._core = EngineCoreAccess.from_call_stack()
@@ -149,7 +149,7 @@ class SchedulerSide:
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[EventListener] = []
-        """The last one listens to the current namespaces; those before it are ending."""
+        """The last one listens to the current namespaces; earlier ones are ending."""
         self._closed = False
         if self._core is None:
             self._identity.switch_off(
@@ -163,10 +163,8 @@ class SchedulerSide:
             self._core.watch(weights=self._identity.invalidate, adapters=self._outdate_adapters)
             self.prepare()
 
-    # --- identity of the workers --------------------------------------------------------------
-
     def prepare(self, request: Request | None = None, computed: int = 0) -> None:
-        """Updates an outdated identity of the workers, before a block is looked up or saved.
+        """Update an outdated identity of the workers, before a block is looked up or saved.
 
         Args:
             request: a request that is about to run, for which vLLM has ``computed`` tokens.
@@ -185,15 +183,15 @@ class SchedulerSide:
         self._check_alignment()
 
     def _check_alignment(self) -> None:
-        """Says once if vLLM's scheduler cuts prompts where no state is kept. vLLM 0.32 for CPUs
-        lengthens the blocks of models with recurrent layers, and then forgets it."""
+        """Log once if vLLM's scheduler splits prompts where no state is kept. vLLM 0.32 for CPUs
+        lengthens the blocks of models with recurrent layers, and then ignores it."""
         cuts, keeps = self._vllm_config.cache_config.block_size, self._groups.scheduler_block_tokens
         if self._groups.recurrent and cuts < keeps and not self._is_misaligned:
             self._is_misaligned = True
             log.warning(UNALIGNED, cuts, keeps, keeps)
 
     def _identify(self) -> bool:
-        """Asks the workers for their identity; returns whether it has changed."""
+        """Request the identity of the workers; return whether it has changed."""
         hellos = self._identity.start(self._on_worker, self._options, "worker_identity")
         if self._identity.is_off:
             return False
@@ -238,8 +236,6 @@ class SchedulerSide:
     def _namespace(self, fingerprint: str, group: int, part: str) -> str:
         return namespace(fingerprint, group, part, tenant=self._config.tenant)
 
-    # --- adapters -----------------------------------------------------------------------------
-
     def reported(self, report: TransferReport) -> None:
         if report.adapters:
             self._take_adapters(report.adapters)
@@ -261,7 +257,7 @@ class SchedulerSide:
             self.decisions.adapters_changed(changed)
 
     def _renumber(self, request: Request) -> bool:
-        """Note the id of a request's adapter. Return whether vLLM's prefix cache may have had
+        """Record the id of a request's adapter. Return whether vLLM's prefix cache may have had
         blocks of another adapter with the same name and path, which are all that vLLM hashes: the
         adapter was loaded again, from files that may have been replaced."""
         if request.lora_request is None:
@@ -277,7 +273,7 @@ class SchedulerSide:
         return True
 
     def _salt_of(self, number: int) -> bytes | None:
-        """The salt of an adapter; None: not every worker is known to have loaded it."""
+        """Return the salt of an adapter; None: not every worker is known to have loaded it."""
         workers = self._vllm_config.parallel_config.world_size
         loaded = [self._adapters[rank].get(number) for rank in sorted(self._adapters)]
         if len(loaded) < workers or None in loaded:
@@ -285,9 +281,9 @@ class SchedulerSide:
         return hashlib.sha256(repr(loaded).encode()).digest()
 
     def _salt(self, request: Request) -> bytes | None:
-        """The salt of a request's adapter. If it is unknown, asks the workers, at most once per
-        request: they may have loaded the adapter for this request. An adapter that they have
-        dropped for want of room has the salt that it had, as long as its files are the same."""
+        """Return the salt of a request's adapter. If unknown, requests it from the workers, at most
+        once per request: they may have loaded the adapter for this request. An adapter that they
+        have dropped for lack of space keeps its salt as long as its files are the same."""
         number, path = request.lora_request.lora_int_id, request.lora_request.lora_path
         salt = self._salt_of(number)
         if salt is None and self._core is not None and request.request_id not in self._asked_for:
@@ -298,7 +294,7 @@ class SchedulerSide:
         return self._remembered((number, path), salt)
 
     def _remembered(self, adapter: tuple[int, str], salt: bytes | None) -> bytes | None:
-        """The salt of this adapter, if it is loaded or if its files are what was loaded before."""
+        """Return the salt of this adapter, if it is loaded or its files are those loaded before."""
         if salt is None:
             files = _files(adapter[1])
             self._before_loading.setdefault(adapter, files)
@@ -315,16 +311,14 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         self._asked_for.discard(request_id)
 
-    # --- the store ----------------------------------------------------------------------------
-
     def bind_block_pool(self, pool: BlockPool) -> None:
         self.decisions.bind_block_pool(pool)
         if self._core is not None:
             before_reset(pool, self._before_reset)
 
     def _before_reset(self) -> None:
-        """Called before vLLM resets its prefix cache, for example because the weights change. Frees
-        blocks first, because vLLM does not reset a cache whose blocks are in use."""
+        """Free blocks before vLLM resets its prefix cache, for example because the weights change:
+        it does not reset a cache whose blocks are in use."""
         if self._identity.is_off:
             return
         if self._core is not None and not self._core.is_running:
@@ -332,8 +326,8 @@ class SchedulerSide:
         self._identity.require_recheck()
 
     def _free_blocks(self, core: EngineCoreAccess) -> None:
-        """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
-        wait for those loads begin anew."""
+        """Free the blocks of saves, and of loads that are in progress or have ended. Requests that
+        wait for those loads restart."""
         loading = self.decisions.loading
         if self.decisions.has_blocks_being_saved:
             told = core.call(self._on_worker, self._options, "finish_check")
@@ -368,7 +362,7 @@ class SchedulerSide:
         )
 
     def _keep(self, tips: dict[int, bytes], milliseconds: int) -> None:
-        """Pins the blocks that end with these keys, by group, in the background."""
+        """Pin the chains of these tips, by group, in the background."""
         places = [(name, key) for group, key in tips.items() for name in self._namespaces[group]]
 
         def pin() -> None:
@@ -397,8 +391,8 @@ class SchedulerSide:
         return http.address if http.has_events else ""
 
     def audit_events(self) -> None:
-        """Audits blocks that may have gone, and reports those that have. Called each step; never
-        waits."""
+        """Audit blocks that may have been removed, and report those that are. Called each step;
+        never waits."""
         if not self.events.wanted:
             return
         heard = self._listeners[-1].take() if self._listeners else NOTHING
@@ -473,7 +467,7 @@ class SchedulerSide:
 
 
 def _files(path: str) -> Files:
-    """The files in this folder; empty: it cannot be read here."""
+    """Return the files in this folder; empty: it cannot be read here."""
     try:
         with os.scandir(path) as entries:
             found = [(each.name, each.stat()) for each in entries]

@@ -1,10 +1,9 @@
-"""Describes an engine, so that two engines share blocks only if equal keys mean equal bytes.
+"""Descriptions of engines: two engines share blocks only if equal keys mean equal bytes.
 
-A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
-parallelism. This module describes all of these, from the configuration and from the workers' view
-of the live model (``weights``). The fingerprint of the description is part of every namespace, so
-engines whose descriptions differ never see each other's blocks.
-``kvstore.connectors.common.fleet`` makes such a difference visible.
+A block's hash covers only its tokens: not the model, its weights, dtypes, layout or parallelism.
+The description covers these, from the configuration and from the workers' live model (``weights``).
+Its fingerprint is part of every namespace, so engines with different descriptions never share
+blocks; ``kvstore.connectors.common.fleet`` makes such a difference visible.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ PACKING: Final = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page, but not its shape."""
 
 WITHOUT_DRAFT: Final = ("ngram", "ngram_gpu", "suffix")
-"""Speculation that guesses from the tokens themselves: no weights, and no layer of its own."""
+"""Speculative decoding from the tokens themselves: no weights, and no layer of its own."""
 
 GUESSES: Final = (
     "eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model", "medusa", "mlp_speculator",
 )  # fmt: skip
-"""Speculation whose layers compute guesses and nothing else. Not so ``extract_hidden_states``: what
-its layer keeps of the model is its user's result."""
+"""Speculative decoding whose layers compute drafts only. Not ``extract_hidden_states``: its layer
+keeps hidden states of the model, which its user reads."""
 
 OF_MEDIA: Final = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize",
@@ -68,13 +67,13 @@ def describe(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: PageSplit = NOT_SPLIT,
     hash_tokens: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """All settings on which the bytes and hashes of blocks depend, as plain JSON values.
+    """Return all settings on which the bytes and hashes of blocks depend, as plain JSON values.
 
     Args:
-        split: how pages are split and cut for engines of other sizes: those of the same objects
-            have the same description.
-        hash_tokens: tokens per hash if an operator has chosen them (``prefix_match_unit``); 0: they
-            follow from the groups.
+        split: split of pages for engines of other sizes: engines with the same objects have the
+            same description.
+        hash_tokens: tokens per hash if configured (``prefix_match_unit``); 0: they follow from the
+            groups.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -108,14 +107,14 @@ def without_draft(
     description: Mapping[str, Any], kv_cache_config: KVCacheConfig, split: PageSplit,
     layers: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """The description of an engine that stores the pages of these layers, a draft model's, apart:
-    it is that of an engine without them."""
+    """Return the description without these layers of a draft model, whose pages are stored
+    separately."""
     groups = [_group(group, split, layers) for group in kv_cache_config.kv_cache_groups]
     return {**description, "groups": groups, "speculative": ""}
 
 
 def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[str, Any]:
-    """A cache group without these layers."""
+    """Return a cache group without these layers."""
     spec = group.kv_cache_spec  # of the first layer, where layers have pages of several sizes
     return {
         "kind": type(spec).__name__,
@@ -129,7 +128,7 @@ def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[s
 def identified(
     description: Mapping[str, Any], workers: Sequence[WorkerIdentity], *, name: str = ""
 ) -> dict[str, Any]:
-    """The description, completed with the workers' identity.
+    """Return the description with the workers' identity.
 
     Args:
         workers: in the order of ranks.
@@ -146,8 +145,8 @@ def identified(
 
 
 def draft_of(workers: Sequence[WorkerIdentity]) -> str:
-    """A digest of the draft models of all workers (in the order of ranks), which hold different
-    shares of one; "": no pages of a draft model are apart.
+    """Return a digest of the draft models of all workers (in the order of ranks), which hold
+    different shards of one; "": no draft pages are separate.
 
     It is the same for all workers, because those that hold identical pages store them once.
     """
@@ -159,13 +158,13 @@ def draft_of(workers: Sequence[WorkerIdentity]) -> str:
 
 
 def _once(told: list[ToldT]) -> list[ToldT]:
-    """One for all workers, if they say the same: those of an engine with shards, which loaded the
-    same files."""
+    """Return one for all workers, if they are equal: those of an engine with shards, which loaded
+    the same files."""
     return told[:1] if all(each == told[0] for each in told) else told
 
 
 def none_hash(algorithm: str) -> str:
-    """The hash that precedes the first block, as hexadecimal digits.
+    """Return the hash that precedes the first block, as hexadecimal digits.
 
     vLLM computes its own in the same way, but only after it has created the connector. If vLLM's is
     random, it differs between engines, and so does this one: no two engines can share a block.
@@ -180,28 +179,26 @@ def none_hash(algorithm: str) -> str:
 
 
 def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity]) -> str:
-    """The fingerprint of an engine: 32 hexadecimal digits."""
+    """Return the fingerprint of an engine: 32 hexadecimal digits."""
     sharded = "shards" in description
     layouts = sorted({("" if sharded else hello.parts[0], hello.layout) for hello in workers})
     return digest({**description, "layouts": layouts})[:32]
 
 
 def weights_id(vllm_config: VllmConfig, models: Mapping[str, object], *, name: str = "") -> str:
-    """Where the weights come from: for files a digest of their content, whatever their path;
+    """Return the origin of the weights: for files a digest of their content, whatever their path;
     otherwise the model's name and commit.
 
-    Used for weights that cannot be read in memory; see ``weights``. Files are read whole
-    (``kvstore.connectors.common.weight_digests``), once: they are those that this worker has
-    loaded, whatever becomes of them.
+    For weights that cannot be read in memory; see ``weights``. Files are read once
+    (``kvstore.connectors.common.weight_digests``): the result covers those that this worker has
+    loaded, even if they change.
 
     Args:
-        models: in this worker: the "model" itself, a "draft" model that guesses tokens for it, or
-            both.
-        name: the operator's name for the weights, if it is not known what was loaded; "": there is
-            none.
+        models: in this worker: the "model" itself, its "draft" model, or both.
+        name: the operator's name for the weights, if the loaded files are not known; "": none.
 
     Raises:
-        ConfigError: it is not known what was loaded.
+        ConfigError: the loaded files are not known.
         OSError: a file cannot be read.
     """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -236,19 +233,20 @@ def _origin(model: Any, load_format: str, loaded: Sequence[LoadedFiles]) -> str:
 
 
 def models_of(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """The names under which the engine serves its model; by default the model's own name."""
+    """Return the names under which the engine serves its model; by default the model's own name."""
     model = vllm_config.model_config
     served = model.served_model_name
     return tuple(served) if isinstance(served, list | tuple) else (served or model.model,)
 
 
 def is_random(algorithm: str) -> bool:
-    """Whether engines with this hash algorithm compute different hashes of the same tokens."""
+    """Return whether engines with this hash algorithm compute different hashes of the same
+    tokens."""
     return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
 
 
 def _state(spec: Any, shards: int) -> dict[str, Any]:
-    """What the parts of one of so many shards of a recurrent layer's state are; empty for
+    """Return the parts of one of so many shards of a recurrent layer's state; empty for
     attention."""
     if not is_state(spec):
         return {}
@@ -260,15 +258,15 @@ def _state(spec: Any, shards: int) -> dict[str, Any]:
 
 
 def speculation(vllm_config: VllmConfig) -> str:
-    """The manner in which a draft model guesses tokens; "": there is none."""
+    """Return the method of speculative decoding with a draft model; "": there is none."""
     speculative = vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
     return "" if method in WITHOUT_DRAFT else method
 
 
 def _media(model: Any) -> dict[str, Any]:
-    """What turns images, sounds and videos into what the model sees: a block's hash covers the
-    item as it was sent. Empty for models that see none."""
+    """Return the settings that transform images, sounds and videos for the model: a block's hash
+    covers the item as it was sent. Empty for text-only models."""
     config = getattr(model, "multimodal_config", None)
     if config is None:
         return {}
@@ -277,8 +275,8 @@ def _media(model: Any) -> dict[str, Any]:
 
 
 def _processor(model: Any) -> str:
-    """The digest of the model's loaded processor, or of its configuration files if this host cannot
-    load it."""
+    """Return the digest of the model's loaded processor, or of its configuration files if this host
+    cannot load it."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
     try:

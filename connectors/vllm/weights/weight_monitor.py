@@ -1,19 +1,18 @@
 """Identifies a worker's live weights, and the KV format of its attention layers.
 
-The identity is read from the loaded model and not from its files. So it does not depend on how the
-weights were loaded, and changes when they are replaced in place, quantized or merged with an
-adapter.
+The identity is read from the loaded model instead of its files, so it does not depend on the
+loader, and changes when weights are replaced in place, quantized or merged with an adapter.
 
 The digest covers the name, type, shape and contents of every parameter and buffer: in main memory a
 hash of the contents; on a GPU evenly spread samples, and a weighted sum of all words, which changes
-with any element and with their order. Some kernels keep a layer's weights in a form of their own
-and leave an empty parameter. vLLM for CPUs does so with most layers: their weights are hashed
-before that (``kvstore.connectors.vllm_plugin``). Other such weights are *unseen*: the files that
-they came from are part of the identity. Of linear layers some columns are read as well, by a
-multiplication with one-hot vectors, so that weights that are replaced in place are noticed.
+with any element and with their order. Some kernels keep a layer's weights in a private form and
+leave an empty parameter. vLLM for CPUs does so with most layers: their weights are hashed before
+that (``kvstore.connectors.vllm_plugin``). Other such weights are *unseen*: the files that they came
+from are part of the identity. Of linear layers some columns are read as well, by a multiplication
+with one-hot vectors, so that weights that are replaced in place are noticed.
 
-Where nothing says that weights were replaced, samples are compared at once, and all of them in the
-background (``WeightMonitor``): an engine need not wait for that.
+If no call indicates a replacement, samples are compared at once, and all weights in the background
+(``WeightMonitor``), without delaying the engine.
 """
 
 # mypy: allow-untyped-calls
@@ -51,13 +50,13 @@ COLUMNS: Final = 32
 """Columns read of each layer whose weights are unseen."""
 
 CHUNK_WORDS: Final = 1 << 18
-"""Words that are summed at once, each with a factor of its own."""
+"""Words that are summed at once, each with its own factor."""
 
 BETWEEN_CHUNKS: Final = 0x5851F42D4C957F2D
 """An odd factor, by which chunks in another order give another sum."""
 
 FINISH_S: Final = 30.0
-"""How long a reset waits for a check."""
+"""Maximum wait of a reset for a check."""
 
 PACKED: Final = "kvstore_packed"
 """Attribute of a layer whose weights vLLM has packed: their ``summary`` before that."""
@@ -72,7 +71,7 @@ OF_A_LAYER: Final = (
 class WorkerWeights(NamedTuple):
     digest: str
     in_memory: str
-    """As ``digest``, without what is read by a multiplication."""
+    """As ``digest``, without columns read by a multiplication."""
     unseen: list[str]
     """Names of tensors whose contents could not be read."""
 
@@ -87,8 +86,8 @@ class WeightMonitor:
         Args:
             worker: vLLM's worker, in whose process this runs.
             name: the operator's name for the weights; "": there is none.
-            is_split: whether engines of other sizes share blocks. Then all that differs between
-                ranks is left out: the weights are told by their files while they are those that
+            is_split: whether engines of other sizes share blocks. Then differences between ranks
+                are omitted: the weights are identified by their files while they are those that
                 were loaded.
         """
         self.rank: int = worker.rank
@@ -106,10 +105,9 @@ class WeightMonitor:
         self._thread: threading.Thread | None = None
 
     def read(self) -> dict[str, WorkerWeights]:
-        """Reads all of them, which takes 0.15 s per GB in main memory.
+        """Read all weights, which takes 0.15 s per GB in main memory.
 
-        Returns:
-            Those of the "model", and those of a "draft" model if there is one.
+        Returns: Those of the "model", and those of a "draft" model if there is one.
         """
         self.stop()
         self._samples = _digests(self._entry_of(whole=False))
@@ -118,13 +116,13 @@ class WeightMonitor:
         return weights
 
     def start_check(self) -> int:
-        """The number of a check, which reads all of them in the background (``take_verdict``); 0:
-        samples differ from those of the last ``read``."""
+        """Return the number of a check that reads all weights in the background (``take_verdict``);
+        0: samples differ from those of the last ``read``."""
         self.stop()
         try:
             if _digests(self._entry_of(whole=False)) != self._samples:
                 return 0
-        except Exception:  # of model code; the next ``read`` tells
+        except Exception:  # of model code; the next ``read`` reports it
             log.exception("weights_not_sampled")
             return 0
         self._number += 1
@@ -133,18 +131,18 @@ class WeightMonitor:
         return self._number
 
     def take_verdict(self) -> tuple[int, bool] | None:
-        """The number of the check that has ended since the last call, and whether the weights are
-        those of the last ``read``."""
+        """Return the number of the check that has ended since the last call, and whether the
+        weights are those of the last ``read``."""
         verdict, self._verdict = self._verdict, None
         return None if verdict is None else (self._number, verdict)
 
     def finish(self) -> None:
-        """Waits for the check that is under way, ``FINISH_S`` at most."""
+        """Wait for the check in progress, ``FINISH_S`` at most."""
         if self._thread is not None:
             self._thread.join(FINISH_S)
 
     def stop(self) -> None:
-        """Ends the check that is under way, which then has no verdict."""
+        """End the check in progress without a verdict."""
         self._stopping.set()
         if self._thread is not None:
             join_all([self._thread], CLOSE_S)
@@ -162,7 +160,7 @@ class WeightMonitor:
             self._verdict = same
 
     def models(self) -> dict[str, nn.Module]:
-        """The "model", and the "draft" model if there is one: what guesses tokens for it."""
+        """Return the "model", and its "draft" model if there is one."""
         draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
         both = {"model": self._worker.get_model(), "draft": draft}
         return {name: each for name, each in both.items() if isinstance(each, nn.Module)}
@@ -171,7 +169,7 @@ class WeightMonitor:
         """
         Args:
             beside: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
-                have memory of their own, for one call at a time.
+                have their own memory, for one call at a time.
         """
         parallel = self.vllm_config.parallel_config
         # In a mixture of experts, engines of a data-parallel group may have different experts.
@@ -196,8 +194,8 @@ def _in_memory(weights: Mapping[str, WorkerWeights]) -> list[str]:
 def identify(
     hello: WorkerIdentity, live: WeightMonitor, adapters: LoraAdapters | None = None
 ) -> WorkerIdentity:
-    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If these are
-    not known, ``hello`` gets the error instead, and the engine goes on without the store."""
+    """Complete ``hello`` with the live weights, adapters and KV formats of a worker. If these are
+    not known, ``hello`` gets the error instead, and the engine continues without the store."""
     vllm_config = live.vllm_config
     try:
         weights = live.read()
@@ -220,7 +218,7 @@ def _fill_identity(
     told: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
     layers: Mapping[str, Any], live: WeightMonitor,
 ) -> None:  # fmt: skip
-    """Completes ``told`` with these weights, by model, and the formats of these layers."""
+    """Complete ``told`` with these weights, by model, and the formats of these layers."""
     digests = _digests(weights)
     told.weights = digests[0] if len(digests) == 1 else digest(digests)[:32]
     told.attention = attention_of(layers)
@@ -244,8 +242,8 @@ def _fill_identity(
 
 
 def draft_layers(live: WeightMonitor) -> set[str] | None:
-    """The names of the attention layers that a draft model does not share with the model; None:
-    there is no draft model, or its layers do more than guess."""
+    """Return the names of the attention layers that a draft model does not share with the model;
+    None: there is no draft model, or its layers compute more than drafts."""
     models = live.models()
     if "draft" not in models or speculation(live.vllm_config) not in GUESSES:
         return None
@@ -263,7 +261,7 @@ def weights_of(
     multiplies: bool = True,
     stopped: Callable[[], bool] = lambda: False,
 ) -> WorkerWeights:
-    """The digest of the current weights of these models.
+    """Return the digest of the current weights of these models.
 
     Args:
         models: by the name that a model's tensors get in the digest.
@@ -271,7 +269,7 @@ def weights_of(
             or move while engines run: each worker then has different ones.
         whole: False: only samples of the weights.
         multiplies: whether to read columns of weights that are in no tensor.
-        stopped: asked before each tensor; once it is true, the result means nothing.
+        stopped: checked before each tensor; once it is true, the result is meaningless.
     """
     pending: list[tuple[str, torch.Tensor | None]] = []
     columns: set[int] = set()
@@ -308,7 +306,7 @@ def weights_of(
 
 
 def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:
-    """The distinct KV formats of the attention layers.
+    """Return the distinct KV formats of the attention layers.
 
     Args:
         layers: vLLM's ``static_forward_context``.
@@ -327,7 +325,7 @@ def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _cache_dtype(layer: Any) -> str:
-    """The name of the dtype of a layer's cache; "auto" means the model's."""
+    """Return the name of the dtype of a layer's cache; "auto" means the model's."""
     name = str(getattr(layer, "kv_cache_dtype", None))
     if name != "auto":
         return name
@@ -335,7 +333,7 @@ def _cache_dtype(layer: Any) -> str:
 
 
 def adapter_digest(adapter: Any) -> str:
-    """The digest of a loaded LoRA adapter (vLLM's ``LoRAModel``)."""
+    """Return the digest of a loaded LoRA adapter (vLLM's ``LoRAModel``)."""
     digest = hashlib.sha256()
     whole = getattr(adapter, "modules_to_save", None) or {}
     for name, layer in sorted([*adapter.loras.items(), *whole.items()]):
@@ -362,7 +360,8 @@ class LoraAdapters:
         self._digests: dict[int, tuple[Any, str]] = {}
 
     def have_changed(self) -> bool:
-        """Whether the adapters have changed since the last ``digests``. Called after each step."""
+        """Return whether the adapters have changed since the last ``digests``. Called after each
+        step."""
         if self._manager is None:
             return False
         known = self._digests
@@ -421,7 +420,7 @@ def _attributes(module: nn.Module) -> str:
 
 
 def summary(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor | None:
-    """A summary of the tensor's contents, as words on its device; None: they cannot be read.
+    """Return a summary of the tensor's contents, as words on its device; None: not readable.
 
     Args:
         whole: False: only samples of its contents.
@@ -444,9 +443,9 @@ def summary(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor | None:
 
 
 def _sampled(flat: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-    """Samples of a flat tensor, its bytes after the last whole word and, with ``whole``, a sum of
-    all words. The factors of the sum are odd, so that modulo 2^64 no change of a word leaves it as
-    it was."""
+    """Return samples of a flat tensor, its bytes after the last complete word and, with ``whole``,
+    a sum of all words. The factors of the sum are odd, so that every change of a word changes it
+    modulo 2^64."""
     end = len(flat) // 8 * 8
     aligned = flat.storage_offset() % 8 == 0
     words = (flat if aligned else flat.clone())[:end].view(torch.int64)
@@ -474,7 +473,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, in memory order if the tensor has no holes."""
+    """Return all elements in one dimension, in memory order if the tensor has no holes."""
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=lambda each: -tensor.stride()[each])
         tensor = tensor.permute(order)
@@ -483,7 +482,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _columns(module: nn.Module, device: torch.device) -> torch.Tensor | None:
-    """Some columns of a layer whose weights are hidden; None: its columns cannot be read either."""
+    """Return some columns of a layer whose weights are hidden; None: they cannot be read either."""
     apply = getattr(getattr(module, "quant_method", None), "apply", None)
     width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     dtype = getattr(module, "params_dtype", None)
@@ -502,7 +501,7 @@ def _columns(module: nn.Module, device: torch.device) -> torch.Tensor | None:
 
 
 def _fetched(parts: list[torch.Tensor | None]) -> list[bytes]:
-    """The bytes of ``parts``, fetched with one copy per device."""
+    """Return the bytes of ``parts``, fetched with one copy per device."""
     data = [b""] * len(parts)
     by_device: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):

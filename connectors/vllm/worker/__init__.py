@@ -1,1 +1,1 @@
-"""In the processes of the workers: pages of the KV cache, and their transfers."""
+"""The worker side, in each worker: pages of the KV cache, and their transfers."""

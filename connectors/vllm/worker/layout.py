@@ -1,13 +1,13 @@
-"""The order of the KV cache in memory: which order the connector asks vLLM for, and in which orders
-the stored bytes of a block are the same.
+"""The order of the KV cache in memory: the one that the connector requests from vLLM, and the
+orders with the same stored bytes of a block.
 
 vLLM names an order by its dimensions, the outermost first: layers, blocks, heads, tokens (N) and
 content. Its usual order on a GPU is ``LBNHC``: a block of 64 layers is 64 pages, which a GPU copies
 one by one. In ``BLNHC`` the pages of a block are one run of memory, and the bytes are the same.
 
-vLLM 0.32 (``resolve_kv_cache_layout``) follows the connector's wish if all attention backends of
-the model support that order. Otherwise it logs a warning and takes its own. The operator's
-``VLLM_KV_CACHE_LAYOUT`` comes before the wish.
+vLLM 0.32 (``resolve_kv_cache_layout``) uses the requested order if all attention backends of the
+model support it. Otherwise it logs a warning and uses its own. The operator's
+``VLLM_KV_CACHE_LAYOUT`` takes precedence.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _HEADS_FIRST_CAPABILITY: Final = 10
 
 
 class PageSplit(NamedTuple):
-    """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes,
-    and cut by tokens, for those of other block sizes."""
+    """The split of an engine's pages by heads, for engines of other tensor-parallel sizes, and by
+    tokens, for those of other block sizes."""
 
     shards: int
-    """Of a whole page; 0: engines of one tensor-parallel size share pages as they are."""
+    """Shards of a complete page; 0: engines of one tensor-parallel size share pages as they are."""
     each: int
     """Shards of one worker."""
     block_tokens: int = 0
-    """Tokens of each object; 0: blocks are not cut."""
+    """Tokens of each object; 0: blocks are not split."""
 
     def cuts(self, block_tokens: int) -> int:
-        """How many objects a block of so many tokens is."""
+        """Return the number of objects in a block of so many tokens."""
         return block_tokens // self.block_tokens if self.block_tokens else 1
 
     def parts(self, stage: int, place: int) -> list[str]:
-        """The names of a worker's parts of each block: its shards, or what it holds as a whole.
+        """Return the names of a worker's parts of each block: its shards, or its complete pages.
 
         Args:
             stage: of the pipeline.
@@ -65,15 +65,15 @@ NOT_SPLIT: Final = PageSplit(0, 1)
 def split_of(
     shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int, block_tokens: int = 0
 ) -> PageSplit:
-    """How to split the pages into ``shards`` (``tp_shards``; 0: not), and to cut them into objects
-    of ``block_tokens`` (0: not).
+    """Return the split of pages into ``shards`` (``tp_shards``; 0: none), and into objects of
+    ``block_tokens`` (0: none).
 
     Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
     needs to be split.
 
     Raises:
         ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
-            a group's blocks cannot be cut.
+            a group's blocks cannot be split.
     """
     specs = [each for group in kv_cache_config.kv_cache_groups for each in specs_of(group)]
     return PageSplit(
@@ -82,7 +82,7 @@ def split_of(
 
 
 def specs_of(group: Any) -> list[Any]:
-    """Those of a cache group's layers: one for all, unless they are of several kinds."""
+    """Return the specs of a cache group's layers: one for all, unless they are of several kinds."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec = group.kv_cache_spec
@@ -91,7 +91,7 @@ def specs_of(group: Any) -> list[Any]:
 
 
 def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
-    """``PageSplit.block_tokens`` for these layers."""
+    """Return ``PageSplit.block_tokens`` for these layers."""
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
     sizes = sorted({spec.block_size for spec in specs})
@@ -117,7 +117,7 @@ def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
 def _shards(
     shards: int, specs: Sequence[Any], kv_cache_config: KVCacheConfig, tensor_parallel: int
 ) -> tuple[int, int]:
-    """``PageSplit.shards`` and ``PageSplit.each``."""
+    """Return ``PageSplit.shards`` and ``PageSplit.each``."""
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
     if not shards:
@@ -139,13 +139,14 @@ def _shards(
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
-    """The order in which a block is one run of memory over all layers; None: vLLM's own order.
+    """Return the order in which a block is one run of memory over all layers; None: vLLM's own
+    order.
 
-    The connector does not ask for it if there is no choice, or if vLLM might refuse to start:
+    The connector does not request it if there is no choice, or if vLLM might refuse to start:
 
     * on anything but NVIDIA's GPUs: the backend for CPUs supports only one order;
-    * as a part of ``MultiConnector``, which refuses parts with different wishes;
-    * with latent attention, whose backends have needs of their own, and with HiSparse;
+    * as a part of ``MultiConnector``, which rejects parts with different requests;
+    * with latent attention, whose backends have other requirements, and with HiSparse;
     * with recurrent layers, caches of several dtypes, or a block size that the operator has set:
       kernels may then use a part of a block, which vLLM does not support in this order.
     """
@@ -174,6 +175,6 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
 
 def stored_order(layout: str) -> str:
-    """One order that stands for all orders with the same stored bytes. The connector stores pages,
+    """Return one order for all orders with the same stored bytes. The connector stores pages,
     wherever they are in memory, so only the order within a page counts."""
     return f"LB{layout[2:]}" if layout.startswith("BL") else layout

@@ -1,9 +1,9 @@
-"""Cuts the pages of a worker along their tokens, into what an engine with smaller blocks stores.
+"""Splits the pages of a worker along their tokens, into objects of engines with smaller blocks.
 
-Where the bytes of a token are in a page is known to the attention kernel alone: vLLM's kernels for
-CPUs pack keys and values over all tokens of a block, and the shape of the cache does not say so.
-So the layer's own function writes a small cache of numbered elements, once with this engine's
-blocks and once with the smaller ones, and a cut is the bytes that have the same numbers.
+Only the attention kernel knows the location of a token's bytes in a page: vLLM's kernels for CPUs
+pack keys and values over all tokens of a block, which the shape of the cache does not show. So the
+layer's own function writes a small cache of numbered elements, once with this engine's blocks and
+once with the smaller ones; a chunk is the bytes that have the same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class PageSplitter:
-    """Cuts the pages of one worker into pieces of ``tokens`` tokens."""
+    """Splits the pages of one worker into chunks of ``tokens`` tokens."""
 
     def __init__(self, tokens: int, layers: Mapping[str, Any], dtype: torch.dtype) -> None:
         """
@@ -45,14 +45,14 @@ class PageSplitter:
     def chunk(
         self, index: int, name: str, cache: torch.Tensor, runs: Sequence[Page], shape: Shape
     ) -> tuple[list[Page], Shape]:
-        """The runs of a layer's piece ``index``, and the shape of a page that has only its tokens.
-        No runs: a block of the layer has fewer pieces.
+        """Return the runs of a layer's chunk ``index``, and the shape of a page with only its
+        tokens. No runs: a block of the layer has fewer chunks.
 
         Args:
-            runs: of the whole page, or of a shard of it.
+            runs: of the complete page, or of a shard of it.
 
         Raises:
-            ConfigError: the page cannot be cut there.
+            ConfigError: the page cannot be split there.
         """
         dtype, dims, strides, count = shape
         if len(dims) != 3:
@@ -76,7 +76,7 @@ class PageSplitter:
     def _byte_ranges(
         self, name: str, cache: torch.Tensor, whole: _Dims, small: _Dims, cut: int
     ) -> Part:
-        """The bytes of one piece, in the order in which the smaller page has them."""
+        """Return the bytes of one chunk, in the order of the smaller page."""
         offsets = self._element_offsets(name, cache, whole)[
             cut * self._tokens : (cut + 1) * self._tokens
         ]
@@ -87,7 +87,7 @@ class PageSplitter:
         return [(int(run[0]) * size, len(run) * size) for run in np.split(at, ends)]
 
     def _element_offsets(self, name: str, cache: torch.Tensor, page: _Dims) -> Numbers:
-        """``element_offsets``, once for each kind of layer."""
+        """Return ``element_offsets``, computed once for each kind of layer."""
         layer: Any = self._layers.get(name)
         write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
         if write is None:
@@ -115,10 +115,10 @@ _Dims = tuple[tuple[int, ...], tuple[int, ...]]
 def element_offsets(
     write: Write, key_size: int, dtype: torch.dtype, like: torch.Tensor, page: _Dims
 ) -> Numbers:
-    """Where a kernel writes each element: ``[tokens, heads, content]``, in elements of the page.
+    """Return the location of each element, ``[tokens, heads, content]``, in elements of the page.
 
     Each element has a number, of which one bit is written at a time: any dtype, quantised or not,
-    tells 0 from another value.
+    distinguishes 0 from another value.
 
     Args:
         key_size: elements of a key; the rest of the content is the value.
@@ -146,8 +146,8 @@ def element_offsets(
 
 
 def _dense(dims: Sequence[int], strides: Sequence[int], *, one: int = 0) -> tuple[int, ...]:
-    """The strides of a dense page of these dimensions, in the order of ``strides``. ``one``: the
-    stride of a dimension of length 1; 0: as in a ``Shape``."""
+    """Return the strides of a dense page of these dimensions, in the order of ``strides``. ``one``:
+    the stride of a dimension of length 1; 0: as in a ``Shape``."""
     dense = [one] * len(dims)
     size = 1
     for axis in sorted(range(len(dims)), key=lambda axis: (strides[axis], -axis)):
@@ -158,7 +158,7 @@ def _dense(dims: Sequence[int], strides: Sequence[int], *, one: int = 0) -> tupl
 
 
 def _parts(runs: Sequence[Page], count: int) -> list[Page]:
-    """The kernel's blocks of a page, one run each."""
+    """Return the kernel's blocks of a page, one run each."""
     if len(runs) == count:
         return list(runs)
     (page,) = runs
@@ -175,11 +175,10 @@ def _cannot_split_error(name: str, why: str) -> ConfigError:
 
 
 class SplitPages:
-    """Implements ``Pages`` for blocks that are cut. Objects are numbered as ``Groups.places``
-    does."""
+    """Implements ``Pages`` for split blocks. Objects are numbered as by ``Groups.places``."""
 
     def __init__(self, pieces: Sequence[Pages]) -> None:
-        """``pieces``: each has one piece of every block; a group may have fewer than another."""
+        """``pieces``: each has one chunk of every block; a group may have fewer than another."""
         self.layout = pieces[0].layout
         self.block_bytes = pieces[0].block_bytes
         self._mark = pieces[0].record_event
@@ -204,7 +203,8 @@ class SplitPages:
     def _per_part(
         self, group: int, places: Sequence[int]
     ) -> Iterator[tuple[Pages, list[int], list[int]]]:
-        """Pages of one piece, the places of its objects, and the numbers of their blocks."""
+        """Yield the pages of one chunk, the numbers of its objects, and the numbers of their
+        blocks."""
         pieces = self._pieces[group]
         count = len(pieces)
         for cut, pages in enumerate(pieces):

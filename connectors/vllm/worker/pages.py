@@ -1,13 +1,13 @@
-"""The paged KV cache of one worker as plain memory: where the bytes of each block are.
+"""The paged KV cache of one worker as plain memory.
 
 In every layer a block is one *page*, a run of bytes. The stored bytes of a block are the pages of
-its group's layers, one after the other in the order of the layers; they are not transposed or
-converted. Engines whose pages have the same content format (``layout``) can read each other's
-blocks, wherever the pages are in memory.
+its group's layers in the order of the layers; they are not transposed or converted. Engines whose
+pages have the same content format (``layout``) can read each other's blocks, wherever the pages are
+in memory.
 
 Pages can be split by heads into *shards* of equal size. A shard has the bytes of the page of a
-worker that has only these heads, so engines of other tensor-parallel sizes read each other's.
-Pages can also be cut by tokens, for engines of other block sizes (``cuts``).
+worker with only these heads, so engines of other tensor-parallel sizes can read it. Pages can also
+be split by tokens, for engines of other block sizes (``page_splitting``).
 
 This module copies nothing: the client copies between the pages and the pool, on a GPU by its driver
 (``kvstore.device``).
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Mark = Event | None
-"""A moment of the compute stream; None on a CPU, where work has ended when its call returns."""
+"""An event of the compute stream; None on a CPU, where work has ended when its call returns."""
 
 
 class Pages(Protocol):
@@ -45,27 +45,27 @@ class Pages(Protocol):
     """Stored bytes of one block, by group."""
 
     def record_event(self) -> Mark:
-        """The moment at which all work that is now queued on the calling thread's stream has ended.
-        The thread that computes calls this. Does not wait."""
+        """Record an event after all work queued on the calling thread's stream, which is that of
+        the thread that computes. Does not wait."""
         ...
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
-        """The memory of these blocks, which may be read or filled from the moment ``after`` on. Of
-        blocks that are cut: of these objects (``Groups.places``)."""
+        """Return the memory of these blocks, to be read or filled after the event ``after``; of
+        split blocks: of these objects (``Groups.places``)."""
         ...
 
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
-        """Fills the memory of these blocks with zeros, from the moment ``after`` on; returns when
-        that has ended. Args as for ``blocks``.
+        """Fill the memory of these blocks with zeros after the event ``after``; return when that
+        has ended. Args as for ``blocks``.
 
         Raises:
-            KVStoreError: the moment had not passed by ``deadline`` (monotonic seconds).
+            KVStoreError: the event was not reached by ``deadline`` (monotonic seconds).
         """
         ...
 
 
 class Page(NamedTuple):
-    """Where the pages of one layer are, or of several layers that are adjacent in each block."""
+    """Location of the pages of one layer, or of several layers that are adjacent in each block."""
 
     storage: int
     """Index of the allocation, in ``CacheGeometry.storages``."""
@@ -80,7 +80,7 @@ class CacheGeometry(NamedTuple):
     """All pages of a worker."""
 
     storages: list[torch.Tensor]
-    """One-dimensional uint8 tensors over the whole of each allocation."""
+    """One-dimensional uint8 tensors over each complete allocation."""
     pages: dict[int, list[Page]]
     """By group id, in the order of the layers; without groups of which the worker has none."""
     layout: str
@@ -94,14 +94,14 @@ def survey(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
     piece: Piece | None = None, layers: Mapping[str, Any] | None = None,
 ) -> CacheGeometry:  # fmt: skip
-    """Finds where all pages are, or one shard or piece of each.
+    """Locate all pages, or one shard or chunk of each.
 
     Args:
         caches: by layer name: a tensor whose first dimension counts blocks, or equal parts of
-            blocks, as some attention kernels want them; its other dimensions are dense. With
-            shards the second dimension counts heads.
-        shards: into how many shards the pages of this worker are split.
-        piece: cuts a piece out of a page, or of a shard; None: pages are not cut.
+            blocks, as some attention kernels want them; its other dimensions are dense. With shards
+            the second dimension counts heads.
+        shards: number of shards of this worker's pages.
+        piece: returns a chunk of a page, or of a shard; None: pages are not split by tokens.
         layers: vLLM's by name (``static_forward_context``), if states are split, also into one
             shard; None: they are stored as they are.
 
@@ -148,13 +148,13 @@ Shape = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """The dtype of a page, its dimensions and their strides, and the number of its equal parts."""
 
 Piece = Callable[[str, torch.Tensor, list[Page], Shape], tuple[list[Page], Shape]]
-"""Args: a layer's name and cache, the runs of its page, their shape. See ``cuts``."""
+"""Args: a layer's name and cache, the runs of its page, their shape. See ``page_splitting``."""
 
 
 def _shard(
     name: str, cache: torch.Tensor, page: Page, shape: Shape, shard: int, shards: int
 ) -> tuple[list[Page], Shape]:
-    """The runs of bytes of one shard of a page, and the shape of that shard."""
+    """Return the runs of bytes of one shard of a page, and the shape of that shard."""
     dtype, (heads, *inner), (step, *strides), parts = shape
     part = page.length // parts
     if heads % shards or (heads > 1 and step * heads * cache.element_size() != part):
@@ -175,7 +175,7 @@ def _shard(
 def _state(
     page: Page, shape: Shape, found: Sequence[tuple[int, int]], shards: int
 ) -> tuple[list[Page], Shape]:
-    """As ``_shard``, of a state, which is one row of content, of which the runs are known."""
+    """As ``_shard``, of a state: one row of content with known runs."""
     runs = [page._replace(offset=page.offset + at, length=length) for at, length in found]
     dtype, (*ones, content), strides, parts = shape
     return runs, (dtype, (*ones, content // shards), strides, parts)
@@ -208,7 +208,7 @@ def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, Shape]:
 
 
 def _merged(pages: list[Page]) -> list[Page]:
-    """Merges layers that are adjacent in every block into one run."""
+    """Merge layers that are adjacent in every block into one run."""
     merged = [pages[0]]
     for page in pages[1:]:
         last = merged[-1]
@@ -270,7 +270,6 @@ class CUDAPages:
     """
 
     def __init__(self, geometry: CacheGeometry, device: Device) -> None:
-        """``device``: the device whose memory holds the cache."""
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
         self._device = device
@@ -318,8 +317,8 @@ class CUDAPages:
 
 @contextmanager
 def stream_apart(device: torch.device) -> Iterator[None]:
-    """What the calling thread computes meanwhile does not wait for the engine's own work, and has
-    ended afterwards."""
+    """Run the calling thread's computations on another stream, which does not wait for the engine's
+    work; they have ended afterwards."""
     if device.type != "cuda":
         yield
         return
@@ -330,7 +329,7 @@ def stream_apart(device: torch.device) -> Iterator[None]:
 
 
 def pages_of(geometry: CacheGeometry, device_of: Callable[[str], Device]) -> Pages:
-    """The implementation of ``Pages`` for the device on which the cache is.
+    """Return the implementation of ``Pages`` for the device of the cache.
 
     Args:
         device_of: ``Client.device`` of the client that will copy.

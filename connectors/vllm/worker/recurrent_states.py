@@ -1,9 +1,8 @@
-"""Splits the states of recurrent layers into shards, each of which is the state of a rank that has
-only its heads.
+"""Splits recurrent states into shards, each of which is the state of a rank with only its heads.
 
 A gated delta net keeps two arrays for each sequence: the last inputs of its convolution, whose
-channels are those of queries, keys and values, one after the other; and a matrix for each head.
-Ranks divide each of these four by heads (vLLM 0.32, ``gated_delta_net_state_shape``).
+channels are those of queries, keys and values, in this order; and a matrix for each head. Ranks
+divide each of these four by heads (vLLM 0.32, ``gated_delta_net_state_shape``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ADVICE: Final = "Leave tp_shards out: engines of one tensor-parallel size share 
 
 
 def is_state(spec: Any) -> bool:
-    """Whether it is the specification of recurrent layers."""
+    """Return whether it is the specification of recurrent layers."""
     return hasattr(spec, "mamba_cache_mode")
 
 
@@ -44,7 +43,7 @@ def check_split(spec: MambaSpec, shards: int) -> None:
 
 
 def shard_shapes(spec: MambaSpec, shards: int) -> list[tuple[int, ...]]:
-    """The shapes of one of so many shards of a worker's state."""
+    """Return the shapes of one of so many shards of a worker's state."""
     shapes = [list(shape) for shape in spec.shapes]
     if shards > 1:
         for shape, axis in zip(shapes, _axes(spec)):
@@ -55,7 +54,8 @@ def shard_shapes(spec: MambaSpec, shards: int) -> list[tuple[int, ...]]:
 def shard_runs(
     name: str, layer: Any, spec: MambaSpec, shard: int, shards: int
 ) -> list[tuple[int, int]]:
-    """The runs of bytes of one shard in a worker's page: offset and length, in the shard's order.
+    """Return the byte runs of one shard in a worker's page: offset and length, in the shard's
+    order.
 
     Args:
         layer: vLLM's.
@@ -89,14 +89,14 @@ def shard_runs(
 
 
 def _axes(spec: MambaSpec) -> tuple[int, int]:
-    """Along which the two arrays are split: the channels, which are more than the inputs that a
-    convolution keeps, and the heads."""
+    """Return the axes along which the two arrays are split: the channels, which are more than the
+    inputs that a convolution keeps, and the heads."""
     channels = max(range(len(spec.shapes[0])), key=spec.shapes[0].__getitem__)
     return channels, 0
 
 
 def _rows(sizes: Sequence[int], shard: int, shards: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows of a shard in each of these sections."""
+    """Yield the rows of a shard in each of these sections."""
     first = 0
     for size in sizes:
         each = size // shards

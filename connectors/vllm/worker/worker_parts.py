@@ -1,5 +1,5 @@
-"""What one worker holds of each block, by name: one part, or one for each shard. The pages of a
-draft model, which guesses tokens for the model to check, are parts of their own."""
+"""The parts of each block that one worker holds, by name: one, or one for each shard. The pages of
+a draft model are separate parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorkerParts:
     ) -> None:  # fmt: skip
         """
         Args:
-            names: as ``PageSplit.parts`` gives them.
+            names: as returned by ``PageSplit.parts``.
             device_of: ``Client.device`` of the client that will copy.
 
         Raises:
@@ -38,7 +38,8 @@ class WorkerParts:
         """
         self.names = list(names)
         self.draft_layers: frozenset[str] | None = None
-        """Layers whose pages are apart; None: there is no draft model, or its pages are not."""
+        """Layers with separate pages; None: there is no draft model, or its pages are not
+        separate."""
         self.of_drafts: dict[str, Pages] = {}
         self._caches = caches
         self._vllm_config = vllm_config
@@ -49,12 +50,12 @@ class WorkerParts:
         self.of_model = self._part_of(caches)
 
     def divide(self, layers: Collection[str]) -> None:
-        """Takes these layers of a draft model apart, unless a cache group has no others: a block of
-        such a group would have no part left that tells whether it is stored. The pages of a layer
-        that reads the model's (Gemma 4 MTP) stay the model's.
+        """Separate these layers of a draft model, unless a cache group has no others: a block of
+        such a group would have no part that shows whether it is stored. The pages of a layer that
+        reads the model's (Gemma 4 MTP) stay the model's.
 
         Raises:
-            ConfigError: nothing is taken apart.
+            ConfigError: nothing is separated.
         """
         drafts, caches = frozenset(layers), self._caches
         groups = [set(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
@@ -80,7 +81,7 @@ class WorkerParts:
         return dict(zip(self.names, found, strict=True))
 
     def _parts_of_blocks(self, caches: Caches, shard: int) -> list[CacheGeometry]:
-        """Where one shard of all pages is, once for each piece that blocks are cut into."""
+        """Locate one shard of all pages, once for each chunk of split blocks."""
         config, split = self._kv_cache_config, self._split
         layers = self._vllm_config.compilation_config.static_forward_context
         if not split.block_tokens:

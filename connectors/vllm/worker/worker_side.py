@@ -1,11 +1,11 @@
-"""The worker side, in each vLLM worker: moves blocks between the paged cache and the store.
+"""The worker side, in each vLLM worker: copies blocks between the paged cache and the store.
 
-    Orders ─► queue of loads ─► a thread: store ─► blocks ─► arrived, or which blocks are bad
-           └► queue of saves ─► a thread: blocks ─► store ─► ended
+    commands ─► queue of loads ─► a thread: store ─► blocks ─► loaded, or the bad blocks
+             └► queue of saves ─► a thread: blocks ─► store ─► ended
 
-The thread that computes only puts orders into queues and takes reports out. The scheduler's limit
-of pinned blocks bounds the queue of saves, the number of waiting requests that of loads. Each load
-and save has one time-out in total, so each is reported in the end, whatever the store does.
+The thread that computes only puts commands into queues and takes reports out. The scheduler's limit
+of blocks being saved bounds the queue of saves, the number of waiting requests that of loads. Each
+load and save has one timeout in total, so each is reported in the end.
 """
 
 from __future__ import annotations
@@ -50,24 +50,23 @@ from kvstore.runtime.tasks import start_thread
 log = logging.getLogger("vllm.kvstore")
 
 RUN_BLOCKS_MAX = 256
-"""Most blocks of one call to the store, and so of what one failure loses."""
+"""Maximum blocks of one call to the store, and so of the loss by one failure."""
 
 LOAD_THREADS = 4
 """Requests loaded in parallel, so that one slow node does not delay blocks on other nodes."""
 
 DRAIN_S = 1.0
-"""How long ``drain`` waits before it gives up transfers that have not begun."""
+"""Time after which ``drain`` drops transfers that have not started."""
 
 ZERO_S = 1.0
-"""How long a load waits, after its time-out, to fill a draft model's pages with zeros."""
+"""Time after its timeout in which a load fills a draft model's pages with zeros."""
 
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
 
 TRANSFER_TIMEOUT_MS = 5_000
-"""The longest that loading the blocks of one request, waiting included, or saving those of one
-step, may take: several times what the largest prompt needs. The engine computes what is not loaded
-by then."""
+"""Maximum time of loading the blocks of one request, waiting included, or of saving those of one
+step: several times what the largest prompt needs. The engine computes blocks not loaded by then."""
 
 
 ResultT = TypeVar("ResultT")
@@ -90,7 +89,7 @@ class WorkerSide:
     ) -> None:  # fmt: skip
         """
         Args:
-            client: the client that moves blocks; ``close`` closes it.
+            client: the client that transfers blocks; ``close`` closes it.
             parts: this worker's parts of each block, by name: one, or one for each shard.
             saves: whether this worker saves its parts; False if another rank saves equal bytes.
         """
@@ -104,7 +103,7 @@ class WorkerSide:
         self._report = TransferReport()
         self._stats = StoreStats()
         self._read_bytes: Mapping[str, int] = {}
-        """Of the client, by transport, when the numbers were taken last."""
+        """Of the client, by transport, at the last report."""
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -113,7 +112,7 @@ class WorkerSide:
         self._saves_left: set[int] = set()
         self._loads_left: set[str] = set()
         self._give_up = False
-        """Whether queued transfers are dropped instead of begun."""
+        """Whether queued transfers are dropped instead of started."""
         self._is_suspended = False
         self._loads: queue.SimpleQueue[_QueuedTransfer | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_QueuedTransfer | None] = queue.SimpleQueue()
@@ -123,7 +122,7 @@ class WorkerSide:
         """Set if copies did not end: they may still write to blocks that vLLM considers free."""
         self._guards = {doing: GuardedClient(client, log) for doing in ("load", "save")}
         self._openings = 0
-        """Of the guards' breakers, when the numbers were taken last."""
+        """Of the guards' breakers, at the last report."""
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))
             for name, waiting, work, count in (
@@ -136,10 +135,10 @@ class WorkerSide:
             self._threads.append(start_thread("kvstore-contribute", self._contribute))
 
     def divide(self, parts: Mapping[str, Pages], drafts: Mapping[str, Pages]) -> None:
-        """Takes the pages of a draft model out of the parts. Called before the first order.
+        """Separate the pages of a draft model. Called before the first command.
 
-        A block is loaded and saved whatever becomes of those pages: they are filled with zeros if
-        the store does not have them, and the draft model then guesses worse.
+        A block is loaded and saved regardless of those pages: they are filled with zeros if the
+        store does not have them, which makes drafts worse.
 
         Args:
             drafts: by the name of a part, the draft model's pages of it; a part may have none.
@@ -147,13 +146,11 @@ class WorkerSide:
         self._parts, self._drafts = parts, drafts
         self._pages = next(iter(parts.values()))
 
-    # --- the thread that computes -------------------------------------------------------------
-
     def begin(self, orders: TransferCommands) -> None:
-        """Called before the step's forward pass is queued. Loads of the step wait for the work that
-        is queued now, which may still read or write their blocks for requests that had them before,
-        zero them, or copy them. They do not wait for the step, which touches no block that is being
-        loaded. Where the pass blocks, as on a CPU, they are ordered now.
+        """Record the event for the step's transfers, before its forward pass is queued. Loads of
+        the step wait for the work queued now, which may still read or write their blocks for
+        requests that had them before, zero them, or copy them. They do not wait for the step, which
+        touches no block that is being loaded. If the pass blocks, as on a CPU, they start now.
 
         Raises:
             DeviceError: copies of an earlier step did not end.
@@ -165,8 +162,8 @@ class WorkerSide:
                 self._queue_loads(orders)
 
     def load(self, orders: TransferCommands) -> None:
-        """Orders the loads of a step that has begun. vLLM calls this after it has queued the pass,
-        so that the pass does not wait for it."""
+        """Start the loads of a step. vLLM calls this after it has queued the pass, so that the pass
+        does not wait for it."""
         if orders.loads and self._begun is not None:
             self._queue_loads(orders)
 
@@ -182,10 +179,10 @@ class WorkerSide:
         return _QueuedTransfer(what, orders.fingerprint, after, time.monotonic(), orders.draft)
 
     def save(self, orders: TransferCommands) -> None:
-        """Orders the saves of a step whose forward pass, and that of a draft model, has been
-        queued. Saves wait for the pass, which computes their last tokens. Later steps do not write
-        to these objects: all their tokens are computed, and the scheduler side holds their blocks
-        until the save has been reported."""
+        """Start the saves of a step whose forward pass, and that of a draft model, has been queued.
+        Saves wait for the pass, which computes their last tokens. Later steps do not write to these
+        objects: all their tokens are computed, and the scheduler side keeps their blocks until the
+        save has been reported."""
         if not orders.saves:
             return
         if not self._does_save:
@@ -200,7 +197,7 @@ class WorkerSide:
             self._saves.put(self._queue(save, orders, after))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those among them with missing blocks. Raises
+        """Return requests whose load has ended, and those among them with missing blocks. Raises
         DeviceError as ``begin``."""
         self._check()
         with self._lock:
@@ -219,33 +216,32 @@ class WorkerSide:
         return report if report.saves or report.failed_loads else None
 
     def drain(self) -> UnfinishedTransfers:
-        """Waits until no transfer reads or writes blocks any more, and returns the report of saves.
-        Gives up transfers that have not begun after ``DRAIN_S``. Waits at most a transfer's
-        time-out and some seconds. Loads that have arrived are reported with the next step, as
-        always."""
+        """Wait until no transfer accesses blocks, and return the report of saves. Drops transfers
+        that have not started after ``DRAIN_S``. Waits at most a transfer's timeout and some
+        seconds. Loads that have ended are reported with the next step, as always."""
         with self._lock:
             self._wait_for_transfers()
             saves, loads = set(self._saves_left), set(self._loads_left)
         return UnfinishedTransfers(self.take_report(), saves, loads)
 
     def suspend(self) -> None:
-        """As ``drain``, but keeps the report for the next step. Transfers that are ordered before
-        ``resume`` fail. Idempotent."""
+        """As ``drain``, but keep the report for the next step. Transfers before ``resume`` fail.
+        Idempotent."""
         with self._lock:
             self._wait_for_transfers()
             self._is_suspended = True
 
     def resume(self) -> None:
-        """Lets transfers begin again. Idempotent."""
+        """Allow transfers again. Idempotent."""
         self._is_suspended = False
 
     def _check(self) -> None:
-        """Raises, which ends the engine, rather than let a block change under a request."""
+        """Raise, which ends the engine, rather than let a block change under a request."""
         if self._runaway is not None:
             raise self._runaway
 
     def _wait_for_transfers(self) -> None:
-        """Waits for all transfers. The caller holds the lock."""
+        """Wait for all transfers. The caller holds the lock."""
 
         def idle() -> bool:
             return not self._saves_left and not self._loads_left
@@ -256,7 +252,7 @@ class WorkerSide:
             self._give_up = False
 
     def forget_failures(self) -> None:
-        """Forgets failed loads. Called when the blocks of all ended loads have been freed."""
+        """Forget failed loads. Called when the blocks of all ended loads have been freed."""
         with self._lock:
             self._failed.clear()
             self._bad_blocks.clear()
@@ -275,15 +271,13 @@ class WorkerSide:
         return stats
 
     def close(self) -> None:
-        """Gives up queued transfers, and waits until those under way have ended."""
+        """Drop queued transfers, and wait until those in progress have ended."""
         self._closing.set()
         self._client.close()
         for waiting in (*(self._loads,) * LOAD_THREADS, self._saves):
             waiting.put(None)
         for thread in self._threads:
             thread.join()
-
-    # --- the threads --------------------------------------------------------------------------
 
     def _serve(
         self,
@@ -320,11 +314,11 @@ class WorkerSide:
         self._ended.notify_all()
 
     def _guarded(self, doing: str, transfer: Callable[[], ResultT], left_ms: int) -> ResultT | None:
-        """The result of ``transfer``; None: the store has not done it.
+        """Return the result of ``transfer``; None: it failed.
 
         Args:
-            left_ms: the time left for the transfer. If that is less than half of the configured
-                time-out, running out of it does not count against the store.
+            left_ms: remaining time. If it is less than half of the configured timeout, a timeout
+                does not count as a failure of the store.
         """
         is_short = left_ms < TRANSFER_TIMEOUT_MS / 2
         try:
@@ -340,7 +334,7 @@ class WorkerSide:
         return None
 
     def _load(self, load: LoadCommand, order: _QueuedTransfer) -> None:
-        # The time-out covers the whole load, including its wait behind other loads.
+        # The timeout covers the complete load, including its wait for other loads.
         deadline = order.at + TRANSFER_TIMEOUT_MS / 1000
         bad: set[int] = set()
         good_tokens: int | None = None
@@ -368,7 +362,7 @@ class WorkerSide:
             )  # fmt: skip
 
     def _get(self, piece: Run, order: _QueuedTransfer, deadline: float) -> int:
-        """How many leading blocks have arrived, with all of their parts."""
+        """Return the number of leading blocks that were loaded with all of their parts."""
         arrived = len(piece.keys)
         for part, pages in self._parts.items():
             sizes = self._fetch(piece, part, pages, order, deadline)
@@ -389,14 +383,14 @@ class WorkerSide:
             where = [places[index] for index in missing]
             try:
                 pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
-            except Exception:  # the model's pages have arrived, whatever becomes of these
+            except Exception:  # the model's pages are loaded, whatever happens to these
                 log.exception("draft_pages_not_zeroed")
 
     def _fetch(
         self, piece: Run, part: str, pages: Pages, order: _QueuedTransfer, deadline: float
     ) -> list[int | None] | None:
-        """The bytes of each of these parts that have arrived, None for one that the store does not
-        have; None for all: the store does not do it."""
+        """Return the bytes loaded of each of these parts, None for a missing one; None for all on a
+        failure."""
         left_ms = _remaining_ms(deadline)
 
         def get() -> list[int | None]:
@@ -413,7 +407,7 @@ class WorkerSide:
         return namespace(order.fingerprint, piece.group, part, tenant=self._config.tenant)
 
     def _drafts_of(self, piece: Run, order: _QueuedTransfer) -> list[tuple[str, Pages]]:
-        """The draft model's pages of this piece's group, by the names of their parts."""
+        """Return the draft model's pages of this run's group, by the names of their parts."""
         return [
             (draft_part(part, order.draft), pages)
             for part, pages in self._drafts.items()
@@ -447,8 +441,8 @@ class WorkerSide:
             )  # fmt: skip
 
     def _put(self, piece: Run, order: _QueuedTransfer, deadline: float) -> bool | None:
-        """Whether the store has all parts of these blocks now; False: others are still writing
-        some of them; None: it does not take them."""
+        """Return whether the store has all parts of these blocks now; False: some are still being
+        written; None: on a failure."""
         stored = True
         for part, pages in self._parts.items():
             outcomes = self._store(piece, part, pages, order, deadline)
@@ -462,7 +456,7 @@ class WorkerSide:
     def _store(
         self, piece: Run, part: str, pages: Pages, order: _QueuedTransfer, deadline: float
     ) -> list[PutOutcome] | None:
-        """What became of each of these parts; None: the store does not take them."""
+        """Return the outcome for each of these parts; None: the store does not take them."""
         assert isinstance(order.what, SaveCommand)
         ttl = order.what.ttl_ms / 1000 or None
         left_ms = _remaining_ms(deadline)
@@ -484,11 +478,12 @@ class WorkerSide:
         return self._give_up or self._is_suspended
 
     def _ours(self, runs: list[Run]) -> list[Run]:
-        """The runs of groups of which this worker holds layers. In a pipeline these are not all."""
+        """Return the runs of groups of which this worker holds layers. In a pipeline these are not
+        all."""
         return [run for run in runs if run.group in self._pages.block_bytes]
 
     def _contribute(self) -> None:
-        """Contributes memory of this host to the pool, as soon as there is a master."""
+        """Contribute memory of this host to the pool, as soon as there is a master."""
         config = client_config(self._config, 5_000, memory=self._config.memory)
         while not self._closing.is_set():
             try:
@@ -500,12 +495,12 @@ class WorkerSide:
 
 
 def _remaining_ms(deadline: float) -> int:
-    """Milliseconds until ``deadline``; 0: it has passed."""
+    """Return the milliseconds until ``deadline``; 0: it has passed."""
     return max(0, int((deadline - time.monotonic()) * 1000))
 
 
 def _pieces(run: Run) -> list[Run]:
-    """Splits the run into runs of at most ``RUN_BLOCKS_MAX`` blocks."""
+    """Split the run into runs of at most ``RUN_BLOCKS_MAX`` blocks."""
     starts = range(0, len(run.keys), RUN_BLOCKS_MAX)
     return [_slice(run, start, start + RUN_BLOCKS_MAX) for start in starts]
 

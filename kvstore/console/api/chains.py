@@ -1,7 +1,6 @@
-"""``/api/v1`` for people who look at prefixes: the chains that are used most, the blocks of one,
-and where pasted keys are stored.
+"""``/api/v1`` for prefixes: the most used chains, the blocks of a branch, the location of keys.
 
-It only reads, and leases nothing: looking at a block here does not count as a use of the block.
+Read-only: takes no lease, and looking at a block does not count as a use of it.
 """
 
 from __future__ import annotations
@@ -32,21 +31,20 @@ BLOCKS_PATH: Final = "/api/v1/blocks"
 FIND_PATH: Final = "/api/v1/find"
 
 FRESH_S: Final = 1.0
-"""How long an answer about chains is reused."""
+"""Seconds for which a reply about chains is reused."""
 
 KEPT_MAX: Final = 64
-"""Number of answers about chains that are kept for reuse."""
 
 FIND_KEYS_MAX: Final = 1_024
 FIND_NAMESPACES_MAX: Final = 300
-"""Namespaces that one request may look in; it looks in the largest ones if it names none."""
+"""Namespaces of one search: the largest ones if the request names none."""
 
 FIND_SHOWN: Final = 20
-"""Namespaces in an answer: those that store most of the keys from the first on."""
+"""Namespaces in a response: those with the longest stored prefix of the keys."""
 
 
 class ChainsRequest(ApiRequest):
-    """Which chains."""
+    """A query for the most used chains."""
 
     namespace: str = Field(
         default="", description="Empty: the last ones in which clients put or asked."
@@ -62,7 +60,7 @@ class ChainsRequest(ApiRequest):
 
 
 class BlocksRequest(ApiRequest):
-    """Which blocks."""
+    """A query for the blocks of a branch."""
 
     key: list[HexKey] = Field(default=[], max_length=BLOCKS_MAX, description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
@@ -83,7 +81,7 @@ class BranchResponse(Shape):
 
 @shaped(calls.ChainsReply, without=("epoch",))
 class ChainsResponse(Shape):
-    """The chains that were matched most and used last; each branch after the one it continues."""
+    """The most matched and most recently used chains; each branch follows its parent branch."""
 
     branches: list[BranchResponse]
 
@@ -95,13 +93,13 @@ class BlockResponse(Shape):
 
 
 class BlocksResponse(BaseModel):
-    """A block, and those above it."""
+    """A block and its ancestors."""
 
     blocks: list[BlockResponse]
 
 
 class FindRequest(ApiRequest):
-    """Which of these blocks are stored, and where?"""
+    """A search for blocks by key."""
 
     text: str = Field(
         max_length=1 << 20,
@@ -125,7 +123,7 @@ class NamespaceHits(BaseModel):
 
 
 class FindResponse(BaseModel):
-    """The namespaces that have any of the keys, those with the longest beginning first."""
+    """The namespaces that have any of the keys, those with the longest prefix first."""
 
     keys: int
     searched: int = Field(description="Namespaces.")
@@ -134,18 +132,18 @@ class FindResponse(BaseModel):
 
 
 class ChainsAPI:
-    """Answers the questions above by asking the master as a client. Use it in one event loop."""
+    """Serves these operations as a client of the master. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
         self._nodes_of = nodes_of
         self._throttle = QueryThrottle()
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsReply]] = {}
-        """Answers by namespace and count, each with the time until which it is reused."""
+        """Replies by namespace and count, each with its expiry."""
 
     @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
     async def _chains(self, asked: ChainsRequest) -> ChainsResponse:
-        """The chains that are used most."""
+        """List the most used chains."""
         found = await self._query(asked.namespace or None, asked.key, asked.count)
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         branches = [_branch(row, nodes) for row in found.branches]
@@ -154,7 +152,7 @@ class ChainsAPI:
     async def _query(
         self, namespace: str | None, keys: Sequence[bytes], count: int
     ) -> calls.ChainsReply:
-        """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
+        """Request chains from the master: one call at a time, then a pause."""
         check_acting(calls.Chains(Namespace(namespace or "")))
         async with self._throttle.lock:
             until, answer = self._kept.get((namespace, count), (0.0, None))
@@ -174,7 +172,7 @@ class ChainsAPI:
 
     @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})
     async def _blocks(self, asked: BlocksRequest) -> BlocksResponse:
-        """A block, and those above it."""
+        """Get a block and its ancestors."""
         found = await self._client.blocks(
             asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
@@ -183,7 +181,7 @@ class ChainsAPI:
 
     @endpoint("POST", FIND_PATH, {200: "By namespace."})
     async def _find(self, asked: FindRequest) -> FindResponse:
-        """Which blocks are stored, and where."""
+        """Find the namespaces and nodes that store given blocks."""
         readings = keys_of(asked.text)
         names: Sequence[str] = asked.namespaces or ()
         if not names:
@@ -242,10 +240,10 @@ def _found_in(
 
 
 def keys_of(text: str) -> list[list[Key]]:
-    """The keys that a text may mean: one reading, or two where plain text could be hexadecimal.
+    """Parse the keys in a text: one reading, or two if plain text could be hexadecimal.
 
     Raises:
-        InvalidArgumentError: there are no keys, too many, or one that no object can have.
+        InvalidArgumentError: no keys, too many, or an invalid one.
     """
     text = text.strip()
     if text.startswith("["):

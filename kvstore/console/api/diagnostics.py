@@ -1,5 +1,7 @@
-"""``/api/v1`` for people who ask where their hits are: why lookups find nothing, and who puts and
-asks. It only reads, by calls that are checked by the rights of the request."""
+"""``/api/v1`` for cache misses: why lookups miss, and the traffic of engines and namespaces.
+
+Read-only; its calls are checked against the permissions of the request.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ WHY_PATH: Final = "/api/v1/why"
 TRAFFIC_PATH: Final = "/api/v1/traffic"
 
 ROWS_SHOWN: Final = 300
-"""Engines, and namespaces, in one answer about traffic."""
+"""Engines, and namespaces, in one traffic response."""
 
 
 class DiagnosisRequest(ApiRequest):
-    """Where; without both: everywhere."""
+    """The namespace or model to diagnose; without both: all."""
 
     namespace: str = Field(default="", description="One namespace.")
     model: str = Field(default="", description="The engines of this model: its name, or its path.")
@@ -46,7 +48,7 @@ class TrafficRequest(ApiRequest):
 
 
 class EngineTraffic(BaseModel):
-    """A client, in all of these namespaces together, as far as the master remembers it."""
+    """A client in all of these namespaces together, as far as the master remembers it."""
 
     client: str
     address: str
@@ -72,7 +74,7 @@ class TrafficResponse(BaseModel):
 
 
 class DiagnosticsAPI:
-    """Answers the questions above by asking the master as a client. Use it in one event loop."""
+    """Serves these operations as a client of the master. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -80,7 +82,7 @@ class DiagnosticsAPI:
 
     @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
     async def _diagnose(self, asked: DiagnosisRequest) -> DiagnosisResponse:
-        """Why lookups find nothing."""
+        """Explain cache misses."""
         if asked.namespace and asked.model:
             raise InvalidArgumentError("give a namespace or a model, not both")
         async with self._throttle.lock:
@@ -93,7 +95,7 @@ class DiagnosticsAPI:
 
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
     async def _traffic(self, asked: TrafficRequest) -> TrafficResponse:
-        """Who puts and asks, and what was evicted."""
+        """Show puts, lookups and evictions by engine and namespace."""
         async with self._throttle.lock:
             report = await self._throttle.run(
                 lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
@@ -108,7 +110,7 @@ class DiagnosticsAPI:
 
 
 def _explained(client: Client, namespace: str, model: str) -> Explanation:
-    """In a thread of the client; its calls are checked by the rights of the request."""
+    """Run in a thread of the client, with the permissions of the request."""
     status = client.status()
     if (who := impersonated()) is not None:
         status = visible_status(who, status)
@@ -116,7 +118,7 @@ def _explained(client: Client, namespace: str, model: str) -> Explanation:
 
 
 def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
-    """One row per client, the last active first."""
+    """Return one row per client, the last active first."""
     found: dict[tuple[str, str], EngineTraffic] = {}
     for space in spaces:
         here = set()

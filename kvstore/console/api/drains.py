@@ -1,8 +1,8 @@
-"""Nodes over HTTP: the list of them, and draining.
+"""Nodes over HTTP: list and drain them.
 
-A drain copies the objects through this process, as ``kvstore drain`` copies them through its own.
-If this process or the master ends meanwhile, the node stays draining: the next request to drain it
-goes on.
+A drain copies the objects through this process, as ``kvstore drain`` does through its own. If this
+process or the master stops during a drain, the node stays draining, and the next drain request
+continues.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ DRAIN_PATH: Final = "/api/v1/nodes/drain"
 UNDRAIN_PATH: Final = "/api/v1/nodes/undrain"
 
 DRAINS_MAX: Final = 4
-"""Drains at once: each holds the payloads of a step, up to 64 MiB, in memory."""
+"""Concurrent drains: each has up to 64 MiB of payloads in memory."""
 
 WAIT_S: Final = 60.0
-"""How long a drain goes on when nothing moves: the default of ``kvstore drain``, too."""
+"""Seconds without progress after which a drain stops; also the default of ``kvstore drain``."""
 
 
 class NodeRequest(ApiRequest):
-    """Which node."""
+    """A node's name."""
 
     node: str = Field(min_length=1, max_length=256, description="Its name.")
 
 
 class DrainRequest(NodeRequest):
-    """Which node to empty. Without ``evict`` and ``discard`` nothing is lost: if other nodes have
-    less free memory than it holds, the drain does not begin."""
+    """The node to drain. Without ``evict`` and ``discard`` nothing is lost: if other nodes have
+    less free memory than it uses, the drain does not start."""
 
     evict: bool = Field(
         default=False,
@@ -60,7 +60,7 @@ class DrainRequest(NodeRequest):
 
 @shaped(DrainOutcome, without=("has_departed",))
 class DrainResponse(Shape):
-    """How far a drain is. Of the objects, only ``moved_bytes`` is known before it is over."""
+    """Progress of a drain. Object counts other than ``moved_bytes`` are known at its end."""
 
     state: str = Field(
         description="moving; left: the node was empty and has left; kept: objects have no space "
@@ -71,8 +71,6 @@ class DrainResponse(Shape):
 
 
 class NodeResponse(NodeDetail):
-    """One node."""
-
     drain: DrainResponse | None = Field(
         default=None, description="The last one that this server was asked for."
     )
@@ -83,7 +81,7 @@ class NodesResponse(BaseModel):
 
 
 class _StoppedError(Exception):
-    """The drain was stopped."""
+    pass
 
 
 @dataclass(slots=True)
@@ -97,13 +95,12 @@ class _RunningDrain:
     client: Client | None = None
 
     def reported(self, moved_bytes: int, size: int) -> None:
-        """Called in the drain's thread after each step."""
         self.outcome.moved_bytes, self.size = moved_bytes, size
         if self.stopping.is_set():
             raise _StoppedError
 
     def run(self, connect: Callable[[], Client]) -> None:
-        """Blocks until the drain is over."""
+        """Block until the drain ends."""
         try:
             with connect() as client:
                 self.client = client
@@ -118,7 +115,7 @@ class _RunningDrain:
             self.state = "stopped" if self.stopping.is_set() else "failed"
             self.error = "" if self.stopping.is_set() else str(error)
         finally:
-            if self.state == "moving":  # only a bug ends the drain like this; the log shows it
+            if self.state == "moving":  # only a bug gets here
                 self.state, self.error = "failed", "it ended unexpectedly: see the log"
 
     def response(self) -> DrainResponse:
@@ -137,8 +134,8 @@ class NodesAPI:
     ) -> None:
         """
         Args:
-            status: returns the cluster's status as it was a moment ago.
-            connect: makes a client for a drain's thread.
+            status: returns the cluster's status, possibly cached.
+            connect: creates a client for a drain's thread.
         """
         self._client = client
         self._status = status
@@ -146,7 +143,7 @@ class NodesAPI:
         self._drains: dict[str, _RunningDrain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beginning = asyncio.Lock()
-        """Held while a drain begins, so that never more than ``DRAINS_MAX`` are under way."""
+        """Held while a drain starts, so that at most ``DRAINS_MAX`` run."""
 
     async def close(self) -> None:
         for drain in self._drains.values():
@@ -157,7 +154,7 @@ class NodesAPI:
 
     @endpoint("GET", NODES_PATH, {200: "All of them."}, is_of_all=True)
     async def _nodes(self) -> NodesResponse:
-        """The nodes."""
+        """List the nodes."""
         nodes = (await self._status()).nodes
         return NodesResponse(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
 
@@ -167,7 +164,7 @@ class NodesAPI:
         is_of_all=True,
     )  # fmt: skip
     async def _progress(self, asked: NodeRequest) -> DrainResponse:
-        """How far a drain is."""
+        """Get the progress of a drain."""
         drain = self._drains.get(asked.node)
         if drain is None:
             raise web.HTTPNotFound(text="this server drains no such node\n")
@@ -180,8 +177,8 @@ class NodesAPI:
         is_trusted=True,
     )  # fmt: skip
     async def _drain(self, asked: DrainRequest) -> DrainResponse:
-        """Move the objects of a node to others, and let the node leave when it is empty. Asked
-        again, it says how far that is; other options than the first time change nothing then."""
+        """Move the objects of a node to other nodes, and let the node leave when it is empty.
+        Repeated during a drain, it returns the progress and ignores other options."""
         check_acting(calls.Drain(asked.node, calls.DrainStep.BEGIN))
         async with self._beginning:
             if asked.node not in self._tasks:
@@ -189,12 +186,12 @@ class NodesAPI:
             return self._drains[asked.node].response()
 
     async def _begin(self, asked: DrainRequest) -> None:
-        """Starts draining. Raises KVStoreError: nothing has begun, and the node is as before."""
+        """Start draining. After KVStoreError the node is as before."""
         if len(self._tasks) >= DRAINS_MAX:
             raise BusyError(f"{DRAINS_MAX} nodes are being drained")
         if not asked.evict and not asked.discard:
             check_room(await self._client.status(), asked.node)
-        await self._client.drain(asked.node)  # from now on it gets nothing new
+        await self._client.drain(asked.node)
         drain = _RunningDrain(DrainOutcome(asked.node), asked)
         self._drains[asked.node] = drain
         work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)

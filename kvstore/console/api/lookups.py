@@ -1,6 +1,6 @@
-"""Operations on keys over HTTP: match, exists, details of one object, remove, pin and unpin.
+"""Operations on keys over HTTP: match, exists, stat, remove, pin and unpin.
 
-Keys are bytes, so they travel in hexadecimal. Payloads do not pass through HTTP.
+Keys are in hexadecimal. Payloads do not pass through HTTP.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ TIMEOUT_MS: Final = 2_000
 """Timeout of a call to the store."""
 
 SHARE: Final = 0.2
-"""The share of time that may go into expensive queries, if one takes under half a second."""
+"""Maximum fraction of time spent in expensive queries, if one takes under half a second."""
 
 REST_S: Final = 2.0
-"""The longest pause between two of them."""
+"""Maximum pause between two of them."""
 
 ResultT = TypeVar("ResultT")
 
 NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
-"""Returns the names of the nodes of these segments, by segment; others may be among them."""
+"""Returns node names by segment; may contain further segments."""
 
 
 class QueryThrottle:
-    """Expensive queries: one at a time, then a pause, whoever asks. Use it in one event loop."""
+    """Serializes queries that are expensive for the master. Use it in one event loop."""
 
     def __init__(self) -> None:
         self.lock: Final = asyncio.Lock()
@@ -51,7 +51,7 @@ class QueryThrottle:
         self._rest_until = 0.0
 
     async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Calls, after a pause. Raises what the call raises."""
+        """Make the call after a pause, and raise its errors."""
         await asyncio.sleep(self._rest_until - time.monotonic())
         started = time.monotonic()
         try:
@@ -62,7 +62,7 @@ class QueryThrottle:
 
 
 class MatchRequest(ApiRequest):
-    """How many of these keys, from the first on, are stored?"""
+    """Keys of a prefix, from the root on."""
 
     keys: list[HexKey] = Field(
         max_length=BATCH_KEYS_MAX, description="Of a chain, from its root; in hexadecimal."
@@ -76,27 +76,27 @@ class MatchRequest(ApiRequest):
 
 
 class ObjectRequest(ApiRequest):
-    """Which object."""
+    """The key of an object."""
 
     key: HexKey = Field(description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
 
 
 class KeysRequest(ApiRequest):
-    """Which objects."""
+    """Keys of objects."""
 
     keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
 
 
 class PinRequest(KeysRequest):
-    """Which objects to keep from eviction, and for how long."""
+    """Keys of objects to protect from eviction, and the duration."""
 
     seconds: float = Field(gt=0, le=PIN_MS_MAX / 1000, description="From now on.")
 
 
 class NamespaceMatch(BaseModel):
-    """Of one namespace."""
+    """The match in one namespace."""
 
     namespace: str
     matched: int = Field(description="Leading keys that are stored; they are leased by this.")
@@ -133,7 +133,7 @@ class ReplicaLocation(BaseModel):
 @shaped(calls.ObjectRow)
 @shaped(calls.ObjectDetail, without=("row", "placements", "epoch"))
 class StatResponse(Shape):
-    """One object."""
+    """State and location of an object."""
 
     text: KeyText = Field(description="The key as kvstore ls shows it.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
@@ -142,7 +142,7 @@ class StatResponse(Shape):
 
 
 class LookupsAPI:
-    """Answers programs by asking the master as a client. Use it in one event loop."""
+    """Serves these operations as a client of the master. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
@@ -150,7 +150,7 @@ class LookupsAPI:
 
     @endpoint("POST", MATCH_PATH, {200: "In each namespace."})
     async def _match(self, asked: MatchRequest) -> MatchResponse:
-        """The longest stored prefix."""
+        """Find the longest stored prefix."""
         found = await self._client.matches(
             asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
         )
@@ -173,7 +173,7 @@ class LookupsAPI:
 
     @endpoint("POST", EXISTS_PATH, {200: "Per key."})
     async def _exists(self, asked: KeysRequest) -> ExistsResponse:
-        """What is stored."""
+        """Check whether objects are stored."""
         found = await self._client.exists_many(
             asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
@@ -181,7 +181,7 @@ class LookupsAPI:
 
     @endpoint("GET", STAT_PATH, {200: "What is known of it.", 404: "No such object."})
     async def _stat(self, asked: ObjectRequest) -> StatResponse:
-        """One object."""
+        """Get the state and location of an object."""
         found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
             raise web.HTTPNotFound(text="no such object\n")
@@ -210,17 +210,17 @@ class LookupsAPI:
         is_trusted=True,
     )  # fmt: skip
     async def _pin(self, asked: PinRequest) -> PinResponse:
-        """Keep objects, and those before them in their chains, from eviction."""
+        """Protect objects and their ancestors from eviction."""
         pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
         return PinResponse(pinned=pinned)
 
     @endpoint("POST", UNPIN_PATH, {200: "Done."}, is_trusted=True)
     async def _unpin(self, asked: KeysRequest) -> UnpinResponse:
-        """End the pins of objects."""
+        """Remove the pins of objects."""
         unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
         return UnpinResponse(unpinned=unpinned)
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
-        """The segments that hold replicas of the object."""
+        """Return the segments with a replica of the object."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
         return [] if found is None else found.detail.placements.segments

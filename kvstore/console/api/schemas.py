@@ -1,4 +1,4 @@
-"""Shapes of answers, also for the OpenAPI document: most have the fields of ``kvstore.calls``."""
+"""Response models, also for the OpenAPI document; most have the fields of ``kvstore.calls``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 Hex = Annotated[str, BeforeValidator(bytes.hex)]
 KeyText = Annotated[str, BeforeValidator(key_text)]
-"""A key as kvstore ls shows it."""
+"""A key as printed by kvstore ls."""
 
 
 def shaped(kind: Any, without: Collection[str] = ()) -> Callable[[type[ModelT]], type[ModelT]]:
-    """Adds the fields and properties of a class to a model, with their docstrings, except those
-    that the model declares and those ``without``. The model then validates values of the class."""
+    """Add the fields and properties of a class to a model, with their docstrings, except those in
+    ``without`` and those that the model declares. The model then validates values of the class."""
 
     def with_fields(model: type[ModelT]) -> type[ModelT]:
         texts, defaults = field_texts(kind), getattr(kind, "_field_defaults", {})
@@ -43,7 +43,7 @@ def shaped(kind: Any, without: Collection[str] = ()) -> Callable[[type[ModelT]],
 
 
 def _json(hint: Any) -> Any:
-    """The type of a field in JSON: keys are in hexadecimal."""
+    """Return the type of a field in JSON: keys are in hexadecimal."""
     origin = typing.get_origin(hint)
     if origin is Sequence:
         return types.GenericAlias(list, (_json(typing.get_args(hint)[0]),))
@@ -70,7 +70,7 @@ class SegmentUsage(Shape):
 
 @shaped(calls.NodeStatus)
 class NodeDetail(Shape):
-    """What is known of a node."""
+    """State and memory of a node."""
 
     segments: list[SegmentUsage]
 
@@ -92,7 +92,8 @@ class Namespace(Shape):
 
 @shaped(calls.ClusterStatus, without=("next_cursor", "departed", "size", "used"))
 class StatusResponse(Shape):
-    """A master that stands by knows its process, the leader and its own problems only."""
+    """The status of the cluster. A standby knows its process, the leader and its own problems
+    only."""
 
     address: str = Field(description="The master's host:port, as its own host reaches it.")
     at_ms: int = Field(description="Since 1970.")
@@ -118,7 +119,7 @@ class CallLatency(BaseModel):
 
 
 class HistoryResponse(BaseModel):
-    """Lists of one length (but ``calls``), a point every 10 s. null: nothing of it happened."""
+    """Lists of equal length (except ``calls``), a point every 10 s. null: no such event."""
 
     every_s: float
     at_ms: list[int]
@@ -138,7 +139,7 @@ class HistoryResponse(BaseModel):
 
 
 class ClusterEventsResponse(BaseModel):
-    run: int = Field(description="Another one is another start of the master.")
+    run: int = Field(description="Changes at each start of the master.")
     last: int
     events: list[list[Any]] = Field(description="Number, time, name, fields.")
 
@@ -147,7 +148,7 @@ class FleetRecordResponse(BaseModel):
     fingerprint: str
     loaded: str
     namespaces: list[str]
-    differing: list[str] = Field(description="What it says in each of the differing fields.")
+    differing: list[str] = Field(description="Its values of the differing fields.")
 
 
 class FleetModel(BaseModel):

@@ -1,1 +1,1 @@
-"""The dashboard: its page, the last hour of the store, and what is wrong now."""
+"""The dashboard: its files, the last hour of the store, and current problems."""

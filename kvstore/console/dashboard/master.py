@@ -1,4 +1,4 @@
-"""The master, as seen by the child that serves its HTTP."""
+"""The master, as seen by its HTTP child."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from kvstore.security.impersonation import check_acting, impersonate
 log = logging.getLogger("kvstore.console")
 
 ANSWER_S: Final = 1.0
-"""How long the master may take to say how it is: a probe of Kubernetes waits as long by default."""
+"""Timeout of a query to the master: equal to the default timeout of a Kubernetes probe."""
 
 STATUS_MS: Final = 5_000
 SEGMENTS_MS: Final = 2_000
 """Timeouts of calls to the store: in general, and of the one in ``nodes_of``, which is shorter."""
 
 SHARE: Final = 0.05
-"""The share of time that may go into asking for the status, whatever the number of scrapes."""
+"""Maximum fraction of time spent in status queries, whatever the number of scrapes."""
 
 
 FRESH_S: Final = 1.0
-"""How long an answer is reused: the master is asked no more often, however many pages are open."""
+"""Seconds for which a reply is reused, whatever the number of open dashboards."""
 
 FLEET_S: Final = 10.0
-"""How long fleet records are reused. The history's sampling asks for them as often, so a new engine
-is on the page after as long."""
+"""Seconds for which fleet records are reused; the sampling of the history reads them as often."""
 NOTICES_MAX: Final = 1_000
 
 
@@ -51,17 +50,18 @@ ValueT = TypeVar("ValueT")
 
 class MasterSample(NamedTuple):
     measured: dict[str, Any]
-    """The answer to ``measures``."""
+    """The reply to ``measures``."""
     status: ClusterStatus | None
-    """None: the master does not lead, or its status could not be asked for."""
+    """None: the master does not lead, or the call failed."""
     leader: str
-    """The master that leads instead, ``host:port``; empty: this one leads, or knows of none."""
+    """``host:port`` of another master that leads; empty: this one leads, or no leader is known."""
     at_ms: int
     """Wall clock, milliseconds since 1970."""
 
 
 class RecentClusterEvents(NamedTuple):
-    """The master's last notices; see ``kvstore.master.cluster_events.ClusterEventLog.after``."""
+    """The master's last cluster events; see
+    ``kvstore.master.cluster_events.ClusterEventLog.after``."""
 
     run: int
     last: int
@@ -70,9 +70,9 @@ class RecentClusterEvents(NamedTuple):
 
 
 class CoalescedQuery(Generic[ValueT]):
-    """A question that is asked once for all callers who want its answer meanwhile, or within
-    ``fresh_s`` after it came, or until asking has taken ``share`` of the time. Those who wait share
-    an error, too; the next caller asks again."""
+    """A query that is made once for all callers that wait for it. Its reply is reused for
+    ``fresh_s``, or longer so that queries take at most ``share`` of the time. Waiting callers also
+    share an error; the next caller queries again."""
 
     def __init__(
         self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float = 0.0,
@@ -97,7 +97,7 @@ class CoalescedQuery(Generic[ValueT]):
 
     async def _reply(self) -> ValueT:
         started, self._fresh_until = time.monotonic(), 0.0
-        with impersonate(None):  # the answer is for all who ask
+        with impersonate(None):  # the reply is for all callers
             answer = await self._ask()
         ended = time.monotonic()
         self._fresh_until = ended + max(self._fresh_s, (ended - started) * (1 / self._share - 1))
@@ -105,7 +105,7 @@ class CoalescedQuery(Generic[ValueT]):
 
 
 class ParentMaster:
-    """The parent, as its child sees it. Methods raise UnavailableError if it does not answer."""
+    """The parent process. Methods raise UnavailableError if it does not answer."""
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class ParentMaster:
     ) -> None:
         """
         Args:
-            scheme: of the port of this process: http or https.
-            requests: that of the port of this process; None: it has none.
+            scheme: http or https, of this process's port.
+            requests: the request limiter of this process's port; None: it has none.
             demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
         """
         self.address = address
-        """The master's own ``host:port``; on loopback also where it listens on all addresses."""
+        """The master's own ``host:port``; on loopback also if it listens on all addresses."""
         self._cluster = cluster
         self._auth = auth
         self._pid = pid
@@ -137,7 +137,7 @@ class ParentMaster:
         self._lives = start_task("lives", channel.request_until_reply("role", ANSWER_S))
         self.client = AsyncClient(
             address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth,
-            # With identities each request needs a call, which is checked by the request's rights.
+            # With authentication, each request needs a call of its own for the permission check.
             placements_max=0 if auth else None,
         )  # fmt: skip
         self.client._check_calls(check_acting)
@@ -158,14 +158,14 @@ class ParentMaster:
         await self.client.close()
 
     def connect(self) -> Client:
-        """Another client, for a thread of its own."""
+        """Return a new client, for another thread."""
         return Client(
             self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth,
             data_encryption=self._data_encryption,
         )  # fmt: skip
 
     async def readiness(self) -> Readiness:
-        """Whether clients may be sent to this master: it leads, or knows who does."""
+        """Return whether this master leads or knows the leader, so that it can serve clients."""
         said = await self._call("role")
         if said["leads"]:
             return Readiness(True, "leads")
@@ -211,8 +211,8 @@ class ParentMaster:
         )
 
     async def nodes_of(self, segments: Iterable[int]) -> Mapping[int, str]:
-        """The nodes' names by segment: these segments and others. Asks the leader for its status
-        only if the last answer does not contain all these segments."""
+        """Return node names by segment, possibly for more segments. Requests the leader's status
+        only if the last reply lacks one of these segments."""
         status = (await self.seen()).status
         names = {} if status is None else status.nodes_by_segment()
         if not names.keys() >= set(segments):
@@ -229,7 +229,7 @@ class ParentMaster:
             return []
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
-        """By namespace that a fleet record names: the model, and its tokens per block."""
+        """Return the model and its tokens per block by namespace, from the fleet records."""
         return {
             name: (record.models[0], record.block_size)
             for record in await self._read_fleet()

@@ -1,7 +1,4 @@
-"""The dashboard of a master: the page, and the JSON that the page fetches.
-
-Nothing here changes the store.
-"""
+"""The dashboard of a master: its files, and the JSON that they fetch. Read-only."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.console")
 
 NAMESPACES_SHOWN: Final = 300
-"""Namespaces with a row of their own, the largest ones; all others share one row."""
+"""Namespaces with their own row, the largest ones; all others share one row."""
 
 FILES: Final = {
     "/": ("index.html", "text/html"),
@@ -54,11 +51,9 @@ FILES: Final = {
 RUNBOOK: Final = "/runbook"
 
 NAMESPACES_MAX: Final = 64
-"""Namespaces of one fleet record that are shown."""
 
 FIELDS_MAX: Final = 64
 TEXT_MAX: Final = 200
-"""Characters of a value that is shown."""
 
 _HEAD: Final = """<!doctype html>
 <html lang="en">
@@ -82,10 +77,13 @@ class ClusterEventsRequest(ApiRequest):
 
 
 class Dashboard:
-    """Samples the history, and answers the page. Use it in one event loop."""
+    """Samples the history, and serves the dashboard. Use it in one event loop."""
 
     def __init__(self, master: ParentMaster, *, port: int, scheme: str) -> None:
-        """``port``, ``scheme``: of this server; those of the leader are assumed to be the same."""
+        """
+        Args:
+            port, scheme: of this server; the leader is assumed to use the same.
+        """
         self._master = master
         self._port = port
         self._scheme = scheme
@@ -99,7 +97,7 @@ class Dashboard:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def page(self) -> Routes:
-        """The files of the page, by path; they hold no data of the store."""
+        """The static files by path; they contain no data of the store."""
         page = resources.files("kvstore.console.dashboard") / "page"
         files = {
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
@@ -124,7 +122,7 @@ class Dashboard:
 
     @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
     async def _get_status(self) -> schemas.StatusResponse:
-        """The cluster."""
+        """Get the status of the cluster."""
         seen = await self._master.seen()
         told: dict[str, Any] = {"address": self._master.address}
         valid = seen.measured["auth_valid"]
@@ -147,7 +145,7 @@ class Dashboard:
 
     @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
     async def _get_history(self) -> Annotated[dict[str, Any], schemas.HistoryResponse]:
-        """The last hour."""
+        """Get the last hour."""
         return self._history.as_columns(time.time_ns() // 1_000_000)
 
     @endpoint(
@@ -160,14 +158,14 @@ class Dashboard:
     async def _get_cluster_events(
         self, asked: ClusterEventsRequest
     ) -> Annotated[dict[str, Any], schemas.ClusterEventsResponse]:
-        """The last events of the cluster."""
+        """Get the last cluster events."""
         run, last, kept = await self._master.notices()
         new = [each for each in kept if each[0] > asked.after]
         return {"run": run, "last": last, "events": new}
 
     @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
     async def _get_fleet(self) -> Annotated[dict[str, Any], schemas.FleetResponse]:
-        """The engines."""
+        """Get the engines."""
         return {"models": compared(await self._master.fleet_records())}
 
     def _page_of(self, leader: str) -> str:
@@ -181,7 +179,7 @@ class Dashboard:
 def status_of(
     seen: MasterSample, status: ClusterStatus, found: list[problems.DetectedProblem]
 ) -> dict[str, Any]:
-    """What a master that leads answers: what ``kvstore status`` shows, and the problems."""
+    """Return a leader's status: that of ``kvstore status``, and the problems."""
     rows = status.namespaces
     largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
     sums = (sum(column) for column in zip(*(row[1:] for row in rows)))
@@ -199,7 +197,7 @@ def status_of(
 
 
 def _process(seen: MasterSample) -> dict[str, Any]:
-    """What any master knows of its process, whether it leads or not."""
+    """Return the fields that any master knows of its process."""
     of_process = ("leads", "epoch", "version", "cluster", "connections")
     return {"at_ms": seen.at_ms, **{name: seen.measured[name] for name in of_process}}
 
@@ -213,7 +211,7 @@ def _file(body: bytes, kind: str) -> Handler:
 
 
 def compared(records: Sequence[FleetRecord]) -> list[dict[str, Any]]:
-    """By engine and model: the fields in which its records differ, and each record's values."""
+    """Compare records by engine and model: the differing fields, and each record's values."""
     groups: dict[tuple[str, str], list[FleetRecord]] = {}
     for record in records:
         groups.setdefault((record.engine, record.model), []).append(record)
@@ -245,8 +243,8 @@ def _compared(group: Sequence[FleetRecord]) -> dict[str, Any]:
 
 
 def runbook() -> bytes:
-    """The runbook as a page, made from the rows of ``kvstore.console.diagnostics``: it needs no
-    network."""
+    """Return the runbook as HTML without external resources, from
+    ``kvstore.console.diagnostics``."""
     sections = "".join(
         f'<h2 id="{row.anchor}">{row.name}</h2>\n'
         + "".join(f"<p><strong>{name}</strong>: {_inline(text)}</p>\n" for name, text in row.parts)

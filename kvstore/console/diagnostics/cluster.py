@@ -52,18 +52,18 @@ PROBE_BYTES = 4_096
 PROBE_RING_BYTES = 64 << 10
 
 AT_ONCE_MAX = 16
-"""Masters or nodes that are checked at the same time."""
+"""Masters or nodes that are checked concurrently."""
 
 HANDSHAKE_S = 1.0
-"""How long a master may take to refuse a certificate."""
+"""Seconds in which a master may reject a certificate."""
 
 CLOCK_S = 300.0
-"""Clocks of two hosts may differ by this much without a warning. Epochs begin as Unix time."""
+"""Clock difference of two hosts without a warning. Epochs begin as Unix time."""
 
 
 def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
-    """Checks the cluster if the settings of the client name one; otherwise the ports for a master
-    here, and the cluster if a master is here."""
+    """Check the cluster if the client settings name one; otherwise the ports for a master here, and
+    the cluster if a master runs here."""
     checks = ClusterChecks(client)
     found = []
     if "master" not in client.model_fields_set:
@@ -74,7 +74,7 @@ def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
 
 
 def identity(auth: str) -> list[Finding]:
-    """Checks the file that proves who this process is, as ``KVSTORE_AUTH`` names it."""
+    """Check the certificate file that ``KVSTORE_AUTH`` names."""
     try:
         valid = Credentials(auth).validity()
     except ConfigError as error:
@@ -87,16 +87,16 @@ def identity(auth: str) -> list[Finding]:
 
 
 class _MasterAnswer(NamedTuple):
-    """What one master itself answers: a standby's leader is not asked."""
+    """The reply of one master, without a redirect to the leader."""
 
     found: list[Finding]
     serves: bool = False
     leader: str = ""
-    """The leader's address, as a standby names it."""
+    """The leader's address, as reported by a standby."""
 
 
 class ClusterChecks:
-    """The checks for one client. Slow ones run in parallel, each with the time-out of a call."""
+    """The checks for one client. Slow ones run in parallel, each with the timeout of a call."""
 
     def __init__(self, client: ClientConfig) -> None:
         self._timeout_s = client.timeout_ms / 1000
@@ -106,8 +106,8 @@ class ClusterChecks:
         self._tls = ClientTls(self._credentials, demands=demands) if self._credentials else None
 
     def ports(self, config: MasterConfig) -> Iterator[Finding]:
-        """Checks the ports that a master on this host would listen on. A port that a running master
-        already has is fine."""
+        """Check the ports that a master on this host would listen on. A port in use by a running
+        master is fine."""
         for name, port in (("gRPC", config.port), ("lane", config.lane_port_wanted)):
             why = port_taken(config.host, port)
             if why is None:
@@ -132,7 +132,7 @@ class ClusterChecks:
         return MasterStub(place, host=host_id(), name="doctor", lane=False, auth=self._auth)
 
     def cluster(self, masters: str) -> list[Finding]:
-        """Checks the masters of a list, and through the leader the nodes; for an etcd, its members
+        """Check the masters of a list, and through the leader the nodes; for an etcd, its members
         and the leader that they name."""
         if masters.startswith(ETCD_SCHEME):
             return self._by_etcd(parse_etcd(masters))
@@ -214,8 +214,8 @@ class ClusterChecks:
         return _MasterAnswer([*found, self._lane(place, joined, deadline)], serves=True)
 
     def _identity_rejected(self, place: str, deadline: float) -> Finding | None:
-        """Why the handshake of TLS with a master fails, of which gRPC says little; None: it does
-        not, or nothing is there to shake hands with."""
+        """Return the reason for a failed TLS handshake with a master, which gRPC reports poorly;
+        None: it succeeds, or nothing listens there."""
         if self._credentials is None:
             return None
         host, port = split_address(place, default_port=DEFAULT_PORT)
@@ -225,7 +225,7 @@ class ClusterChecks:
             with resolver.connect(host, port, by) as raw:
                 raw.settimeout(HANDSHAKE_S)
                 with context.wrap_socket(raw, server_hostname=MASTER_NAME) as sock:
-                    sock.recv(1)  # a server of TLS 1.3 refuses our certificate after the handshake
+                    sock.recv(1)  # TLS 1.3 servers reject certificates after the handshake
         except ssl.SSLCertVerificationError as error:
             return of_row("other_authority", auth=self._auth, why=error.verify_message)
         except ssl.SSLError as error:
@@ -235,11 +235,11 @@ class ClusterChecks:
         return None
 
     def _call(self, place: str, deadline: float) -> None:
-        """Asks exactly this master; the client would go on to the leader.
+        """Call exactly this master; the client would follow a redirect to the leader.
 
         Raises:
-            NotLeaderError: the master stands by. Otherwise the master serves, or ``join`` will say
-                what is wrong.
+            NotLeaderError: the master is a standby. Otherwise it serves, or ``join`` reports the
+                error.
         """
         address = join_address(*split_address(place, default_port=DEFAULT_PORT))
         call = CALLS[calls.Status]
@@ -255,7 +255,7 @@ class ClusterChecks:
                     raise failure from None
 
     def _lane(self, place: str, joined: JoinReply, deadline: float) -> Finding:
-        """Checks the lane by its TCP port, which clients on other hosts use."""
+        """Check the lane by its TCP port, which clients on other hosts use."""
         if not joined.lane_port:
             return of_row("no_lane")
         host, _ = split_address(place, default_port=DEFAULT_PORT)
@@ -281,8 +281,8 @@ class ClusterChecks:
         return ok(f"{address} answers", subject="lane")
 
     def _nodes(self, stub: MasterStub, pool: ThreadPoolExecutor) -> list[Finding]:
-        """What is wrong with the store as its master sees it. Checks for each node that its data
-        port answers, and, for a node on this host, that its memory can be mapped."""
+        """Check the store as its master reports it, each node's data port, and whether the memory
+        of nodes on this host can be mapped."""
         deadline = uptime() + self._timeout_s
         try:
             status = cast(ClusterStatus, stub.call(calls.Status(), deadline))
@@ -306,8 +306,8 @@ class ClusterChecks:
         return found
 
     def _by_tcp(self, segment: SegmentInfo) -> Finding:
-        """Reads nothing: where there are identities that needs an object, and is refused, logged
-        and counted without one."""
+        """Check the connection only: with authentication, a read needs an object, and without one
+        the node rejects, logs and counts it."""
         if self._tls is not None and self._tls.demands and not segment.encrypts:
             return of_row("error", error=not_encrypted(segment))
         connection = ClientConnection(segment, tls=self._tls)
@@ -321,7 +321,7 @@ class ClusterChecks:
 
 
 def port_taken(host: str, port: int) -> int | None:
-    """Why a server cannot listen on ``host:port`` (an errno); None: it can."""
+    """Return the errno with which listening on ``host:port`` fails; None: it succeeds."""
     try:
         with listen(host, port):
             return None
@@ -347,7 +347,7 @@ def _of_store(each: DetectedProblem) -> Finding:
 
 
 def by_shm(segment: SegmentInfo) -> Iterator[Finding]:
-    """Checks the segment's memory if its node is on this host, as far as the kernel tells."""
+    """Check the segment's memory if its node is on this host, as reported by the kernel."""
     here, there = host_id(), segment.host
     if here != there:
         if here.rpartition("-")[0] == there.rpartition("-")[0]:
@@ -379,7 +379,7 @@ def _mapped(segment: SegmentInfo) -> Finding:
 
 
 def _unreadable(transport: ShmTransport | DeviceTransport, segment: SegmentInfo) -> str | None:
-    """Why this process cannot read the segment; None: it can."""
+    """Return the reason why this process cannot read the segment; None: it can."""
     move = RangeCopy(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES)))
     try:
         transport.read(segment, [move], uptime() + 1.0)

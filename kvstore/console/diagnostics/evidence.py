@@ -1,6 +1,5 @@
-"""Gathers from a store what ``diagnosis.why`` judges: the master's memory of who put and who asked,
-the fleet records of engines, and a look at single objects.
-"""
+"""Gathers the evidence for ``diagnosis.why``: the traffic that the master remembers, the fleet
+records of engines, and the state of single objects."""
 
 from __future__ import annotations
 
@@ -33,22 +32,22 @@ if TYPE_CHECKING:
     from kvstore.client.client import Client
 
 PARTIES_LOOKED_AT: Final = 8
-"""Parties whose single objects are looked at."""
+"""Engine groups whose single objects are inspected."""
 
 KEYS_LOOKED_FOR: Final = 2
-"""Keys that were not found in a namespace, and are looked for in others."""
+"""Missed keys of a namespace that are looked up in others."""
 
 NAMESPACES_LOOKED_IN: Final = 32
 NAMESPACES_OF_TENANT: Final = 128
-"""Namespaces that a client of one tenant asks about, a call each."""
+"""Namespaces that a client of one tenant requests, one call each."""
 
 PARTIES_SHOWN: Final = 32
 CAUSES_SHOWN: Final = 32
 CLIENTS_SHOWN: Final = 3
-"""Clients that put, and clients that asked, of each party."""
+"""Writers, and readers, of each engine group."""
 
 OBJECTS_LOOKED_AT: Final = 1_000
-"""Objects of a namespace that are checked for missing ancestors: one page."""
+"""Objects of a namespace that are checked for missing ancestors: one batch."""
 
 
 class Explanation(NamedTuple):
@@ -56,54 +55,52 @@ class Explanation(NamedTuple):
     """Time since the master's start; it remembers nothing from before."""
     clients: list[EngineGroup]
     groups: list[EngineGroup]
-    """Those that were asked about, the last used first."""
+    """The groups to explain, the last used first."""
     causes: list[Cause]
     notes: list[str]
-    """What could not be seen."""
+    """Evidence that was not available."""
 
 
 class GroupReport(NamedTuple):
-    """Engines that share blocks, or a namespace without a record of an engine."""
+    """Engines that share blocks, or a namespace without a fleet record."""
 
     name: str
     engine: str
-    """Empty: no engine has announced itself."""
+    """Empty: no fleet record."""
     model: str
     fingerprint: str
     namespaces: Sequence[str]
     objects: int
     size: int
     state_objects: int
-    """Of the objects: states of recurrent layers."""
+    """Objects that are recurrent states."""
     state_size: int
     requested_keys: int
-    """Keys."""
     found: int
-    """Of those."""
+    """Keys found, of ``requested_keys``."""
     evicted: int
     writers: Sequence[ClientTraffic]
     """The last clients that put."""
     readers: Sequence[ClientTraffic]
-    """The last clients that asked."""
+    """The last clients that looked up keys."""
     missed: MissedKey | None
-    """The last one."""
 
 
 class Report(NamedTuple):
-    """The causes, problems first; and who writes and asks, the last used first."""
+    """The causes, problems first; and the engine groups, the last used first."""
 
     uptime_ms: int
-    """Of the master, which remembers nothing from before."""
+    """Uptime of the master, which remembers nothing from before."""
     causes: Sequence[Cause]
     groups: Sequence[GroupReport]
     others: int
-    """Further parties."""
+    """Number of further groups."""
     notes: Sequence[str]
-    """What could not be seen."""
+    """Evidence that was not available."""
 
 
 def report_of(found: Explanation) -> Report:
-    """What programs get, bounded: as JSON of ``kvstore why`` and of HTTP."""
+    """Return the bounded report for programs: JSON of ``kvstore why`` and of HTTP."""
     parties, others = found.groups[:PARTIES_SHOWN], len(found.groups[PARTIES_SHOWN:])
     described = [_group_report(party) for party in parties]
     return Report(found.uptime_ms, found.causes[:CAUSES_SHOWN], described, others, found.notes)
@@ -133,13 +130,13 @@ def _group_report(party: EngineGroup) -> GroupReport:
 def explain(
     client: Client, status: ClusterStatus, *, namespace: str = "", model: str = ""
 ) -> Explanation:
-    """Why lookups find nothing: in a namespace, of a model, or (without both) anywhere.
+    """Explain cache misses in a namespace, of a model, or (without both) of all.
 
     Args:
         status: of the store, as far as the caller may see it.
 
     Raises:
-        PermissionDeniedError: the caller may not see all namespaces, nor the one that it names.
+        PermissionDeniedError: the caller may see neither all namespaces nor the requested one.
         KVStoreError: the store did not answer.
     """
     notes: list[str] = []
@@ -163,7 +160,7 @@ def explain(
 def _traffic(
     client: Client, namespace: str, ours: Sequence[str], notes: list[str]
 ) -> TrafficReport:
-    """Of all namespaces, or else of the one asked about, or else of those of our tenant."""
+    """Return the traffic of all namespaces, else of the requested one, else of the tenant's."""
     try:
         return client.traffic()
     except PermissionDeniedError:
@@ -178,7 +175,7 @@ def _traffic(
 
 
 def _of_tenant(client: Client, status: ClusterStatus, records: Sequence[FleetRecord]) -> list[str]:
-    """Namespaces of the client's tenant, those that its engines name first."""
+    """Return namespaces of the client's tenant, those that its engines name first."""
     tenant = client.config.tenant
     names = [name for record in records for name in record.namespaces]
     names += [row.name for row in status.namespaces if tenant_of(row.name) == tenant]
@@ -186,7 +183,7 @@ def _of_tenant(client: Client, status: ClusterStatus, records: Sequence[FleetRec
 
 
 def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraffic]:
-    """Namespaces that hold objects, and in which no client that is remembered put or asked."""
+    """Return namespaces that hold objects, but have no remembered traffic."""
     seen = {space.name for space in report.namespaces}
     return [
         NamespaceTraffic(row.name, row.objects, row.size, (), (), (), 0, 0, 0, 0, 0, 0)
@@ -205,7 +202,7 @@ def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[Fl
 
 
 def read_records(client: Client, spaces: Collection[Namespace]) -> list[FleetRecord]:
-    """Up to ``RECORDS_MAX`` records in these namespaces. Blocks.
+    """Read up to ``RECORDS_MAX`` records in these namespaces. Blocks.
 
     Raises:
         KVStoreError: the store did not answer.
@@ -225,8 +222,8 @@ def _inspect_objects(
     chosen: Sequence[EngineGroup],
     everyone: Sequence[EngineGroup],
 ) -> None:
-    """Adds to the evidence what only a look at single objects shows, for parties that find
-    nothing. These are operators' calls: they count as no traffic, and lease nothing."""
+    """Add to the evidence the state of single objects, for groups without hits. These are
+    operators' calls: they do not count as traffic, and take no leases."""
     for party in chosen[:PARTIES_LOOKED_AT]:
         if not party.requested_keys or party.found:
             continue

@@ -22,7 +22,7 @@ class Finding(NamedTuple):
     safely than it could."""
     found: str
     advice: str = ""
-    """What to do about it, as a command where there is one."""
+    """The remedy, as a command where there is one."""
 
 
 Check = Callable[[], Iterable[Finding]]
@@ -33,7 +33,7 @@ def ok(found: str, advice: str = "", subject: str = "") -> Finding:
 
 
 def of_row(check: str, *, holds: bool = True, **words: object) -> Finding:
-    """The finding of a row of ``CHECKS``; ok and without advice unless its condition ``holds``."""
+    """Return the finding of a row of ``CHECKS``; ok and without advice unless ``holds``."""
     row = CHECKS[check]
     if not holds:
         return ok(row.found.format(**words), subject=row.subject)
@@ -42,15 +42,15 @@ def of_row(check: str, *, holds: bool = True, **words: object) -> Finding:
 
 
 def under(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings; those without a subject of their own get this one."""
+    """Yield the findings, with this subject where they have none."""
     return (each._replace(subject=each.subject or subject) for each in found)
 
 
 def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[Finding]:
-    """Runs all checks in parallel, each in a thread, and yields their findings in their order.
+    """Run all checks in parallel, each in a thread, and yield their findings in order.
 
-    A check that has not returned after ``timeout_s``, or that raises, is a finding itself. The
-    thread of a late check keeps running, so a check must not hold a lock that others need.
+    A check that raises, or runs longer than ``timeout_s``, is a finding itself. The thread of a
+    late check continues, so a check must not hold a lock that others need.
     """
     found: dict[int, list[Finding]] = {}
 

@@ -1,7 +1,7 @@
-"""The last hour of a master in points of ten seconds, for the charts and warnings of the dashboard.
+"""The last hour of a master in points of ten seconds, for charts and warnings of the dashboard.
 
-Pure: ``add`` is given what was measured and when. A point holds what happened since the sample
-before it. The first sample of a term, or after a gap, makes no point: it begins the next one.
+Pure. A point is the difference to the previous sample. The first sample of a term, or after a gap,
+makes no point.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from kvstore.runtime.histograms import BUCKETS, quantile
 
 EVERY_S: Final = 10.0
 POINTS_MAX: Final = 360
-"""One hour."""
 
 RECENT_S: Final = 600.0
-"""The time that single calls are judged by."""
+"""Time span for the statistics of single calls, in seconds."""
 
 UNSEEN: Final = ("Status", "Join")
-"""Calls that are not counted: programs that watch make most of the calls to an idle store."""
+"""Calls that are not counted: monitoring makes most of the calls to an idle store."""
 
 Counts = Sequence[int]
 
 
 class HistorySample(NamedTuple):
-    """What a master has counted since its start, or since its term began. As a point: what it
-    counted since the sample before it."""
+    """The counters of a master since its start, or since its term began. As a point: their increase
+    since the previous sample."""
 
     at_ms: int
     """Wall clock, milliseconds since 1970."""
@@ -37,7 +36,7 @@ class HistorySample(NamedTuple):
     counters: dict[str, int]
     calls: int
     us_by_call: dict[str, Counts]
-    """Times of each call, as histograms; a point has those that were called."""
+    """Latency histograms by call; a point has those with calls."""
     call_us: Counts
     """A histogram, as are ``ages_ms`` and ``late_us``."""
     ages_ms: Counts
@@ -46,11 +45,15 @@ class HistorySample(NamedTuple):
     size: int
     objects: int
     seconds: float = 0.0
-    """How long a point is; 0 for a sample."""
+    """Length of a point; 0 for a sample."""
 
 
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> HistorySample:
-    """``measured``: the master's answer to ``measures``; ``status``: None if it is not known."""
+    """
+    Args:
+        measured: the master's reply to ``measures``.
+        status: None if it is not known.
+    """
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
     return HistorySample(
         at_ms=at_ms,
@@ -70,20 +73,20 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
 
 
 class HistoryPoints:
-    """The points of the last hour. A master that stands by adds none."""
+    """The points of the last hour. A standby adds none."""
 
     def __init__(self) -> None:
         self._points: deque[HistorySample] = deque(maxlen=POINTS_MAX)
         self._before: HistorySample | None = None
 
     def add(self, now: HistorySample) -> None:
-        """Takes a sample, and adds a point if the sample before it was recent enough."""
+        """Take a sample, and add a point if the previous sample is recent enough."""
         before, self._before = self._before, now if now.leads else None
         if before is None or not now.leads or before.epoch != now.epoch:
             return
         seconds = (now.at_ms - before.at_ms) / 1000
         if not 0 < seconds <= 3 * EVERY_S:
-            return  # the clock was set, or nothing was known meanwhile
+            return  # the clock was set, or samples are missing
         counters = {
             name: _grown(before.counters.get(name, 0), number)
             for name, number in now.counters.items()
@@ -106,12 +109,12 @@ class HistoryPoints:
         )
 
     def lately(self, now_ms: int, within_s: float) -> list[HistorySample]:
-        """The points of the last ``within_s`` seconds."""
+        """Return the points of the last ``within_s`` seconds."""
         return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
 
     def as_columns(self, now_ms: int) -> dict[str, Any]:
-        """Lists of equal length, one for each quantity: rates per second, times in seconds. None:
-        nothing of the kind happened in this interval."""
+        """Return lists of equal length, one for each quantity: rates per second, times in seconds.
+        None: no such event in this interval."""
         points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
 
         def rate(name: str) -> list[float]:
@@ -140,7 +143,7 @@ class HistoryPoints:
         }
 
     def _by_call(self, now_ms: int) -> list[dict[str, Any]]:
-        """Each call of the last ten minutes, the most frequent first."""
+        """Return the calls of the last ten minutes, the most frequent first."""
         points = self.lately(now_ms, RECENT_S)
         seconds = sum(each.seconds for each in points)
         taken: dict[str, Counts] = {}
@@ -161,7 +164,7 @@ class HistoryPoints:
 
 
 def added(points: Sequence[HistorySample]) -> Mapping[str, int]:
-    """By how much each counter has grown in these points."""
+    """Return the increase of each counter in these points."""
     total = Counter[str]()
     for each in points:
         total.update(each.counters)
@@ -169,7 +172,7 @@ def added(points: Sequence[HistorySample]) -> Mapping[str, int]:
 
 
 def spread_of(counts: Sequence[Counts], share: float) -> float | None:
-    """The quantile of several histograms together."""
+    """Return the quantile of several histograms together."""
     return quantile([sum(column) for column in zip(*counts)], share)
 
 

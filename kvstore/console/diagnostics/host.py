@@ -1,4 +1,4 @@
-"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, left-over memory."""
+"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, leftover memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _IPC_LOCK: Final = 1 << 14
 
 
 def entries(node_memory: int) -> Iterator[Finding]:
-    """All checks of ``/dev/shm`` and of hugetlbfs.
+    """Run all checks of ``/dev/shm`` and of hugetlbfs, one after another.
 
-    They run one after the other in one check: each creates a file for a moment, and a parallel
-    check would count its pages, or take it for a dead node's.
+    Each creates a file for a moment, which a parallel check would count or take for leftover
+    memory.
     """
     yield from under("shared memory", shared_memory(node_memory))
     yield from under("memory limit", memory_limit(node_memory))
@@ -43,8 +43,7 @@ def entries(node_memory: int) -> Iterator[Finding]:
 
 
 def shared_memory(node_memory: int) -> Iterator[Finding]:
-    """Whether ``/dev/shm`` exists, is writable, and has room for a node of ``node_memory``
-    bytes."""
+    """Check that ``/dev/shm`` exists, is writable, and has ``node_memory`` bytes of space."""
     options = mount_options(SHM_DIRECTORY)
     if options is None and not os.path.isdir(SHM_DIRECTORY):
         yield of_row("no_shm", directory=SHM_DIRECTORY)
@@ -74,7 +73,7 @@ def shared_memory(node_memory: int) -> Iterator[Finding]:
 
 
 def memory_limit(node_memory: int) -> Iterator[Finding]:
-    """Whether the control groups of this process allow a node of ``node_memory`` bytes."""
+    """Check that the cgroup limits of this process allow a node of ``node_memory`` bytes."""
     found = cgroup.limits()
     if not found:
         yield ok("no control group sets one")
@@ -90,7 +89,7 @@ def memory_limit(node_memory: int) -> Iterator[Finding]:
 
 
 def huge_pages() -> Iterator[Finding]:
-    """Transparent huge pages, found by trying; reserved ones, found by asking the kernel."""
+    """Check transparent huge pages by mapping one, and reserved ones by querying the kernel."""
     switch = read(SHMEM_ENABLED)
     if transparent_work():
         yield ok(f"{SHM_DIRECTORY} provides transparent ones, which nodes use")
@@ -130,7 +129,7 @@ def numa_nodes() -> Iterator[Finding]:
 
 
 def locked_memory(node_memory: int) -> Iterator[Finding]:
-    """Whether a segment can be locked, and whether that matters here."""
+    """Check whether a segment can be locked, and whether that matters here."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     what = f"limited to {size_text(limit)}, less than a node's {size_text(node_memory)}"
     if may_lock_all():
@@ -152,7 +151,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def rdma() -> Iterator[Finding]:
-    """RDMA devices, their ports, and whether this user may open them."""
+    """Check RDMA devices, their ports, and whether this user may open them."""
     devices = rdma_devices()
     if not devices:
         yield ok("no device; bytes travel by shared memory and tcp")
@@ -182,7 +181,7 @@ def rdma() -> Iterator[Finding]:
 
 
 def leftover_segments() -> Iterator[Finding]:
-    """Memory that no living process owns, and kvstore clean would remove."""
+    """Report memory of dead processes, which kvstore clean would remove."""
     found = memory_entries.left_overs()
     if found:
         size = sum(left.held for left in found)
@@ -191,11 +190,8 @@ def leftover_segments() -> Iterator[Finding]:
         yield ok("no memory of dead nodes")
 
 
-# --- what the checks read ----------------------------------------------------------------------
-
-
 def transparent_work() -> bool:
-    """Whether the kernel provides a huge page in shared memory on request."""
+    """Return whether the kernel provides a huge page in shared memory on request."""
     path = f"{SHM_DIRECTORY}/{SHM_PREFIX}doctor-huge-{os.getpid()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -216,12 +212,12 @@ def transparent_work() -> bool:
 
 
 def mount_options(directory: str) -> tuple[str, str] | None:
-    """Type and options of the file system that is mounted at ``directory``; None: none is."""
+    """Return type and options of the file system mounted at ``directory``; None: none is."""
     found = None
     for line in (read(Path("/proc/self/mounts")) or "").splitlines():
         _, where, kind, options, *_ = line.split(" ")
         if where == directory:
-            found = kind, options  # the last mount hides those before it
+            found = kind, options  # the last mount hides earlier ones
     return found
 
 
@@ -248,7 +244,7 @@ def rdma_devices() -> list[Path]:
 
 
 def read(path: Path) -> str | None:
-    """The text of a small kernel file; None where it is missing or not readable."""
+    """Return the text of a small kernel file; None if it is missing or not readable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,6 +1,6 @@
 """Conditions of ``diagnosis.rows``, for the dashboard, ``kvstore status`` and ``kvstore doctor``.
 
-Pure: judges what the master says, and its last hour where that is known.
+Pure: judges the master's status and, where known, its last hour.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
 
 FULL: Final = 0.95
-"""The share of the memory from which the pool counts as full."""
+"""Used share of the memory from which the pool counts as full."""
 
 YOUNG_MS: Final = 600_000
 """Objects that are evicted within ten minutes after their last use would often be used again."""
 
 SHARES: Final = {"quarantined": 0.05, "reclaim": 0.25}
-"""Shares of a node's memory that may be in quarantine, and await its reclaim, without a warning."""
+"""Shares of a node's memory in quarantine, and awaiting reclaim, without a warning."""
 
 PINNED_SHARE: Final = 0.5
-"""The share of the memory that pins may hold without a warning: then puts begin to feel it."""
+"""Share of the memory that pins may hold without a warning: above it, puts are affected."""
 
 LATE_US: Final = 50_000
-"""How late the master's loop may be in one of a hundred times, without a warning."""
+"""99th percentile of the event loop lag without a warning."""
 
 ENDING_S: Final = 14 * 86_400
-"""How long a certificate may still be valid without a warning, if it is not a short one: the bound
+"""Remaining validity of a certificate without a warning, if it is not a short one; also the bound
 of the alert KvstoreCertificateExpiring."""
 
 NODES_NAMED: Final = 5
-"""Nodes that have a line of their own for one kind of problem."""
+"""Nodes with their own line for one kind of problem."""
 
 
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace", "other_tenant")
@@ -53,11 +53,10 @@ class DetectedProblem(NamedTuple):
     """As ``ProblemRow.level``."""
     text: str
     runbook: str
-    """The name of its row, and of the section of the runbook."""
+    """The name of the row and of the runbook's section."""
 
     @property
     def advice(self) -> str:
-        """What to do, on one line."""
         return ADVICE[self.runbook]
 
 
@@ -67,7 +66,7 @@ def _found(name: str, **words: object) -> DetectedProblem:
 
 
 class _CounterDeltas(NamedTuple):
-    """By how much counters have grown, and since when."""
+    """The increase of counters, and the period."""
 
     counters: Mapping[str, int]
     when: str
@@ -75,7 +74,7 @@ class _CounterDeltas(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What the conditions judge."""
+    """The input of the conditions."""
 
     status: ClusterStatus
     hour: _CounterDeltas
@@ -84,10 +83,9 @@ class _Seen(NamedTuple):
     age_ms: float | None = None
     """The median age at eviction; None: not known."""
     late_us: float | None = None
-    """How late the master's loop is in one of a hundred times; None: not known."""
+    """99th percentile of the event loop lag; None: not known."""
 
     def total(self, of: str) -> int:
-        """A sum over all segments."""
         return sum(_held(node, of) for node in self.status.nodes)
 
     def counter(self, name: str) -> int:
@@ -97,7 +95,7 @@ class _Seen(NamedTuple):
 def leader_problems(
     status: ClusterStatus, history: HistoryPoints, now_ms: int
 ) -> list[DetectedProblem]:
-    """The problems that a master that leads sees, the worst first."""
+    """Return the problems that a leader detects, the worst first."""
     hour, recent = (
         _CounterDeltas(added(points), when)
         for points, when in (
@@ -112,8 +110,8 @@ def leader_problems(
 
 
 def of_a_status(status: ClusterStatus) -> list[DetectedProblem]:
-    """The problems that one answer of a master shows, the worst first: for programs that do not
-    have its last hour. What it has counted since its start is a warning: it may be over."""
+    """Return the problems that one status reply shows, the worst first, for programs without the
+    last hour. Counts since the master's start are warnings, because they may be over."""
     when = f"since the master started, {duration_text(status.uptime_ms)} ago"
     counted = _CounterDeltas(dict(status.counters), when)
     seen = _Seen(status, counted, counted)
@@ -129,8 +127,8 @@ def _worst_first(found: list[DetectedProblem]) -> list[DetectedProblem]:
 def of_engines(
     spaces: Sequence[NamespaceTraffic], records: Sequence[FleetRecord]
 ) -> list[DetectedProblem]:
-    """The problems of engines that asked a moment ago and found nothing, because what other engines
-    of their model put is kept apart from what they ask for."""
+    """Return the problems of engines with recent lookups and no hits, because fingerprint or
+    namespace separate them from other engines of their model."""
     everyone = parties_of(spaces, records)
     asking = [
         party
@@ -149,7 +147,7 @@ def of_engines(
 
 
 def of_identity(valid: ValidityPeriod | None, now_ms: int) -> list[DetectedProblem]:
-    """The problem of a master whose certificate ends soon. ``valid``: its; None: no
+    """Return the problem of a certificate that expires soon. ``valid``: None without
     authentication."""
     now_s = now_ms / 1000
     if valid is None or not valid.ends_soon(now_s, ENDING_S):
@@ -201,7 +199,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
 
 
 def _gone(node: DepartedNode) -> DetectedProblem:
-    """A node that has left or died, with the objects that went with it."""
+    """Return the problem of a departed node, with the objects that were lost with it."""
     left, missing = node.reason == "left", _count(node.missing, "object")
     name = "died_empty"
     if node.reports:
@@ -218,7 +216,6 @@ def _gone(node: DepartedNode) -> DetectedProblem:
 
 
 def _held(node: NodeStatus, of: str) -> int:
-    """Bytes of its memory."""
     return sum(getattr(each, of) for each in node.segments)
 
 
@@ -230,13 +227,13 @@ def _count(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
-# --- conditions: the words of a row; None: it is not so ------------------------------------------
+# --- conditions: the values for a row's text; None: the condition does not hold ------------------
 
 Words = Mapping[str, object] | None
 
 
 def _waiting(seen: _Seen) -> Words:
-    """Memory that is not given out yet after a start of the master or of the nodes."""
+    """Return memory that is not available yet after a start of the master or of nodes."""
     alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
     if not segments or not all(each.ready_ms or each.reports for each in segments):
@@ -303,4 +300,4 @@ OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
 }
 
 IN_AN_HOUR: Final = ("corrupt_objects", "corrupt_replicas")
-"""Counters that are judged over an hour, and not over ten minutes."""
+"""Counters that are judged over an hour instead of ten minutes."""

@@ -1,8 +1,8 @@
-"""What can be wrong with a store: one row for each problem and cause, in ``rows.toml``.
+"""Problems, causes and checks: one row for each, in ``rows.toml``.
 
-From these rows come the advice of ``kvstore status``, ``kvstore doctor`` and the dashboard, the
-alerts of Prometheus (``deploy/generate.py``), and the runbook, which masters serve and
-``docs/runbook.md`` contains. ``diagnosis.problems`` has the conditions in a master's status.
+They supply the advice of ``kvstore status``, ``kvstore doctor`` and the dashboard, the Prometheus
+alerts (``deploy/generate.py``), and the runbook, which masters serve and ``docs/runbook.md``
+contains. ``diagnosis.problems`` has the conditions in a master's status.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from kvstore.calls.no_space_messages import CAUSES as SHORTAGES
 
 
 class Alert(NamedTuple):
-    """An alert of Prometheus, by job: one job is one cluster."""
+    """A Prometheus alert, by job: one job is one cluster."""
 
     severity: str
     """critical, warning or info."""
     expr: str
     summary: str
-    """A template of Prometheus."""
+    """A Prometheus template."""
     lasts: str = ""
-    """How long ``expr`` must hold."""
+    """Minimum time for which ``expr`` must hold."""
 
 
 class Row(NamedTuple):
     name: str
-    """Of the alert and of the section of the runbook."""
+    """Of the alert and of the runbook's section."""
     means: str
     see_also: str
     advice: str
-    """What to do, on one line. Code is between backticks."""
+    """The remedy, on one line. Code is between backticks."""
     more: str = ""
     """Further advice, for the runbook alone."""
     alert: Alert | None = None
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def parts(self) -> Iterator[tuple[str, str]]:
-        """The paragraphs of the section of the runbook, with their headings."""
+        """The paragraphs of the runbook's section, with their headings."""
         yield "Means", self.means
         yield "Look at", self.see_also
         yield "Do", f"{self.advice} {self.more}".rstrip()
@@ -80,11 +80,11 @@ class ProblemRow(NamedTuple):
     text: str
     """Formatted with the words of its condition."""
     level: str = "warning"
-    """bad: something is lost or refused; warning: look at it; note: it was asked for."""
+    """bad: data is lost or refused; warning: check it; note: it was requested."""
     what: str = ""
-    """Of a problem of one node."""
+    """Text of the problem of one node."""
     one: str = ""
-    """What the counter of this name counts; empty: it is no counter."""
+    """Unit of the counter of this name; empty: it is no counter."""
 
 
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ _TABLE: Final = tomllib.loads(
 )
 
 RECORDS: Final[dict[str, str]] = _joined(_TABLE["records"])
-"""Recording rules that the alerts use, by name."""
+"""Recording rules of the alerts, by name."""
 
 ROWS: Final = tuple(_row(name, fields) for name, fields in _TABLE["row"].items())
 
@@ -128,5 +128,5 @@ ADVICE_ON_FIELDS: Final[dict[str, str]] = {
     for row in _TABLE["differing"]
     for name in row["fields"].split()
 }
-"""What to do if the descriptions by two connectors differ in a field: by the field's name, or by a
-part of the name (``groups.0.block_tokens``)."""
+"""Advice for a field in which two fingerprints differ: by the field's name, or by a part of it
+(``groups.0.block_tokens``)."""

@@ -1,7 +1,7 @@
-"""Checks of Python, of the packages that kvstore needs, and of those that it can use.
+"""Checks of Python, of required packages, and of optional ones.
 
-Packages are imported in another process: a broken package ends only that process, and a slow
-import ends at its deadline.
+Packages are imported in another process, so that a broken package or a slow import does not affect
+this one.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _PROBE_GPU: Final = (
     "except DeviceError as error: print(json.dumps(error.message))"
 )
 
-# Everything that a client and a master import, generated code included.
+# All imports of a client and a master, generated code included.
 _IMPORT_ALL: Final = "import kvstore.client.client, kvstore.master.main, kvstore.node.main"
 
 
 def python(timeout_s: float) -> Iterator[Finding]:
-    """The interpreter and the packages that kvstore needs."""
+    """Check the interpreter and the required packages."""
     yield ok(f"{platform.python_version()}, kvstore {__version__}")
     versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
     failure = import_failure(_IMPORT_ALL, timeout_s)
@@ -67,10 +67,10 @@ def python(timeout_s: float) -> Iterator[Finding]:
 
 
 def installation() -> list[Finding]:
-    """Whether another project's package hides this one, and whether the C parts are compiled.
+    """Check that no other package hides this one, and that the C parts are compiled.
 
     The distribution is called ``kvstore-llm``: ``kvstore`` on the public index is another project,
-    a client of etcd and consul, whose module is called ``kvstore``, too.
+    a client of etcd and consul with a module ``kvstore``.
     """
     others = sorted({f"kvstore {each.version}" for each in metadata.distributions(name="kvstore")})
     found = [of_row("stranger", stranger=each, python=sys.executable) for each in others]
@@ -90,14 +90,14 @@ def _compiled() -> Finding:
 
 
 def optional() -> Iterator[Finding]:
-    """Reads only the versions of optional packages: importing vLLM takes many seconds."""
+    """Read only the versions of optional packages: importing vLLM takes many seconds."""
     for name, purpose in OPTIONAL.items():
         number = version(name)
         yield ok(f"{name} {number}" if number else f"{name} is not installed ({purpose})")
 
 
 def mooncake_store() -> Iterator[Finding]:
-    """Whose ``mooncake.store`` is found by an engine that is started with this environment."""
+    """Report whose ``mooncake.store`` an engine in this environment imports."""
     try:
         found = find_spec("mooncake.store")
     except ModuleNotFoundError:
@@ -110,8 +110,8 @@ def mooncake_store() -> Iterator[Finding]:
 
 
 def transfer_engine(timeout_s: float) -> Iterator[Finding]:
-    """Whether Mooncake's transfer engine can be used. That bytes arrive is shown by ``kvstore bench
-    --transport mooncake``."""
+    """Check that Mooncake's transfer engine can be used; ``kvstore bench --transport mooncake``
+    tests transfers."""
     installed = next((f"{name} {number}" for name in ENGINES if (number := version(name))), None)
     if installed is None:
         yield ok("not installed (RDMA needs it)")
@@ -134,7 +134,7 @@ def transfer_engine(timeout_s: float) -> Iterator[Finding]:
 
 
 def graphics(timeout_s: float) -> Iterator[Finding]:
-    """Whether kvstore can copy from and to the memory of GPUs, and in which way."""
+    """Check whether kvstore can copy from and to GPU memory, and by which method."""
     rows = _probe(_PROBE_GPU, timeout_s)
     if rows is None:
         yield of_row("gpu_probe", seconds=timeout_s)
@@ -150,11 +150,8 @@ def graphics(timeout_s: float) -> Iterator[Finding]:
                 yield of_row("gpu_driver" if locks else "gpu_not_locked", name=name)
 
 
-# --- what the checks read ----------------------------------------------------------------------
-
-
 def requirements() -> list[str]:
-    """What kvstore needs without extras, as pip takes it; empty where pip did not install it."""
+    """Return the required packages in pip's form; empty if pip did not install kvstore."""
     ours = next(iter(metadata.distributions(name="kvstore-llm")), None)
     needed = (ours.requires if ours is not None else None) or []
     return [each for each in needed if "extra ==" not in each]
@@ -168,7 +165,7 @@ def version(name: str) -> str | None:
 
 
 def import_failure(code: str, timeout_s: float) -> str | None:
-    """Why ``code`` fails to import, in one line; None: it does not."""
+    """Return the error of importing ``code``, in one line; None: it succeeds."""
     try:
         done = _run(code, timeout_s)
     except subprocess.TimeoutExpired:
@@ -179,7 +176,7 @@ def import_failure(code: str, timeout_s: float) -> str | None:
 
 
 def _probe(code: str, timeout_s: float) -> Any:
-    """What ``code`` prints as its last line, in JSON; None: nothing of the kind, or too late."""
+    """Return the JSON in the last output line of ``code``; None: there is none in time."""
     try:
         done = _run(code, timeout_s)
         return json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -188,7 +185,6 @@ def _probe(code: str, timeout_s: float) -> Any:
 
 
 def _run(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs code of Python in a process of its own."""
     return subprocess.run(
         interpreter.command("-c", code), env=interpreter.environment(),
         capture_output=True, text=True, timeout=timeout_s, check=False,

@@ -1,4 +1,4 @@
-"""Why lookups find nothing: finds causes, in words, in what the master and the fleet records say.
+"""Causes of cache misses, found in the master's traffic report and the fleet records.
 
 ``diagnose`` is pure: ``kvstore why`` gathers the ``Evidence`` and prints the ``Cause``s.
 """
@@ -21,13 +21,13 @@ from kvstore.console.diagnostics.rows import ADVICE_ON_FIELDS, CAUSES, PHRASES
 from kvstore.limits import is_fleet, of_tenant, tenant_of
 
 FEW: Final = 0.5
-"""If a smaller share of the asked keys is found, the cause says how the questions end."""
+"""Hit ratio below which the cause describes the last keys of the lookups."""
 
 NEARLY_NONE: Final = 0.02
-"""Up to this share of found keys, a party is compared with others that write the same model."""
+"""Hit ratio up to which a group is compared with other writers of the same model."""
 
 FIELDS_SHOWN: Final = 8
-"""Differing fields of two descriptions that are shown; the rest is counted."""
+"""Differing fields that are shown; the rest is counted."""
 
 REMEDIES_SHOWN: Final = 3
 
@@ -39,31 +39,30 @@ NAMES_SHOWN: Final = 3
 
 
 class Cause(NamedTuple):
-    """One answer to the question why nothing is found."""
+    """A cause of misses."""
 
     code: str
-    """A name of the cause that does not change, for programs."""
+    """A stable name, for programs."""
     text: str
     remedy: str = ""
     fields: tuple[str, ...] = ()
-    """The fields in which the descriptions of two fingerprints differ and must be equal, a line
-    each."""
+    """The fields in which two fingerprints differ and must be equal, a line each."""
     namespaces: tuple[str, ...] = ()
-    """The namespaces that the cause is about."""
+    """The namespaces that the cause concerns."""
     is_problem: bool = True
     cuts: tuple[str, ...] = ()
-    """In which the two only cut the same bytes differently, and the setting that lets them share; a
-    line each."""
+    """Fields that only split the same bytes differently, and the setting that lets the engines
+    share, a line each."""
 
     @property
     def lines(self) -> list[str]:
-        """In what two descriptions differ: ``fields`` and ``cuts``, for people."""
+        """The differences of two fingerprints: ``fields`` and ``cuts``, for people."""
         return [*self.fields, *(f"only another cut: {cut}" for cut in self.cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the master and the fleet records say, and what a look at single objects shows."""
+    """The master's traffic, the fleet records, and the state of single objects."""
 
     uptime_ms: int
     """Time since the master's start; it remembers nothing from before."""
@@ -72,10 +71,9 @@ class Evidence:
     spaces: Sequence[NamespaceTraffic] = ()
     records: Sequence[FleetRecord] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """By namespace: another namespace that holds a key which was not found in the first."""
+    """By namespace: another namespace that holds a key missed in the first."""
     detached: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By namespace: how many of its objects have a missing ancestor, and how many objects were
-    looked at."""
+    """By namespace: objects with a missing ancestor, and objects inspected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class EngineGroup:
 
     @property
     def tenant(self) -> str:
-        """Whose engines these are, as far as names of namespaces say it; empty: of no tenant."""
+        """The tenant according to the names of namespaces; empty: none."""
         return self.record.tenant if self.record is not None else tenant_of(self.name)
 
     @property
@@ -101,7 +99,7 @@ class EngineGroup:
 
     @property
     def states(self) -> list[NamespaceTraffic]:
-        """The namespaces whose objects are states of recurrent layers."""
+        """The namespaces of recurrent states."""
         names = frozenset() if self.record is None else self.record.states
         return [space for space in self.spaces if space.name in names]
 
@@ -131,17 +129,17 @@ class EngineGroup:
 
     @property
     def misses(self) -> list[MissedKey]:
-        """The keys that were not found, the last one first."""
+        """The missed keys, the last one first."""
         return sorted((m for space in self.spaces for m in space.misses), key=lambda m: m.idle_ms)
 
     @property
     def requested(self) -> int:
-        """Keys that clients wanted to put."""
+        """Keys that clients requested to put."""
         return sum(row.keys for row in self.writers)
 
     @property
     def written(self) -> int:
-        """Keys that were put, or were there already when somebody wanted to."""
+        """Keys that were put, or already stored."""
         return sum(row.stored + row.found for row in self.writers)
 
     @property
@@ -154,7 +152,6 @@ class EngineGroup:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of the asked keys that were found."""
         return self.found / self.requested_keys if self.requested_keys else 0.0
 
     @property
@@ -169,7 +166,7 @@ class EngineGroup:
 def parties_of(
     spaces: Sequence[NamespaceTraffic], records: Sequence[FleetRecord]
 ) -> list[EngineGroup]:
-    """The parties of all records and namespaces, but for the namespaces of the records."""
+    """Group namespaces by fleet record; a namespace without one is a group of its own."""
     record_of = {name: record for record in records for name in record.namespaces}
     known = {_mark(record): record for record in records}
     by_record: dict[tuple[str, str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
@@ -198,15 +195,15 @@ def _mark(record: FleetRecord) -> tuple[str, str, str]:
 
 
 def expected_to_share(one: EngineGroup, other: EngineGroup) -> bool:
-    """Whether it is a fault, and no intention, that they share nothing: engines of two tenants are
-    apart on purpose. An engine without a tenant may lack a setting."""
+    """Return whether sharing nothing is a fault: engines of two tenants are separate on purpose. An
+    engine without a tenant may lack a setting."""
     return one.tenant == other.tenant or not (one.tenant and other.tenant)
 
 
 def select(
     parties: Sequence[EngineGroup], *, namespace: str = "", model: str = ""
 ) -> list[EngineGroup]:
-    """The parties with this namespace, or of this model; all of them if neither is named."""
+    """Return the groups with this namespace, or of this model; all if neither is given."""
     if namespace:
         return [party for party in parties if namespace in party.namespaces]
     if model:
@@ -222,11 +219,11 @@ def select(
 def diagnose(
     evidence: Evidence, parties: Sequence[EngineGroup], others: Sequence[EngineGroup]
 ) -> list[Cause]:
-    """The causes: problems first, and of these the ones whose fields are known.
+    """Return the causes: problems first, and of these the ones with known fields.
 
     Args:
-        parties: the parties to explain.
-        others: all parties of the store.
+        parties: the groups to explain.
+        others: all groups of the store.
     """
     if not evidence.nodes:
         return [_of_row("no_node", {})]
@@ -243,7 +240,7 @@ def diagnose(
 
 
 def _cause(case: Case) -> Cause | None:
-    """The cause of the first rule whose condition holds."""
+    """Return the cause of the first rule whose condition holds."""
     party = case.group
     name = next(name for name, holds in RULES if holds(case, party))
     if name == "explained elsewhere":
@@ -264,11 +261,11 @@ def _of_row(name: str, words: Mapping[str, object]) -> Cause:
     return Cause(row.code or name, text, advice, is_problem=row.is_problem)
 
 
-# --- the causes of one party ----------------------------------------------------------------------
+# --- the causes of one group ---------------------------------------------------------------------
 
 
 class Case(NamedTuple):
-    """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
+    """A group to explain, and the values that ``RULES`` and the texts of ``CAUSES`` read."""
 
     evidence: Evidence
     group: EngineGroup
@@ -284,25 +281,25 @@ class Case(NamedTuple):
 
     @property
     def pair(self) -> tuple[str, ...]:
-        """A namespace of the party, and another one that holds a key that was not found in it."""
+        """A namespace of the group, and another one that holds a key missed in it."""
         elsewhere = self.evidence.elsewhere
         spaces = self.group.namespaces
         return next(((name, elsewhere[name]) for name in spaces if name in elsewhere), ())
 
     @property
     def is_read_elsewhere(self) -> bool:
-        """Whether another party asks for keys of this one: its cause names both namespaces."""
+        """Whether another group looks up keys of this one; its cause names both namespaces."""
         return bool({*self.group.namespaces} & {*self.evidence.elsewhere.values()})
 
     @property
     def detached(self) -> tuple[int, int]:
-        """How many objects have a missing ancestor, and how many were looked at."""
+        """The numbers of objects with a missing ancestor, and of objects inspected."""
         seen = [self.evidence.detached.get(name, (0, 0)) for name in self.group.namespaces]
         return sum(some for some, _ in seen), sum(looked for _, looked in seen)
 
     @property
     def words(self) -> dict[str, object]:
-        """What the texts of ``CAUSES`` are formatted with."""
+        """The values for the texts of ``CAUSES``."""
         party, named = self.group, self.group.record
         lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
         deep = next((miss for miss in party.misses if miss.found), None)
@@ -315,13 +312,13 @@ class Case(NamedTuple):
             "pair": self.pair,
             "detached": self.detached,
             "objects": counted(party.objects, "object"),
-            "pages": counted(party.requested_keys, "asked page"),
+            "pages": counted(party.requested_keys, "requested page"),
             "written": counted(party.written, "object"),
             "evicted": evicted,
             "writers": _names(party.writers),
             "readers": _names(party.readers),
             "write": _do(party.writers, "write"),
-            "ask": _do(party.readers, "ask"),
+            "ask": _do(party.readers, "read"),
             "losers": ", ".join(list(dict.fromkeys(lost))[:NAMES_SHOWN]),
             "model": f"for {named.model}" if named else "there",
             "this_model": "this model" if named else "there",
@@ -348,18 +345,18 @@ class Case(NamedTuple):
 Condition = Callable[[Case, EngineGroup], object]
 
 RULES: Final[Sequence[tuple[str, Condition]]] = (
-    # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
+    # Draft pages never cause misses.
     ("draft_pages", lambda c, p: p.spaces and all(map(is_draft_namespace, p.namespaces))),
     ("evicted_keys",
      lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.hit_ratio < FEW),
     ("compared with the writer",
      lambda c, p: p.requested_keys and p.hit_ratio <= NEARLY_NONE and c.writer),
-    # Parties that only write, or do nothing.
+    # Groups that only write, or are idle.
     ("no_traffic", lambda c, p: not p.requested_keys and not p.requested),
     ("explained elsewhere", lambda c, p: not p.requested_keys and c.is_read_elsewhere),
     ("compared with the asker", lambda c, p: not p.requested_keys and c.reader),
     ("only_writers", lambda c, p: not p.requested_keys),
-    # Parties that ask.
+    # Groups with lookups.
     ("puts_fail", lambda c, p: not p.writes and p.requested),
     ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
     ("only_readers", lambda c, p: not p.writes),
@@ -375,11 +372,11 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
     ("perhaps_evicted", lambda c, p: p.evicted),
     ("other_keys", lambda c, p: True),
 )  # fmt: skip
-"""Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a party."""
+"""Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a group."""
 
 
 def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup | None:
-    """The party of the same model whose description differs least from that of ``group``."""
+    """Return the group of the same model whose fingerprint differs least from that of ``group``."""
     ours = party.record
     if ours is None:
         return None
@@ -403,12 +400,12 @@ def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup |
 
 
 def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
-    """Why an asker does not find what a writer of the same model puts."""
+    """Explain why a reader does not find what a writer of the same model puts."""
     ours, theirs = writer.record, asker.record
     assert ours is not None
     assert theirs is not None
     writing = f"{_do(writer.writers, 'write', 'another client')} {ours.model} under {writer.name}"
-    asking = f"{_do(asker.readers, 'ask')} under {asker.name}"
+    asking = f"{_do(asker.readers, 'read')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
     for name in ("engine", "tenant"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -416,7 +413,7 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
             return apart._replace(namespaces=spaces)
     must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
     lines = [
-        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
+        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} reads"
         for each in must[:FIELDS_SHOWN]
     ]
     if len(must) > FIELDS_SHOWN:
@@ -424,21 +421,21 @@ def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
     if must:
         told = "These fields must be equal"
     elif cuts:
-        told = "They hold the same bytes, only in another cut"
+        told = "They only split the same bytes differently"
     else:
-        told = "They differ in nothing that was described: only the cache's layout does"
+        told = "Only the layout of the cache differs"
     return Cause(
         "other_fingerprint",
-        f"{writing}, {asking}: other fingerprints never share a block. {told}",
+        f"{writing}, {asking}: different fingerprints never share blocks. {told}",
         _remedy(must, cuts),
         tuple(lines),
         spaces,
-        cuts=tuple(cut.text("writes", "asks") for cut in cuts),
+        cuts=tuple(cut.text("writes", "reads") for cut in cuts),
     )
 
 
 def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
-    """What to do about two descriptions; each advice once."""
+    """Return the advice for two fingerprints, without repetitions."""
     if cuts and not must:
         settings = " and ".join(cut.setting for cut in cuts)
         flags = " and ".join(cut.flag for cut in cuts)
@@ -451,7 +448,7 @@ def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
 
 
 def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:
-    """One row per client, the last active first. An engine has a namespace, so a row, per rank."""
+    """Merge rows to one per client, the last active first: an engine has a row per rank."""
     by_name: dict[tuple[str, str], ClientTraffic] = {}
     for row in rows:
         mark = row.client, row.address
@@ -495,7 +492,7 @@ def _sizes(keys: Iterable[bytes]) -> list[int]:
 
 
 def _are_hashes(sizes: Sequence[int]) -> bool:
-    """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
+    """Return whether keys of these sizes, in bytes, are hashes."""
     return bool(sizes) and all(size in HASH_BYTES for size in sizes)
 
 

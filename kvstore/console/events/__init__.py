@@ -1,1 +1,1 @@
-"""Events of a master's objects: the journal that keeps them, and how HTTP and ZeroMQ send them."""
+"""Object events: the journal that keeps them, and their delivery by HTTP and ZeroMQ."""

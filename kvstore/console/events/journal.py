@@ -1,9 +1,9 @@
 """The last events of a term, and streams of them for subscribers, as text of server-sent events.
 
-A subscriber is only a place in the journal and what its connection buffers, so a slow one costs no
-memory: it falls behind the oldest event that is kept, and is told so. Every subscriber that begins,
-or has missed something, can be told the whole set within the stream (``whole``): the rows of a
-survey stand between the events after which they are true, so that applying all in order is right.
+A subscriber is only a position in the journal, so a slow one costs no memory: it falls behind the
+oldest event kept, and gets a ``gap``. A subscriber that begins, or has missed events, can get a
+snapshot within the stream (``whole``): its rows stand between the events, so that applying all in
+order is correct.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ JOURNAL_BYTES_MAX: Final = 64 << 20
 """Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
 
 FRAME_BYTES: Final = 250
-"""Memory that a frame takes beside its events."""
+"""Memory overhead of a frame."""
 
 HEARTBEAT_S: Final = 2.0
-"""How often a stream without events says that it lives: a subscriber takes a stream that is silent
-for several such periods for dead (``kvstore.client.sse_client``)."""
+"""Heartbeat interval of a stream without events: a subscriber assumes that a stream is dead if it
+is silent for several intervals (``kvstore.client.sse_client``)."""
 
 CHUNK_EVENTS: Final = 8_192
-"""About how many events are written to a subscriber at once."""
+"""Approximate number of events written to a subscriber at once."""
 
 
 class EventPosition(NamedTuple):
-    """A place in the stream of events: after ``number`` events of ``epoch``."""
+    """A position in the stream of events: after ``number`` events of ``epoch``."""
 
     epoch: int
     number: int
@@ -55,12 +55,10 @@ class EventPosition(NamedTuple):
 
 
 class EventFilter(NamedTuple):
-    """Which events a subscriber wants."""
-
     namespace: str = ""
     """Only events of this namespace; empty: of all."""
     under: str = ""
-    """Only events of namespaces whose names begin so."""
+    """Only events of namespaces with this prefix."""
 
     def has(self, namespace: str) -> bool:
         return self.namespace in ("", namespace) and namespace.startswith(self.under)
@@ -71,11 +69,11 @@ class Journal:
 
     def __init__(self) -> None:
         self.epoch = 0
-        """0: this master does not lead, or has not said yet."""
+        """0: this master does not lead, or has not reported yet."""
         self.start = 0
-        """How many events of the term came before the first that is kept."""
+        """Number of events of the term before the first one kept."""
         self.end = 0
-        """How many events of the term there were in all."""
+        """Number of events of the term."""
         self._frames: list[Frame] = []
         self._skipped = 0
         """Frames at the front of the list that are no longer kept."""
@@ -114,7 +112,7 @@ class Journal:
             self._skipped = 0
 
     async def change(self, timeout_s: float) -> bool:
-        """Waits for the next frame for up to ``timeout_s``; returns whether one came."""
+        """Wait for the next frame for up to ``timeout_s``; return whether one came."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -123,12 +121,12 @@ class Journal:
             return False
 
     def has(self, place: EventPosition) -> bool:
-        """Whether all events after this place are kept."""
+        """Return whether all events after this position are kept."""
         return place.epoch == self.epoch and self.start <= place.number <= self.end
 
     def after(self, number: int, until: int) -> list[Frame]:
-        """Frames with the events after ``number``, up to ``until``; only the first ones if they are
-        many. The first frame may begin before ``number``."""
+        """Return frames with the events after ``number``, up to ``until``; only the first ones if
+        they are many. The first frame may begin before ``number``."""
         frames = self._frames
         if number >= min(until, self.end):
             return []
@@ -148,12 +146,12 @@ _NO_FRAME: Final = Frame(0, 0, 0, 0, 0, b"")
 
 
 class EventStreams:
-    """Makes what the subscribers of one journal are sent."""
+    """Builds the streams for the subscribers of one journal."""
 
     def __init__(
         self, journal: Journal, channel: ChildChannel, lives: Callable[[], Awaitable[bool]]
     ) -> None:
-        """``lives``: whether the master answers; the streams of one that hangs end, because another
+        """``lives`` returns whether the master answers; if it hangs, streams end, because another
         one may lead."""
         self._journal = journal
         self._channel = channel
@@ -162,17 +160,17 @@ class EventStreams:
     async def events(
         self, since: EventPosition | None, *, whole: bool, namespace: str, under: str = ""
     ) -> AsyncGenerator[bytes]:
-        """Text for one subscriber, in pieces, until this master no longer leads, or hangs.
+        """Yield text for one subscriber, in chunks, until this master no longer leads, or hangs.
 
-        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``whole``: what you
-        have is exact now; ``gap``: take a snapshot; ``begin``: events follow, and no set.
+        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``whole``: the snapshot
+        is complete; ``gap``: take a snapshot; ``begin``: events follow, without a snapshot.
 
         Args:
-            since: the last event that the subscriber has seen; None: it begins.
-            whole: tell it all that is visible, if it begins or cannot go on after ``since``.
+            since: the last event received; None: a new subscriber.
+            whole: send a snapshot to a new subscriber, or if events after ``since`` are missing.
             namespace: only objects of this namespace; ``""``: of all.
-            under: only objects of namespaces whose names begin so. The whole set is then picked
-                from a survey of the whole store.
+            under: only objects of namespaces with this prefix, filtered from a snapshot of the
+                store.
         """
         wanted = EventFilter(namespace, under)
         journal = self._journal
@@ -187,7 +185,7 @@ class EventStreams:
                         number = told
                         yield text
                 if number < 0 or journal.epoch != epoch:
-                    continue  # the whole set was cut short: begin again
+                    continue  # the snapshot was interrupted: start again
             elif place is not None and place.epoch != epoch and journal.start == 0:
                 number = 0
                 yield _note("cleared", EventPosition(epoch, 0))
@@ -202,7 +200,8 @@ class EventStreams:
     async def _follow(
         self, epoch: int, number: int, wanted: EventFilter
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Texts of the events after ``number``, each with the number it reaches; ends at a gap."""
+        """Yield texts of the events after ``number``, each with the number it reaches; end at a
+        gap."""
         journal = self._journal
         due = time.monotonic() + HEARTBEAT_S
         while journal.has(EventPosition(epoch, number)):
@@ -212,10 +211,10 @@ class EventStreams:
                 number = frames[-1].before + frames[-1].count
             if text:
                 yield number, text
-            elif time.monotonic() >= due:  # also if no event of the frames was wanted
+            elif time.monotonic() >= due:  # also if the filter excludes all events of the frames
                 if not await self._lives():
                     raise UnavailableError("the master does not answer")
-                yield number, b"id: %d-%d\n\n" % (epoch, number)  # a place, but no event
+                yield number, b"id: %d-%d\n\n" % (epoch, number)  # a position without an event
             else:
                 await (asyncio.sleep(0) if frames else journal.change(due - time.monotonic()))
                 continue
@@ -224,9 +223,11 @@ class EventStreams:
     async def _snapshot_then_follow(
         self, epoch: int, wanted: EventFilter
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Text of all that is visible, the events meanwhile included. Each piece has the number -1,
-        but the last one that of the last event. Ends early, without it, if events are missing."""
-        # Until all is told there is no place to resume from, so the subscriber's id is cleared.
+        """Yield text of a snapshot, with the events meanwhile. Each chunk has the number -1, except
+        the last one, which has that of the last event. Ends early, without it, if events are
+        missing."""
+        # Without a complete snapshot there is no position to resume from, so clear the subscriber's
+        # id.
         yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
         number = -1
         async with contextlib.aclosing(self.changes(epoch, wanted.namespace)) as changes:
@@ -237,9 +238,9 @@ class EventStreams:
             yield number, _note("whole", EventPosition(epoch, number))
 
     async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
-        """Lists of events to apply in order, after which all that is visible is known. The last one
-        has the number of the last event, all others -1. Ends early, after a -1, if events were
-        missed or the term is over. Raises UnavailableError: the master hangs."""
+        """Yield lists of events to apply in order, which make a snapshot. The last one has the
+        number of the last event, all others -1. Ends early, after a -1, if events were missed or
+        the term is over. Raises UnavailableError: the master hangs."""
         journal = self._journal
         number: int | None = None
         is_last = False
@@ -265,14 +266,14 @@ class EventStreams:
 
 @lru_cache(maxsize=64)
 def _text(frame: Frame, skipped: int, wanted: EventFilter) -> bytes:
-    """Text of a frame's events after the first ``skipped``. Subscribers that keep up share it."""
+    """Return text of a frame's events after the first ``skipped``. Subscribers share it."""
     first = frame.before + 1 + skipped
     return "".join(_lines(frame.epoch, first, _events(frame)[skipped:], wanted)).encode()
 
 
 @lru_cache(maxsize=16)
 def _events(frame: Frame) -> list[Event]:
-    """The events of a frame. Subscribers that keep up, but want different events, share them."""
+    """Return the events of a frame. Subscribers with different filters share them."""
     events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
     return events
 
@@ -280,7 +281,7 @@ def _events(frame: Frame) -> list[Event]:
 def _lines(
     epoch: int, number: int | None, events: list[Event], wanted: EventFilter
 ) -> Iterator[str]:
-    """Text of events. ``number``: that of the first event; None: they get no id."""
+    """Yield text of events. ``number``: that of the first event; None: they get no id."""
     for index, event in enumerate(events):
         if not wanted.has(event[0]):
             continue

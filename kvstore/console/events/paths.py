@@ -1,4 +1,4 @@
-"""The path of events: a stream of server-sent events."""
+"""The HTTP endpoint of object events: a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvstore.security.permissions import check_events
 PATH: Final = "/api/v1/events"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams at once; of one identity, or else of one address, as many as it leaves."""
+"""Concurrent streams, with a limit per identity, or else per address."""
 
 STALLED_S: Final = 30.0
-"""A subscriber that reads nothing for so long is cut; it may resume."""
+"""Seconds after which a subscriber that reads nothing is disconnected; it may resume."""
 
 FIRST_S: Final = 2.0
-"""How long a request waits for the master's first frame, after the start of this process."""
+"""Seconds for which a request waits for the master's first frame after the start."""
 
 RETRY: Final = b"retry: 1000\n\n"
-"""Tells clients after how many milliseconds to connect again."""
+"""Reconnection delay of clients, in milliseconds."""
 
 _TRUE: Final = ("1", "true", "yes", "")
 
@@ -52,7 +52,7 @@ class EventsRequest(ApiRequest):
 
 
 def disabled_endpoints() -> list[Operation]:
-    """The endpoints of ``EventsAPI`` in a master without events: each answers 404."""
+    """Return the endpoints of ``EventsAPI`` for a master without events: each responds 404."""
 
     async def refused(request: web.Request, asked: ApiRequest) -> web.StreamResponse:
         del request, asked
@@ -67,8 +67,8 @@ class EventsAPI:
     def __init__(
         self, journal: Journal, channel: ChildChannel, readiness: Callable[[], Awaitable[Readiness]]
     ) -> None:
-        """``readiness``: says who leads, if this master does not; raises UnavailableError if this
-        master hangs."""
+        """``readiness`` returns the leader if this master does not lead; raises UnavailableError if
+        this master hangs."""
         self._readiness = readiness
         self.journal = journal
         self.streams = EventStreams(journal, channel, self._lives)
@@ -94,7 +94,7 @@ class EventsAPI:
         content="text/event-stream", has_own_bounds=True,
     )  # fmt: skip
     async def _events(self, request: web.Request, asked: EventsRequest) -> web.StreamResponse:
-        """What becomes visible in the store and what is gone."""
+        """Stream object events: objects stored and removed."""
         since = request.headers.get("Last-Event-ID") or asked.since
         place = EventPosition.parse(since) if since else None
         _check(asked.namespace, asked.under)
@@ -118,13 +118,13 @@ class EventsAPI:
 
 
 def _check(*namespaces: str) -> None:
-    """Raises InvalidArgumentError. An empty name, which stands for all namespaces, is right."""
+    """Raises InvalidArgumentError. An empty name is valid: all namespaces."""
     for each in filter(None, namespaces):
         check_namespace(each)
 
 
 async def _send(request: web.Request, texts: AsyncGenerator[bytes]) -> web.StreamResponse:
-    no_buffer = {"X-Accel-Buffering": "no"}  # nginx would hold events back in its buffer
+    no_buffer = {"X-Accel-Buffering": "no"}  # nginx would buffer events
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **no_buffer})
     await response.prepare(request)
     with writing(request):

@@ -1,9 +1,9 @@
-"""Publishes events by ZeroMQ, as vLLM publishes those of its own cache; needs pyzmq and msgpack.
+"""Publishes events over ZeroMQ in vLLM's format of KV cache events; needs pyzmq and msgpack.
 
-A batch is three frames: topic, number of the batch (64 bits, big endian), and ``[time, [event,
-...], rank]`` in msgpack. Each event is a map with the fields of vLLM's events and of those of
-Mooncake's master. A second socket replays the last batches by vLLM's protocol. When a term begins,
-or events were missed, this process publishes ``AllBlocksCleared`` and then all that is visible.
+A batch is three frames: topic, batch number (64 bits, big endian), and ``[time, [event, ...],
+rank]`` in msgpack. Each event is a map with the fields of vLLM's and of Mooncake's events. A second
+socket replays the last batches by vLLM's protocol. At the start of a term, and after missed events,
+``AllBlocksCleared`` and then a snapshot are published.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ log = logging.getLogger("kvstore.console")
 HANDSHAKE_MS: Final = 5_000
 
 SILENT_MS: Final = 30_000
-"""A peer that reads nothing for so long is cut, by the kernel. It may connect again."""
+"""Time after which the kernel disconnects a peer that reads nothing. It may connect again."""
 
 SAID_BYTES_MAX: Final = 1_024
-"""Bytes that a peer may send at once: an identity, a topic or a number."""
+"""Maximum bytes of a message from a peer: an identity, a topic or a number."""
 
 SEND_BYTES: Final = 256 << 10
 """The kernel's buffer for one peer."""
 
 BATCHES_WAITING_MAX: Final = 500
-"""Batches that wait for one subscriber, some 400 KiB each at most, which peers share; further ones
+"""Queued batches of one subscriber, at most some 400 KiB each, shared by all peers. Further ones
 are dropped for it, and it sees a gap in their numbers."""
 
 REPLAY_WAITING_MAX: Final = 8
@@ -49,8 +49,8 @@ REPLAY_WAITING_MAX: Final = 8
 
 FULL_S: Final = 0.005
 STALLED_S: Final = 2.0
-"""How long a replay pauses when its peer has not read, and after how long it gives up. There is one
-replay at a time, as vLLM has it."""
+"""Seconds for which a replay waits for its peer to read, before it ends. As in vLLM, one replay
+runs at a time."""
 
 REPLAY_BYTES_MAX: Final = 64 << 20
 REPLAY_BATCHES_MAX: Final = 10_000
@@ -59,7 +59,7 @@ JOINING_S: Final = 1.0
 """Pause after the start, so that earlier subscribers connect again: every 100 ms by default."""
 
 FLEET_S: Final = 10.0
-"""How often the fleet records are read again for a namespace that is in none of them."""
+"""Interval for reading the fleet records for a namespace that they do not name."""
 
 MEDIUM: Final = "STORAGE"
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -71,15 +71,13 @@ _GROUP: Final = re.compile(r"/g(\d+)/")
 
 
 Model = tuple[str, int]
-"""The model whose blocks a namespace holds: name, and tokens per block (0: not known)."""
+"""The model of a namespace: name, and tokens per block (0: not known)."""
 
 Fleet = Mapping[str, Model]
 """The models by namespace."""
 
 
 class Batch(NamedTuple):
-    """A batch as it was published."""
-
     topic: bytes
     number: int
     payload: zmq.Frame
@@ -114,7 +112,7 @@ class ZmqPublisher:
         self._topics: set[bytes] = set()
         """Topics for which ``CLEARED`` was published in this term."""
         self._known: set[bytes] = set()
-        # Above all numbers of the process before this one, so that subscribers notice a gap.
+        # Higher than all numbers of the previous process, so that subscribers notice a gap.
         self._batch = itertools.count(time.time_ns() // 1_000)
         self._sent: deque[Batch] = deque()
         """The last batches; their numbers are consecutive."""
@@ -156,8 +154,6 @@ class ZmqPublisher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(0)
 
-    # --- publishing -----------------------------------------------------------------------------
-
     async def _run(self) -> None:
         journal = self._journal
         await asyncio.sleep(JOINING_S)
@@ -176,7 +172,7 @@ class ZmqPublisher:
                     await journal.change(HEARTBEAT_S)
 
     async def _begin(self, epoch: int) -> int | None:
-        """Publishes all that is visible. Returns the last event's number; None if cut short."""
+        """Publish a snapshot. Return the last event's number; None if it was interrupted."""
         self._topics.clear()
         for topic in sorted(self._known):
             await self._send(topic, [])
@@ -221,8 +217,6 @@ class ZmqPublisher:
             self._sent_bytes -= len(self._sent.popleft().payload)
         await self._socket.send_multipart((topic, number.to_bytes(8, "big"), payload))
 
-    # --- replaying ------------------------------------------------------------------------------
-
     async def _replay_forever(self) -> None:
         while True:
             request = await self._router.recv_multipart()
@@ -230,8 +224,7 @@ class ZmqPublisher:
                 await self._replay(request[0], int.from_bytes(request[2], "big"))
 
     async def _replay(self, peer: bytes, first: int) -> None:
-        """Sends the batches from ``first`` on, those included that are published meanwhile. Leaves
-        out batches that are no longer kept."""
+        """Send the stored batches from ``first`` on, including those published meanwhile."""
         while self._sent and first <= self._sent[-1].number:
             first = max(first, self._sent[0].number)
             topic, number, payload = self._sent[first - self._sent[0].number]
@@ -243,7 +236,7 @@ class ZmqPublisher:
     async def _send_to_peer(
         self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]
     ) -> bool:
-        """Sends to a peer. Returns False if the peer has left, or does not read."""
+        """Send to a peer. Return False if the peer has left, or does not read."""
         until = time.monotonic() + STALLED_S
         while time.monotonic() < until:
             try:
@@ -258,7 +251,7 @@ class ZmqPublisher:
 
 
 def described(event: Event, model: Model) -> dict[str, Any]:
-    """An event as a map for both vLLM (``type`` ...) and Mooncake (``event_type`` ...)."""
+    """Return an event as a map for both vLLM (``type`` ...) and Mooncake (``event_type`` ...)."""
     namespace, key, parent, size, depth = event
     group = _GROUP.search(namespace)
     both: dict[str, Any] = {
@@ -287,12 +280,12 @@ def described(event: Event, model: Model) -> dict[str, Any]:
 
 
 def _hash(key: bytes) -> int:
-    """A key as vLLM and SGLang send hashes: its last 8 bytes as an integer."""
+    """Return a key in the hash format of vLLM and SGLang: its last 8 bytes as an integer."""
     return int.from_bytes(key[-_HASH_BYTES:], "big")
 
 
 def _text(key: bytes) -> str:
-    """A key as text if it is printable text; else in hexadecimal."""
+    """Return a key as text if it is printable; else in hexadecimal."""
     try:
         text = key.decode()
     except UnicodeDecodeError:

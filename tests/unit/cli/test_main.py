@@ -270,7 +270,7 @@ def test_status(kv: KV) -> None:
         "alive",
         "256 MiB of 1.00 GiB used (25 %)",
         "evictions",
-        "warning: 1 object with fewer replicas than were asked for.",
+        "warning: 1 object with fewer replicas than requested.",
     ):
         assert part in text
     found = kv("status", "--json").json

@@ -124,7 +124,7 @@ def test_one_screen_says_who_and_why(why: KV) -> None:
     assert "writes  prefill-1 (10.0.0.8), 2.0 s ago: 8 of 8 keys stored" in result.out
     assert "asks    decode-1 (10.0.0.9), 1.0 s ago: 0 of 8 keys found" in result.out
     assert "key 1 of 8, asked by decode-1 1.0 s ago" in result.out
-    assert "dtype: bfloat16 writes, float16 asks" in result.out
+    assert "dtype: bfloat16 writes, float16 reads" in result.out
     assert len(result.out.splitlines()) < 24
     assert max(map(len, result.out.splitlines())) <= 100
 
@@ -135,7 +135,7 @@ def test_a_program_gets_the_same(why: KV) -> None:
     found = json.loads(result.out)
     assert result.code == 1
     assert [cause["code"] for cause in found["causes"]] == ["other_fingerprint"]
-    assert found["causes"][0]["fields"] == ["dtype: bfloat16 writes, float16 asks"]
+    assert found["causes"][0]["fields"] == ["dtype: bfloat16 writes, float16 reads"]
     assert {party["fingerprint"] for party in found["groups"]} == {"a" * 8, "b" * 8}
     assert {party["missed"] and party["missed"]["key"] for party in found["groups"]} == {
         None, "01" * 32,
@@ -156,7 +156,7 @@ def test_a_missed_key_is_looked_for_in_other_namespaces(why: KV, store: FakeClie
     store.spaces = [space("x", 4, [writer()]), space("y", 0, [], [reader()], [missed()])]
     store.held = {("x", b"\x01" * 32)}
     result = why("y")
-    assert "a key that decode-1 asked for in y is stored in x" in result.out
+    assert "a key that decode-1 looked up in y is stored in x" in result.out
 
 
 def test_no_name_reaches_the_terminal_as_it_is(why: KV, store: FakeClient) -> None:

@@ -15,7 +15,7 @@ PAGE = resources.files("kvstore.console.dashboard") / "page"
 
 def test_every_event_of_the_master_has_a_sentence() -> None:
     script = (PAGE / "page.js").read_text()
-    words = re.search(r"(?ms)^const WORDS = \{(.*?)^\};", script)
+    words = re.search(r"(?ms)^const CLUSTER_EVENT_TEXTS = \{(.*?)^\};", script)
     assert words is not None
     known = set(re.findall(r"(?m)^  (\w+): \(f\)", words[1]))
     (folder,) = map(Path, kvstore.master.__path__)

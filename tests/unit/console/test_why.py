@@ -42,9 +42,9 @@ def space(
     partly: int = 0,
     evicted: int = 0,
 ) -> NamespaceTraffic:
-    questions = max(none + partly, len(askers))
+    queries = max(none + partly, len(askers))
     return NamespaceTraffic(
-        name, objects, 10 * objects, putters, askers, misses, questions, none, partly, evicted,
+        name, objects, 10 * objects, putters, askers, misses, queries, none, partly, evicted,
         3, 240_000,
     )  # fmt: skip
 
@@ -104,12 +104,12 @@ def of(tenant: str, mark: str, **changes: Any) -> FleetRecord:
 RANKS = tuple(f"vllm/a/{rank}" for rank in range(4))
 
 CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
-    ("nothing", [], {}, "no client has put", "kvstore doctor"),
+    ("nothing", [], {}, "no traffic here", "kvstore doctor"),
     ("nothing", [], {"records": [record("a")]}, "", ""),
     ("nothing", [space(FLEET_NAMESPACE, 3)], {}, "", ""),
     ("nothing", [space("acme/vllm-fleet", 3)], {}, "", ""),
     ("no_node", [asks("n")], {"nodes": 0}, "", "kvstore-node"),
-    ("draft_pages", [asks(DRAFT)], {}, "0 of 8 asked pages", ""),
+    ("draft_pages", [asks(DRAFT)], {}, "0 of 8 requested pages", ""),
     ("other_engine", [writes("vllm/a"), asks("sglang/b")],
      {"records": [record("a"), record("b", engine="sglang")]}, "different engines", "one kind"),
     ("other_tenant", [writes("acme/vllm/a"), asks("vllm/a")],
@@ -117,22 +117,22 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
      "KVSTORE_TENANT"),
     ("other_fingerprint", [writes("vllm/a"), asks("vllm/b")],
      {"records": [record("a"), record("b")]}, "layout", "same weights and settings"),
-    ("only_readers", [asks("n")], {}, "decode asks in n, and no client writes there",
+    ("only_readers", [asks("n")], {}, "decode reads in n, and no client writes there",
      "kv_producer"),
     ("only_readers", [asks("vllm/a/g0/draft-0123")], {}, "", ""),
-    ("only_writers", [writes("n")], {}, "prefill writes n, and no client asks", "kv_consumer"),
+    ("only_writers", [writes("n")], {}, "and no client looks up keys", "kv_consumer"),
     ("no_traffic", [space("n", 5)], {}, "5 objects in n", ""),
     ("puts_fail", [space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1)], {},
      "64 keys", "kvstore status"),
     ("other_namespace", [writes("x", who="p"), both("y")], {"elsewhere": {"y": "x"}},
-     "asked for in y is stored in x", "give both the same"),
+     "looked up in y is stored in x", "give both the same"),
     ("evicted", [both("n", 0, evicted=8, none=1)], {}, "8 objects of n evicted, 0 left",
      "--memory"),
     ("evicted", [both("n", 4, evicted=90, none=1)], {}, "not been used for 4 min", ""),
     ("evicted", [asks("n", evicted=8)], {}, "", ""),
     ("evicted", [both("n", found=20, evicted=30, partly=4)], {}, "", ""),
     ("evicted", [both("n", 61, evicted=19, none=4, misses=[miss(), miss(evicted=True)])], {},
-     "what decode asked for had been evicted before: 19 objects of n evicted, 61 left", "--memory"),
+     "by decode had been evicted before: 19 objects of n evicted, 61 left", "--memory"),
     ("evicted", [both("n", 61, evicted=19, none=4, found=20, misses=[miss(evicted=True)])], {},
      "had been evicted before", ""),
     ("evicted", [both("vllm/b", 61, evicted=19, misses=[miss(evicted=True)]), writes("vllm/a")],
@@ -146,13 +146,13 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
     ("other_keys", [both("n", none=3)], {}, "the first key of 3 of 3", "PYTHONHASHSEED"),
     ("other_keys", [ALONE], {}, "", "salt and adapter."),
     ("other_keys", [both("n", none=3, misses=[miss(b"m" * 16)])], {},
-     "under keys of 32 bytes; asked were keys of 16 bytes", "--prefix-caching-hash-algo"),
+     "under keys of 32 bytes; lookups used keys of 16 bytes", "--prefix-caching-hash-algo"),
     ("other_keys", [both("n", none=3, misses=[miss(b"model/layer")])], {}, "first block on", ""),
-    ("broken_chain", [both("n", none=1)], {"detached": {"n": (6, 8)}}, "6 of 8 objects", "mends"),
+    ("broken_chain", [both("n", none=1)], {"detached": {"n": (6, 8)}}, "6 of 8 objects", "repairs"),
     ("other_keys", [both("n", none=1)], {"detached": {"n": (1, 8)}}, "", ""),
     ("prefix_ends", [both("n", found=20, partly=4, none=1, misses=[miss(found=5)])], {},
      "after 5 of 8 keys", "shared beginning"),
-    ("prefix_ends", [both("n", partly=4, none=1)], {}, "4 of 5 questions", ""),
+    ("prefix_ends", [both("n", partly=4, none=1)], {}, "4 of 5 queries", ""),
     ("few_hits", [both("n", found=20, none=4, partly=1)], {}, "20 % of 100 keys", "new prompts"),
     ("few_hits", [both("n", 61, evicted=19, found=20, none=4)], {}, "(19 objects evicted)",
      "may be too small"),
@@ -189,12 +189,12 @@ def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> N
     (cause,) = found
     assert cause.code == "other_fingerprint"
     assert "prefill writes m under vllm aaaaaaaa" in cause.text
-    assert "decode asks under vllm bbbbbbbb" in cause.text
+    assert "decode reads under vllm bbbbbbbb" in cause.text
     assert cause.text.endswith("These fields must be equal")
-    assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
+    assert cause.fields == ("dtype: bfloat16 writes, float16 reads",)
     assert cause.cuts == (
-        'block size: 16 writes, 32 asks ("block_tokens": 16 in the one with blocks of 32 would let '
-        "them share)",
+        'block size: 16 writes, 32 reads ("block_tokens": 16 in the one with blocks of 32 would '
+        "let them share)",
     )
     assert "--dtype" in cause.remedy
     assert cause.namespaces == ("vllm/a", "vllm/b")
@@ -236,13 +236,13 @@ def test_a_model_that_is_only_written_is_told_whatever_others_ask(
     records = [record("a"), record("x", model="another")]
     (cause,) = causes(writes("vllm/a"), asked, records=records, model="m")
     assert cause.code == "only_writers"
-    assert "no client asks for m" in cause.text
+    assert "no client looks up keys for m" in cause.text
 
 
 def test_the_same_bytes_in_another_cut_are_told_with_the_setting() -> None:
     other = record("b", groups=[{"block_tokens": 32}], tensor_parallel=2)
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a", tensor_parallel=1), other])
-    assert cause.text.endswith("They hold the same bytes, only in another cut")
+    assert cause.text.endswith("They only split the same bytes differently")
     assert not cause.fields
     assert [cut.partition(":")[0] for cut in cause.cuts] == ["tensor-parallel size", "block size"]
     assert cause.remedy == (

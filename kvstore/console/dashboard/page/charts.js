@@ -3,9 +3,9 @@
 
 const CHARTS = [
   { title: "Hit ratio", unit: (n) => percent(n), top: () => 1, lines: [["found", (h, i) => ratio(h.matched_per_s[i], h.missed_per_s[i])]] },
-  { title: "Blocks asked for", unit: (n) => `${count(n)}/s`, lines: [["found", "matched_per_s"], ["missed", "missed_per_s"]] },
+  { title: "Blocks looked up", unit: (n) => `${count(n)}/s`, lines: [["found", "matched_per_s"], ["missed", "missed_per_s"]] },
   { title: "Calls", unit: (n) => `${count(n)}/s`, lines: [["calls", "calls_per_s"]] },
-  { title: "Time of a call", unit: (n) => time(n), lines: [["p50", "call_p50_s"], ["p99", "call_p99_s"]] },
+  { title: "Call latency", unit: (n) => time(n), lines: [["p50", "call_p50_s"], ["p99", "call_p99_s"]] },
   { title: "Memory", unit: (n) => bytes(n), top: (h) => Math.max(...h.size_bytes), lines: [["used", "used_bytes"]] },
   { title: "Objects", unit: (n) => `${count(n)}/s`, lines: [["put", "stored_per_s"], ["evicted", "evicted_per_s"]] },
   { title: "Bytes put", unit: (n) => `${bytes(n)}/s`, lines: [["put", "stored_bytes_per_s"]] },
@@ -22,21 +22,21 @@ class Chart {
     this.chosen = null;
     this.reading = element("span", "reading");
     this.top = element("span");
-    this.svg = drawn("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", "aria-hidden": true });
-    this.svg.append(drawn("line", { x1: 0, x2: 1000, y1: 50, y2: 50 }));
+    this.svg = svgElement("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", "aria-hidden": true });
+    this.svg.append(svgElement("line", { x1: 0, x2: 1000, y1: 50, y2: 50 }));
     this.paths = described.lines.map((_, index) => {
-      const path = drawn("path", { class: index ? "second" : "first" });
+      const path = svgElement("path", { class: index ? "second" : "first" });
       this.svg.append(path);
       return path;
     });
-    this.cursor = drawn("line", { class: "cursor", y1: 0, y2: 100, visibility: "hidden" });
+    this.cursor = svgElement("line", { class: "cursor", y1: 0, y2: 100, visibility: "hidden" });
     this.svg.append(this.cursor);
-    // What a slider is to a screen reader: a value along a range, moved with the arrow keys.
+    // For screen readers a slider: a value in a range, moved with the arrow keys.
     this.plot = element("div", "plot", this.svg);
     for (const [name, value] of Object.entries({ role: "slider", tabindex: 0, "aria-label": described.title, "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "nothing yet" })) this.plot.setAttribute(name, value);
     this.times = [element("time"), element("time"), element("time")];
     this.rows = element("tbody");
-    this.table = element("details", "", element("summary", "", "Table"), wide(`${described.title}, as a table`,
+    this.table = element("details", "", element("summary", "", "Table"), scrollable(`${described.title}, as a table`,
       element("table", "counted from-second",
         element("thead", "", element("tr", "", ...["time", ...described.lines.map(([name]) => name)].map(headCell))), this.rows)));
     const names = described.lines.map(([name], index) => element("span", index ? "second-name" : "first-name", name, " "));
@@ -60,7 +60,7 @@ class Chart {
     this.values = this.described.lines.map(([, of]) => typeof of === "string" ? history[of] : at.map((_, i) => of(history, i)));
     const known = this.values.flat().filter((value) => value != null);
     const top = this.described.top && known.length ? this.described.top(history) : Math.max(0, ...known) * 1.1;
-    // A history that has just begun is not a line at the right edge.
+    // A short history fills the chart.
     this.spanMs = Math.min(HOUR_MS, Math.max(SPAN_MIN_MS, this.end - (at[0] ?? this.end)));
     this.times.forEach((label, index) => {
       const ms = this.end - this.spanMs * (1 - index / 2);
@@ -72,8 +72,8 @@ class Chart {
       values.forEach((value, i) => {
         if (value == null) { before = null; return; }
         const joined = before != null && at[i] - before < 2.5 * HISTORY_MS;
-        const place = `${this.x(at[i]).toFixed(1)} ${(98 - 96 * (top ? value / top : 0)).toFixed(1)}`;
-        text += joined ? `L${place}` : `M${place}h.1`;
+        const point = `${this.x(at[i]).toFixed(1)} ${(98 - 96 * (top ? value / top : 0)).toFixed(1)}`;
+        text += joined ? `L${point}` : `M${point}h.1`;
         before = at[i];
       });
       this.paths[index].setAttribute("d", text);
@@ -110,17 +110,17 @@ class Chart {
     this.chosen = index;
     const at = index ?? this.last();
     if (at == null) return;
-    const told = this.values.map((values) => this.described.unit(values[at] ?? null));
+    const values = this.values.map((line) => this.described.unit(line[at] ?? null));
     const when = clock(this.history.at_ms[at]);
-    put(this.reading, `${index == null ? "" : `${when}  `}${told.join(" · ")}`);
+    put(this.reading, `${index == null ? "" : `${when}  `}${values.join(" · ")}`);
     this.cursor.setAttribute("visibility", index == null ? "hidden" : "visible");
     for (const side of ["x1", "x2"]) this.cursor.setAttribute(side, this.x(this.history.at_ms[at]).toFixed(1));
     this.plot.setAttribute("aria-valuemax", this.last());
     this.plot.setAttribute("aria-valuenow", at);
-    this.plot.setAttribute("aria-valuetext", `${when}: ${this.described.lines.map(([name], line) => `${name} ${told[line]}`).join(", ")}`);
+    this.plot.setAttribute("aria-valuetext", `${when}: ${this.described.lines.map(([name], line) => `${name} ${values[line]}`).join(", ")}`);
   }
 
-  /** The values as a table, the last first; only while it is open. */
+  /** Fills the table, the last values first, while it is open. */
   tabulate() {
     if (!this.table.open || !this.history) return;
     table(this.rows, this.history.at_ms.map((ms, i) => [[clock(ms)], ...this.values.map((values) => [this.described.unit(values[i] ?? null), "number"])]).reverse());

@@ -1,22 +1,21 @@
 "use strict";
-// The view of prefixes: the chains that are used most as a tree of branches, the blocks of one branch, and where
-// pasted keys are. It uses the functions of page.js.
+// The view of prefixes: the most used chains as a tree of branches, the blocks of one branch, and a search for keys.
+// It uses the functions of page.js.
 
 const CHAINS_MS = 4000, LEVELS_MAX = 12, PAGE_BLOCKS = 50, FIND_MS = 12000;
 
-// What is open at first: the first namespaces, of each the first chains without what continues them; a namespace
-// with few branches whole.
+// Initially open: the first namespaces, with their first chains; all branches of a small namespace.
 const SPACES_SHOWN = 20, SPACES_OPEN = 3, ROOTS_SHOWN = 4, UNFOLDED_MAX = 6;
 
 const ORDERS = {
   matched: (branch) => -branch.matched,
   used: (branch) => branch.idle_ms,
-  size: (branch) => -branch.whole_size,
+  size: (branch) => -branch.total_size,
 };
 
-/** A long key, with its beginning and end. */
+/** Shortens a long key to its beginning and end. */
 function shortKey(text) {
-  const signs = Array.from(shown(text));
+  const signs = Array.from(escapeText(text));
   return signs.length > 30 ? `${signs.slice(0, 20).join("")}…${signs.slice(-6).join("")}` : signs.join("");
 }
 
@@ -24,13 +23,13 @@ function ageClass(ms) {
   return ms < 60e3 ? "now" : ms < 600e3 ? "soon" : ms < 3600e3 ? "hour" : "old";
 }
 
-const few = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
+const plural = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 
 // --- the tree ------------------------------------------------------------------------------------
 
 let chains = null;
 
-/** What a click has opened (true) or closed: namespaces, branches, and whole lists. */
+/** Namespaces, branches and lists that a click has opened (true) or closed. */
 const folds = new Map();
 const isOpen = (id, atFirst) => folds.get(id) ?? atFirst;
 
@@ -42,40 +41,40 @@ function fold(id, open) {
 /** The namespaces of the branches in the chosen order, each with its tree. */
 function treesOf(branches) {
   const order = ORDERS[$("chains-order").value] || ORDERS.matched;
-  const below = branches.map(() => []), trees = new Map();
+  const children = branches.map(() => []), trees = new Map();
   branches.forEach((branch, index) => {
-    branch.whole_size = branch.size;
-    if (branch.above) { below[branch.above - 1].push(index); return; }
+    branch.total_size = branch.size;
+    if (branch.above) { children[branch.above - 1].push(index); return; }
     if (!trees.has(branch.namespace)) trees.set(branch.namespace, { name: branch.namespace, roots: [], branches: 0 });
     trees.get(branch.namespace).roots.push(index);
   });
   for (let index = branches.length - 1; index >= 0; index--) {
     const branch = branches[index];
-    if (branch.above) branches[branch.above - 1].whole_size += branch.whole_size;
+    if (branch.above) branches[branch.above - 1].total_size += branch.total_size;
     trees.get(branch.namespace).branches++;
   }
   const by = (one, other) => order(branches[one]) - order(branches[other]);
-  for (const list of [...below, ...[...trees.values()].map((tree) => tree.roots)]) list.sort(by);
-  return [...trees.values()].sort((one, other) => by(one.roots[0], other.roots[0])).map((tree) => ({ ...tree, below }));
+  for (const list of [...children, ...[...trees.values()].map((tree) => tree.roots)]) list.sort(by);
+  return [...trees.values()].sort((one, other) => by(one.roots[0], other.roots[0])).map((tree) => ({ ...tree, children }));
 }
 
-/** The rows of one namespace: its branches, those that continue an open one below it, and what is not shown. */
+/** The rows of one namespace: its branches, descendants of open ones, and the numbers of hidden ones. */
 function rowsOf(tree, branches) {
   const small = tree.branches <= UNFOLDED_MAX, all = `all ${tree.name}`;
   const shownRoots = small || isOpen(all, false) ? tree.roots : tree.roots.slice(0, ROOTS_SHOWN);
   const rows = [], waiting = shownRoots.map((index) => [index, 0]).reverse();
   while (waiting.length) {
     const [index, level] = waiting.pop(), branch = branches[index];
-    if (branch === undefined) { rows.push({ others: `and ${few(-index, "other continuation", "other continuations")} that are not shown`, level }); continue; }
+    if (branch === undefined) { rows.push({ others: `${plural(-index, "more branch", "more branches")} not shown`, level }); continue; }
     const id = `branch ${tree.name} ${branch.key}`, open = isOpen(id, small);
     rows.push({ branch, level, id, open });
     if (!open) continue;
-    const hidden = branch.children - tree.below[index].length;
+    const hidden = branch.children - tree.children[index].length;
     if (hidden > 0) waiting.push([-hidden, level + 1]);
-    waiting.push(...tree.below[index].map((each) => [each, level + 1]).reverse());
+    waiting.push(...tree.children[index].map((child) => [child, level + 1]).reverse());
   }
   const rest = tree.roots.length - shownRoots.length;
-  if (rest) rows.push({ level: 0, more: `Show ${few(rest, "more chain", "more chains")}`, id: all });
+  if (rest) rows.push({ level: 0, more: `Show ${plural(rest, "more chain", "more chains")}`, id: all });
   return rows;
 }
 
@@ -102,21 +101,21 @@ function showBranch(item, row, largest) {
   if (!branch) return;
   put(fold_, row.open ? "▾" : "▸");
   fold_.setAttribute("aria-expanded", row.open);
-  fold_.setAttribute("aria-label", `${few(branch.children, "continuation", "continuations")} of ${shortKey(branch.last)}`);
+  fold_.setAttribute("aria-label", `${plural(branch.children, "branch", "branches")} of ${shortKey(branch.last)}`);
   const [name, bar, text] = button.children;
   put(name, `${branch.blocks > 1 ? `${shortKey(branch.first)} … ` : ""}${shortKey(branch.last)}`);
   bar.firstChild.className = ageClass(branch.idle_ms);
   bar.firstChild.style.width = `${Math.max(1, 100 * branch.size / largest)}%`;
   put(text, [
-    few(branch.blocks, "block", "blocks"), bytes(branch.size),
-    branch.matched ? `matched ${few(branch.matched, "time", "times")} in ${time(Math.floor(branch.counted_ms / 1000))}` : "no match counted",
-    `unused for ${time(branch.idle_ms / 1000)}`,
-    ...(branch.children ? [few(branch.children, "continuation", "continuations")] : []),
-    ...(branch.missing ? [`${few(branch.missing, "block", "blocks")} missing`] : []),
+    plural(branch.blocks, "block", "blocks"), bytes(branch.size),
+    branch.matched ? `matched ${plural(branch.matched, "time", "times")} in ${time(Math.floor(branch.counted_ms / 1000))}` : "no matches counted",
+    `idle ${time(branch.idle_ms / 1000)}`,
+    ...(branch.children ? [plural(branch.children, "branch", "branches")] : []),
+    ...(branch.missing ? [`${plural(branch.missing, "block", "blocks")} missing`] : []),
     ...(branch.being_written ? [`${branch.being_written.toLocaleString("en")} being written`] : []),
     ...(branch.pinned ? [`${branch.pinned.toLocaleString("en")} pinned`] : []),
-    ...(branch.truncated ? ["goes on above"] : []),
-    Object.keys(branch.nodes).map((node) => `on ${shown(node)}`).join(", ") || "on no node",
+    ...(branch.truncated ? ["truncated"] : []),
+    Object.keys(branch.nodes).map((node) => `on ${escapeText(node)}`).join(", ") || "no node",
   ].join(" · "));
 }
 
@@ -133,56 +132,56 @@ function showSpace(section, tree) {
   section.tree = tree;
   button.setAttribute("aria-expanded", tree.open);
   put(button.children[0], tree.open ? "▾" : "▸");
-  put(button.children[1], shown(tree.name));
+  put(button.children[1], escapeText(tree.name));
   put(button.children[2], modelOf.get(tree.name) || "");
   const roots = tree.roots.map((index) => chains.branches[index]);
-  put(text, [few(roots.length, "chain", "chains"), few(tree.branches, "branch", "branches"), bytes(sum(roots.map((each) => each.whole_size))),
-    `matched ${few(sum(roots.map((each) => each.matched)), "time", "times")}`, `unused for ${time(Math.min(...roots.map((each) => each.idle_ms)) / 1000)}`].join(" · "));
+  put(text, [plural(roots.length, "chain", "chains"), plural(tree.branches, "branch", "branches"), bytes(sum(roots.map((root) => root.total_size))),
+    `matched ${plural(sum(roots.map((root) => root.matched)), "time", "times")}`, `idle ${time(Math.min(...roots.map((root) => root.idle_ms)) / 1000)}`].join(" · "));
   list.hidden = !tree.open;
-  list.setAttribute("aria-label", `Chains of ${shown(tree.name)}, as branches`);
-  each(list, tree.open ? rowsOf(tree, chains.branches) : [], branchRow, (item, row) => showBranch(item, row, tree.largest));
+  list.setAttribute("aria-label", `Chains of ${escapeText(tree.name)}, as branches`);
+  updateChildren(list, tree.open ? rowsOf(tree, chains.branches) : [], branchRow, (item, row) => showBranch(item, row, tree.largest));
 }
 
 function showTree() {
   const trees = treesOf(chains.branches), largest = Math.max(1, ...chains.branches.map((branch) => branch.size));
   const wanted = isOpen("spaces", false) ? trees : trees.slice(0, SPACES_SHOWN);
-  each($("chains"), wanted.map((tree, index) => ({ ...tree, largest, id: `space ${tree.name}`, open: isOpen(`space ${tree.name}`, index < SPACES_OPEN) })), spaceSection, showSpace);
+  updateChildren($("chains"), wanted.map((tree, index) => ({ ...tree, largest, id: `space ${tree.name}`, open: isOpen(`space ${tree.name}`, index < SPACES_OPEN) })), spaceSection, showSpace);
   $("chains-more").hidden = wanted.length === trees.length;
-  put($("chains-more"), `Show ${few(trees.length - wanted.length, "more namespace", "more namespaces")}`);
+  put($("chains-more"), `Show ${plural(trees.length - wanted.length, "more namespace", "more namespaces")}`);
 }
 
-function showChains(answer) {
-  chains = answer;
+function showChains(response) {
+  chains = response;
   showTree();
-  put($("chains-note"), !answer.branches.length ? "No chain is stored here."
-    : `${answer.complete ? "" : "There are longer chains or more branches than one answer holds. "}`
-      + `Matches are counted since this master leads (${time(Math.floor(answer.uptime_ms / 1000))}), at the blocks that were matched last.`);
+  put($("chains-note"), !response.branches.length ? "No chains stored."
+    : `${response.complete ? "" : "Some chains or branches are truncated. "}`
+      + `Matches are counted since this master became the leader (${time(Math.floor(response.uptime_ms / 1000))} ago), at the last matched blocks.`);
 }
 
-/** The namespaces to choose from, with the engine and model of each: those that hold objects, and `more` names. */
+/** Fills a list of namespaces, with engine and model: those with objects, and `more` names. */
 function showSpaces(select, more) {
   if (document.activeElement === select) return;  // it may be open
   const rows = status?.leads ? status.namespaces : [], chosen = select.value, held = new Set(rows.map((row) => row.name));
   const model = (name) => modelOf.has(name) ? ` (${modelOf.get(name)})` : "";
   const options = [["", select.options[0].text],
-    ...rows.map((row) => [row.name, `${shown(row.name)}${model(row.name)}: ${count(row.objects)} objects, ${bytes(row.size)}`]),
-    ...more.filter((name) => !held.has(name)).map((name) => [name, `${shown(name)}${model(name)}: no object`])];
-  if (!options.some(([name]) => name === chosen)) options.push([chosen, shown(chosen)]);
-  each(select, options, () => element("option"), (option, [name, text]) => {
+    ...rows.map((row) => [row.name, `${escapeText(row.name)}${model(row.name)}: ${count(row.objects)} objects, ${bytes(row.size)}`]),
+    ...more.filter((name) => !held.has(name)).map((name) => [name, `${escapeText(name)}${model(name)}: no objects`])];
+  if (!options.some(([name]) => name === chosen)) options.push([chosen, escapeText(chosen)]);
+  updateChildren(select, options, () => element("option"), (option, [name, text]) => {
     if (option.value !== name) option.value = name;
     put(option, text);
   });
   select.value = chosen;
 }
 
-async function askChains() {
+async function loadChains() {
   const space = $("chains-of").value;
   try {
-    const answer = await ask(`api/v1/chains?namespace=${encodeURIComponent(space)}`);
-    if (space !== $("chains-of").value) return await askChains();  // another one was chosen meanwhile
-    showChains(answer);
+    const response = await request(`api/v1/chains?namespace=${encodeURIComponent(space)}`);
+    if (space !== $("chains-of").value) return await loadChains();
+    showChains(response);
   } catch (error) {
-    put($("chains-note"), `Not known now: ${shown(error.message)}`);
+    put($("chains-note"), `Not available: ${escapeText(error.message)}`);
     throw error;
   }
 }
@@ -191,7 +190,7 @@ async function askChains() {
 
 let opened = null;
 
-const BLOCK_HEADS = ["block", "state", "bytes", "unused for", "leased", "on"];
+const BLOCK_HEADS = ["block", "state", "bytes", "idle", "leased", "on"];
 
 function blockRow(block, namespace) {
   const name = element("button", "block", shortKey(block.text));
@@ -199,7 +198,7 @@ function blockRow(block, namespace) {
   name.addEventListener("click", () => openBlock(block, namespace));
   const texts = [block.state, block.state === "complete" ? bytes(block.size) : "",
     block.state === "absent" ? "" : time(block.idle_ms / 1000),
-    block.leased_ms ? time(block.leased_ms / 1000) : "", block.nodes.map(shown).join(", ")];
+    block.leased_ms ? time(block.leased_ms / 1000) : "", block.nodes.map(escapeText).join(", ")];
   return element("tr", block.state === "complete" ? "" : "warning", element("td", "name", name), ...texts.map((text) => element("td", "", text)));
 }
 
@@ -208,16 +207,16 @@ function blockTable() {
 }
 
 function openBranch(branch) {
-  opened = { branch, left: branch.blocks, next: branch.key };
-  put($("branch-title"), shown(branch.namespace));
+  opened = { branch, remaining: branch.blocks, next: branch.key };
+  put($("branch-title"), escapeText(branch.namespace));
   put($("branch-text"), [
-    `${few(branch.blocks, "block", "blocks")}, ${bytes(branch.size)}`,
-    `from ${shown(branch.first)} to ${shown(branch.last)}`,
-    `${few(branch.depth, "block", "blocks")} before its last one`,
-    `${few(branch.matched, "match", "matches")} counted here and below, ${branch.matches_ended.toLocaleString("en")} ended at its last block`,
-    `${few(branch.children, "continuation", "continuations")}`,
+    `${plural(branch.blocks, "block", "blocks")}, ${bytes(branch.size)}`,
+    `from ${escapeText(branch.first)} to ${escapeText(branch.last)}`,
+    `${plural(branch.depth, "block", "blocks")} before its last block`,
+    `${plural(branch.matched, "match", "matches")} counted here and in descendants, ${branch.matches_ended.toLocaleString("en")} ended at its last block`,
+    `${plural(branch.children, "branch", "branches")}`,
     branch.leased_ms ? `leased for ${time(branch.leased_ms / 1000)} more` : "not leased",
-    ...Object.entries(branch.nodes).map(([node, replicas]) => `${few(replicas, "replica", "replicas")} on ${shown(node)}`),
+    ...Object.entries(branch.nodes).map(([node, replicas]) => `${plural(replicas, "replica", "replicas")} on ${escapeText(node)}`),
   ].join(" · "));
   $("branch-blocks").replaceChildren(blockTable());
   put($("block-text"), "");
@@ -229,84 +228,83 @@ function openBranch(branch) {
 async function moreBlocks() {
   const of = opened;
   $("branch-more").hidden = true;
-  if (!of || of.left <= 0 || !of.next) return;
-  const above = Math.min(PAGE_BLOCKS, of.left) - 1;
+  if (!of || of.remaining <= 0 || !of.next) return;
+  const above = Math.min(PAGE_BLOCKS, of.remaining) - 1;
   try {
-    const answer = await ask(`api/v1/blocks?namespace=${encodeURIComponent(of.branch.namespace)}&key=${of.next}&above=${above}`);
+    const response = await request(`api/v1/blocks?namespace=${encodeURIComponent(of.branch.namespace)}&key=${of.next}&above=${above}`);
     if (of !== opened) return;
     const body = $("branch-blocks").querySelector("tbody");
-    body.append(...answer.blocks.map((block) => blockRow(block, of.branch.namespace)));
-    of.left -= above + 1;
-    of.next = answer.blocks.at(-1)?.parent;
-    put($("branch-more"), `Show more of ${of.left.toLocaleString("en")}`);
-    $("branch-more").hidden = of.left <= 0 || !of.next;
+    body.append(...response.blocks.map((block) => blockRow(block, of.branch.namespace)));
+    of.remaining -= above + 1;
+    of.next = response.blocks.at(-1)?.parent;
+    put($("branch-more"), `Show more of ${of.remaining.toLocaleString("en")}`);
+    $("branch-more").hidden = of.remaining <= 0 || !of.next;
   } catch (error) {
-    put($("block-text"), `Not known now: ${shown(error.message)}`);
+    put($("block-text"), `Not available: ${escapeText(error.message)}`);
   }
 }
 
 async function openBlock(block, namespace) {
   put($("block-text"), "…");
   try {
-    const found = await ask(`api/v1/stat?namespace=${encodeURIComponent(namespace)}&key=${block.key}`);
+    const found = await request(`api/v1/stat?namespace=${encodeURIComponent(namespace)}&key=${block.key}`);
     put($("block-text"), [
-      `Block ${shown(found.text)}: ${found.state}`, `${found.size.toLocaleString("en")} bytes`, `version ${found.version}`,
-      found.parent ? `continues ${found.parent}` : "the first block of its chain", few(found.children, "continuation", "continuations"),
-      `unused for ${time(found.idle_ms / 1000)}`, found.leased_ms ? `leased for ${time(found.leased_ms / 1000)} more` : "not leased",
-      block.pinned_ms ? `pinned for ${time(block.pinned_ms / 1000)} more` : "no pin of its own",
-      ...found.locations.map((place) => `on ${shown(place.node)}, segment ${place.segment} at ${place.offset.toLocaleString("en")}`),
+      `Block ${escapeText(found.text)}: ${found.state}`, `${found.size.toLocaleString("en")} bytes`, `version ${found.version}`,
+      found.parent ? `parent ${found.parent}` : "root of its chain", plural(found.children, "child", "children"),
+      `idle ${time(found.idle_ms / 1000)}`, found.leased_ms ? `leased for ${time(found.leased_ms / 1000)} more` : "not leased",
+      block.pinned_ms ? `pinned for ${time(block.pinned_ms / 1000)} more` : "not pinned itself",
+      ...found.locations.map((replica) => `on ${escapeText(replica.node)}, segment ${replica.segment} at ${replica.offset.toLocaleString("en")}`),
     ].join(" · "));
   } catch (error) {
-    put($("block-text"), `Block ${shown(block.text)}: ${shown(error.message)}`);
+    put($("block-text"), `Block ${escapeText(block.text)}: ${escapeText(error.message)}`);
   }
 }
 
-// --- pasted keys ---------------------------------------------------------------------------------
+// --- search ------------------------------------------------------------------------------------
 
 function foundText(found, keys) {
   const missing = found.blocks[found.leading];
   const nodes = [...new Set(found.blocks.flatMap((block) => block.nodes))];
   return [
-    `${shown(found.namespace)}: ${found.found.toLocaleString("en")} of ${few(keys, "block is", "blocks are")} there`,
+    `${escapeText(found.namespace)}: ${found.found.toLocaleString("en")} of ${plural(keys, "block", "blocks")} stored`,
     ...(missing ? [`number ${found.leading + 1} (${shortKey(missing.text)}) is ${missing.state === "being_written" ? "being written" : "missing"}`] : []),
-    ...(found.chain ? [] : ["they are not one chain"]),
-    ...(nodes.length ? [`on ${nodes.map(shown).join(", ")}`] : []),
+    ...(found.chain ? [] : ["not one chain"]),
+    ...(nodes.length ? [`on ${nodes.map(escapeText).join(", ")}`] : []),
   ].join("; ") + ".";
 }
 
 async function find(event) {
   event.preventDefault();
   const space = $("chains-of").value, text = $("find-text").value;
-  put($("find-note"), "Looking…");
+  put($("find-note"), "Searching…");
   $("find-found").replaceChildren();
   try {
-    const answer = await ask("api/v1/find", space ? { text, namespaces: [space] } : { text }, FIND_MS);
-    const where = `in ${few(answer.searched, "namespace", "namespaces")}`;
-    put($("find-note"), answer.found_in.length ? `Found ${where}:` : `None of ${few(answer.keys, "block", "blocks")} is there, ${where}.`);
-    $("find-found").replaceChildren(...answer.found_in.map((found) => {
+    const response = await request("api/v1/find", space ? { text, namespaces: [space] } : { text }, FIND_MS);
+    const where = `in ${plural(response.searched, "namespace", "namespaces")}`;
+    put($("find-note"), response.found_in.length ? `Found ${where}:` : `None of ${plural(response.keys, "block", "blocks")} found ${where}.`);
+    $("find-found").replaceChildren(...response.found_in.map((found) => {
       const body = blockTable();
       body.lastElementChild.append(...found.blocks.map((block) => blockRow(block, found.namespace)));
-      const details = element("details", "model", element("summary", "", foundText(found, answer.keys)), wide(`Blocks in ${shown(found.namespace)}`, body));
-      // The text of a block is in the dialog of branches.
+      const details = element("details", "model", element("summary", "", foundText(found, response.keys)), scrollable(`Blocks in ${escapeText(found.namespace)}`, body));
       details.addEventListener("click", ({ target }) => {
         if (!target.classList.contains("block")) return;
         opened = null;
-        put($("branch-title"), shown(found.namespace));
+        put($("branch-title"), escapeText(found.namespace));
         put($("branch-text"), "");
         $("branch-blocks").replaceChildren();
         $("branch-more").hidden = true;
         $("branch").showModal();
       });
       return details;
-    }), ...(answer.others ? [element("p", "quiet", `and in ${few(answer.others, "other namespace", "other namespaces")}`)] : []));
+    }), ...(response.others ? [element("p", "quiet", `found in ${plural(response.others, "more namespace", "more namespaces")}`)] : []));
   } catch (error) {
-    put($("find-note"), shown(error.message));
+    put($("find-note"), escapeText(error.message));
   }
 }
 
-// --- asking --------------------------------------------------------------------------------------
+// --- queries -------------------------------------------------------------------------------------
 
-const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads !== false, run: askChains };
+const CHAINS_POLL = { every: CHAINS_MS, isNeeded: () => view === "prefixes" && status?.leads !== false, run: loadChains };
 POLLS.push(CHAINS_POLL);
 $("chains-of").addEventListener("change", () => poll(CHAINS_POLL));
 $("chains-order").addEventListener("change", () => chains && showTree());
