@@ -32,6 +32,7 @@ class SegmentStatus(NamedTuple):
 
     segment_id: int
     size: int
+    """Size of the segment."""
     used: int
     """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: int
