@@ -44,19 +44,19 @@ CAUSES: Final = {
         "of {capacity} on {count}, {free} are free{pieces}; the rest is leased, being written or "
         "waiting to be wiped",
         "Wait longer (wait_ms), put less, or add a node.",
-        "all that is there is leased, pinned or being written",
+        "every object is leased, pinned or being written",
     ),
     AVOIDED: (
-        "{free} are free on {nodes}, which this client could not reach a moment ago{hint}",
+        "{free} free on {nodes}, which this client failed to reach recently{hint}",
         "Open the nodes' ports for this host; a node that advertises a loopback address needs "
         "--host. kvstore doctor tests the path.",
-        "their clients could not reach the nodes that had room: run kvstore doctor there",
+        "their clients failed to reach the nodes with free space: run kvstore doctor there",
     ),
     RESTARTED: (
-        "{free} on {nodes} are given out {when}: a master that has (re)started, or a node that has "
-        "come back, waits for earlier leases to end",
+        "{free} on {nodes} can be granted {when}: after a (re)start of a master or node, "
+        "earlier leases must end first",
         "Wait longer (wait_ms), or try again then.",
-        "the master or the nodes had just started, and did not give out memory yet",
+        "the master or the nodes had just started, and granted no memory yet",
     ),
     SUSPECT: (
         "{nodes} cannot be used now: no stream to the master, silent (for {silent:.1f} s or more), "
@@ -89,7 +89,7 @@ CAUSES: Final = {
         "{tenant} holds {held} of at most {bound}, and none of its own objects can be evicted now: "
         "they are leased, pinned or being written",
         "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its limit.",
-        "their tenant had all that it may have (limit)",
+        "their tenant had reached its limit",
     ),
     GUARANTEES: (
         "the guarantees of other tenants hold the rest, and what is above them is leased, pinned "

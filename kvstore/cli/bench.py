@@ -47,7 +47,7 @@ Examples:
 """
 
 
-@command(epilog=EXAMPLE, help="Measure this machine.")
+@command(epilog=EXAMPLE, help="Run benchmarks on this machine.")
 @click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
               show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
 @click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,

@@ -37,7 +37,7 @@ IMPORTS_TIMEOUT_S = 60.0
 
 @command(
     epilog=EXAMPLE,
-    help="Check this host, its programs and the connection to the cluster; say what to do.",
+    help="Check this host, its programs and the cluster, and give advice.",
 )
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")

@@ -26,7 +26,7 @@ PAUSE_S = 1.0
 @command(
     epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
-    help="Follow what becomes visible in the store and what is gone.",
+    help="Stream object events: objects stored and removed.",
 )
 @client_command(namespace="Only events of this namespace; without it, of all.")
 @click.option(
@@ -50,7 +50,7 @@ PAUSE_S = 1.0
     type=click.Path(),
     help=f"File with the token of the masters' HTTP.  [{HTTP_TOKEN_VARIABLE}: the token itself]",
 )
-@click.option("--snapshot", is_flag=True, help="Begin with all that is there.")
+@click.option("--snapshot", is_flag=True, help="Begin with a snapshot of all objects.")
 @click.option("--from", "since", default="", metavar="ID", help="Resume after this event.")
 def events(
     invocation: Invocation,

@@ -48,8 +48,8 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
 SETTINGS_WITHOUT = ("memory",)
 
 PROGRAMS: Final = {
-    "kvstore-master": "Run the master, which knows all objects and where they are.",
-    "kvstore-node": "Run a node, which adds memory of this host to the pool and serves it.",
+    "kvstore-master": "Run the master, which stores the locations of all objects.",
+    "kvstore-node": "Run a node, which pools and serves memory of this host.",
     "kvstore-proxy": "Run a proxy between clients of OpenAI's API and engines.",
 }
 """Programs of their own, which the help names, too."""
@@ -57,21 +57,22 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Look": ("status", "top", "why", "events", "doctor", "version", "bench"),
-    "Repair and set up": ("drain", "clean", "auth"),
+    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench"),
+    "Administer": ("drain", "clean", "auth"),
 }
 """The commands, as the help groups them."""
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
-    "auth": "Write the files by which processes prove their identity, and revoke them.",
-    "bench": "Measure this machine.",
-    "clean": "Remove memory that dead nodes left on this host.",
+    "auth": "Manage identities: issue, inspect, rotate and revoke certificates.",
+    "bench": "Run benchmarks on this machine.",
+    "clean": "Remove leftover shared memory of dead nodes on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
-    "why": "Say who writes and who asks, and why nothing is found.",
-    "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
-    "prefixes": "Show the chains that are matched most and used last, as a tree.",
-    "events": "Follow what becomes visible in the store and what is gone.",
+    "why": "Explain cache misses: list the writers and readers, and why lookups miss.",
+    "quickstart": "Start a complete store on this host and print the configuration for vLLM, "
+    "SGLang and Python.",
+    "prefixes": "Show the most matched and most recently used prefixes as a tree.",
+    "events": "Stream object events: objects stored and removed.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
 """What the commands do that are imported only when they are used."""

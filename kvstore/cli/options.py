@@ -140,7 +140,8 @@ def config_options(
             expose_value=False,
             is_eager=True,
             callback=_strict,
-            help=f"Refuse unknown variables and keys of the file.  [{STRICT_VARIABLE}]",
+            help="Fail on unknown environment variables and configuration keys.  "
+            f"[{STRICT_VARIABLE}]",
         )(command)
         return click.option(
             "--config",

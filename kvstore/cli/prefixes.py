@@ -23,7 +23,7 @@ KEY_MAX = 24
 
 @command(
     epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
-    help="""Show the chains that are matched most and used last, as a tree.
+    help="""Show the most matched and most recently used prefixes as a tree.
 
     Of all namespaces that were used last, unless --namespace is given. The master counts a match at
     the last block that it found, since the master's start, and remembers the last such blocks.
@@ -31,7 +31,7 @@ KEY_MAX = 24
 )
 @client_command(namespace="Only chains of this namespace; without it, of all that were used last.")
 @click.option("--count", metavar="N", type=click.IntRange(1, CHAINS_MAX), default=20,
-              show_default=True, help="At most so many chains.")  # fmt: skip
+              show_default=True, help="Maximum number of chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:
     namespace = invocation.config.namespace if "namespace" in invocation.given else None
     with invocation.client() as client:

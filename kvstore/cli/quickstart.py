@@ -45,7 +45,8 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 
 @command(
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
-    help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.
+    help="""Start a complete store on this host and print the configuration for vLLM, SGLang and
+    Python.
 
     If the default port is taken, for example by another quickstart, the store takes a free one,
     and says so. Its memory ends with it: no object survives the end of its master.

@@ -50,8 +50,8 @@ class Snapshot(NamedTuple):
 )
 @client_command()
 @click.option("--interval-s", metavar="SECONDS", type=click.FloatRange(min=0.2, max=3600),
-              default=2.0, show_default=True, help="Time between two looks.")  # fmt: skip
-@click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after so many looks.")
+              default=2.0, show_default=True, help="Refresh interval.")  # fmt: skip
+@click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N refreshes.")
 def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
     looks = _looks(invocation, interval_s, count)
     try:

@@ -36,7 +36,9 @@ CAUSES_SHOWN: Final = 6
 TEXT_WIDTH: Final = 96
 
 
-@command(epilog=EXAMPLE, help="Say who writes and who asks, and why nothing is found.")
+@command(
+    epilog=EXAMPLE, help="Explain cache misses: list the writers and readers, and why lookups miss."
+)
 @client_command()
 @click.argument("namespace", required=False, default="")
 @click.option(

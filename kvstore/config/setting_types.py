@@ -279,9 +279,9 @@ Master = Annotated[
     CliType("HOST:PORT,..."),
     AfterValidator(_master),
     Field(
-        description="Where the master is; several, when one may take over from another, are "
-        f"separated by commas. Port {DEFAULT_PORT} when only a host is given. Or where in an etcd "
-        "it is announced: etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
+        description="Address of the master; several addresses are separated by commas. Port "
+        f"{DEFAULT_PORT} when only a host is given. Or its location in etcd: "
+        "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
     ),
 ]
 OptionalMaster = Annotated[str, CliType("HOST:PORT,..."), AfterValidator(_optional_master)]
@@ -297,8 +297,8 @@ Cluster = Annotated[
     CliType("NAME"),
     AfterValidator(_cluster),
     Field(
-        description="Name of the cluster; empty: it has none, and is known by the address of its "
-        "master. A peer that names another one, or brings memory of another one, is refused."
+        description="Cluster name. Peers and memory of another cluster are rejected. If empty, "
+        "the master's address identifies the cluster."
     ),
 ]
 NamespaceName = Annotated[str, CliType("NAME"), AfterValidator(_refusing(check_namespace))]
@@ -307,10 +307,10 @@ Tenant = Annotated[
     CliType("NAME"),
     AfterValidator(_refusing(check_tenant)),
     Field(
-        description="Namespaces that connectors of engines choose begin with NAME/, and the proxy "
-        "and kvstore why read what engines of this tenant say of themselves: one pattern, NAME/*, "
-        "is enough for a file of tenants and for an identity. Calls that name their namespace, or "
-        "use the default one, are not changed. Empty: no tenant."
+        description="Tenant of engines: namespaces chosen by connectors begin with NAME/, and "
+        "the proxy and kvstore why read the fleet records of this tenant only, so that the "
+        "pattern NAME/* suffices in a tenants file and for an identity. Calls with a namespace "
+        "of their own, or the default one, are not changed. Empty: no tenant."
     ),
 ]
 Transports = Annotated[
@@ -320,8 +320,8 @@ LogFormat = Annotated[
     Literal["text", "json"],
     BeforeValidator(_lower),
     Field(
-        description="How events are logged, one a line: text, as key=value; json, as an object "
-        "that has these as keys."
+        description="Log format, one event per line: text, as key=value; json, as an object "
+        "with these keys."
     ),
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
@@ -339,17 +339,17 @@ AdminToken = Annotated[_Token, CliType("TOKEN", is_secret=True)]
 AuthFile = Annotated[
     File,
     Field(
-        description="File that proves this process's identity (kvstore auth issue writes it), or a "
-        "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every port, "
-        "and calls are encrypted between hosts; bytes of blocks with data_encryption. Empty: no "
-        "authentication."
+        description="File with this process's certificate (kvstore auth issue writes it), or a "
+        "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every "
+        "port, and calls are encrypted between hosts; data traffic with data_encryption. Empty: "
+        "no authentication."
     ),
 ]
 Unauthenticated = Annotated[
     bool,
     Field(
-        description="With --auth, use the transfer engine all the same: whoever reaches its ports "
-        "may read and write the memory that is registered with it."
+        description="With --auth, use the transfer engine anyway: any host that can connect to "
+        "its ports may read and write the memory registered with it."
     ),
 ]
 
@@ -358,9 +358,9 @@ DataEncryption = Annotated[
     Literal["off", "tls"],
     BeforeValidator(_lower),
     Field(
-        description="How bytes of blocks travel between clients and the memory that this process "
-        "pools. tls: encrypted (TLS 1.3), between ends that prove who they are; needs --auth. off: "
-        "whoever can read the network can read them."
+        description="Encryption of data traffic between clients and the memory that this "
+        "process pools. tls: TLS 1.3 with certificates of both ends; requires --auth. off: "
+        "unencrypted."
     ),
 ]
 
@@ -371,14 +371,14 @@ def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
         return
     if not auth:
         raise InvalidSettingError(
-            "is tls, and there is no identity to show",
+            "is tls, which requires a certificate",
             "Give --auth FILE (kvstore auth issue writes it).",
             key="data_encryption",
         )
     if protocol:
         raise InvalidSettingError(
-            "does not go with --protocol: the transfer engine encrypts nothing",
-            "Drop one of both.",
+            "cannot be combined with --protocol: the transfer engine has no encryption",
+            "Remove --protocol or --data-encryption.",
             key="data_encryption",
         )
 
@@ -387,8 +387,8 @@ def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
     """Raises RefusedValueError: the transfer engine would serve everybody."""
     if auth and protocol and not unauthenticated:
         raise InvalidSettingError(
-            "does not go with --auth: the transfer engine authenticates nobody",
-            "Drop it, or give --engine-unauthenticated where its network is trusted.",
+            "cannot be combined with --auth: the transfer engine has no authentication",
+            "Remove --protocol, or add --engine-unauthenticated on a trusted network.",
             key="protocol",
         )
 

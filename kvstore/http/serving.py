@@ -239,7 +239,7 @@ async def read_body(request: web.Request) -> bytes:
     except WaitPreemptedError:
         raise BusyError("request body timed out: its slot was given to another request") from None
     except TimeoutError:
-        raise BusyError(f"the body did not come within {BODY_S:g} s") from None
+        raise BusyError(f"request body timed out after {BODY_S:g} s") from None
 
 
 def processing_slot(request: web.Request) -> asyncio.Semaphore:

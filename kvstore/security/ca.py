@@ -47,7 +47,7 @@ def create(folder: Path, now: datetime) -> SigningAuthority:
     if (folder / KEY_NAME).exists() or (folder / CERTIFICATE_NAME).exists():
         raise UsageError(
             f"{folder} has an authority already",
-            advice="Nothing was changed. Name another folder: --authority DIR.",
+            advice="Nothing was changed. Name another folder: --ca DIR.",
         )
     signer = certificates.new_ca(now)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def issue(folder: Path, wanted: CertificateRequest, now: datetime) -> IssuedCert
         ConfigError: there is no CA, or it cannot be read.
         InvalidArgumentError: the CA has expired, or the request is invalid.
     """
-    advice = "kvstore auth init writes one; --authority DIR names another folder."
+    advice = "kvstore auth init writes one; --ca DIR names another folder."
     key, certificate = (
         read_file(folder / name, "authority", advice=advice)
         for name in (KEY_NAME, CERTIFICATE_NAME)

@@ -124,7 +124,7 @@ def _check(wanted: CertificateRequest, who: Identity, *, has_ended: bool) -> Non
     is_engine, patterns = ENGINE in wanted.roles, wanted.reads or wanted.writes
     for is_wrong, what, advice in (
         (has_ended, "the authority has ended",
-         "Write another one: kvstore auth init --authority DIR."),
+         "Write another one: kvstore auth init --ca DIR."),
         (len(who.uri) > URI_BYTES_MAX,
          f"its name and patterns take more than {URI_BYTES_MAX} bytes",
          "Give fewer patterns, or shorter ones that end in a star."),

@@ -220,7 +220,7 @@ def test_a_broken_authority_is_told(kv: Shell) -> None:
     issue = ("issue", "e", *ENGINE)
     assert "kvstore-ca/ca.key cannot be read" in kv.refused(*issue)
     kv.done("init")
-    kv.done("init", "--authority", "other")
+    kv.done("init", "--ca", "other")
     key = FOLDER / "ca.key"
     key.chmod(0o644)
     assert "chmod 600" in kv.refused(*issue)
