@@ -159,7 +159,7 @@ class LookupReply(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """Which of these keys are stored?"""
+    """Check which of these keys are stored."""
 
     namespace: Namespace
     keys: Sequence[Key]

@@ -1,5 +1,5 @@
-"""``kvstore auth``: a certificate authority (CA) for one cluster, and the files by which processes
-prove their identity. All of it works on files; no command talks to a cluster."""
+"""``kvstore auth``: the certificate authority (CA) of a cluster, and the certificates of its
+processes. Works on files only."""
 
 from __future__ import annotations
 

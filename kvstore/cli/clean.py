@@ -1,4 +1,4 @@
-"""``kvstore clean``: removes memory that dead nodes left on this host."""
+"""``kvstore clean``: removes leftover shared memory of dead nodes on this host."""
 
 from __future__ import annotations
 

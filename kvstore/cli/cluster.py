@@ -114,7 +114,7 @@ def version(as_json: bool | None) -> None:
         "python": platform.python_version(),
     }
     from kvstore.console.diagnostics.software import (
-        installation,  # not above: it reads package metadata
+        installation,  # here, because it reads package metadata
     )
 
     notices = [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
@@ -129,7 +129,7 @@ def version(as_json: bool | None) -> None:
 
 def status_json(found: ClusterStatus) -> dict[str, Any]:
     from kvstore.console.diagnostics.problems import (
-        of_a_status,  # not above: a TAB imports this module
+        of_a_status,  # here, because shell completion imports this module
     )
 
     problems = plain(of_a_status(found))

@@ -1,4 +1,4 @@
-"""``kvstore events``: follows what becomes visible in the store and what is gone."""
+"""``kvstore events``: streams object events."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def events(
     snapshot: bool,
     since: str,
 ) -> None:
-    from kvstore.client.sse_client import follow  # not above: a TAB imports this module
+    from kvstore.client.sse_client import follow  # not for shell completion
 
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
@@ -89,7 +89,7 @@ def events(
 
 
 def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
-    """Yields where the present leader serves HTTP; each time asks who leads."""
+    """Yield the HTTP address of the current leader, looked up each time."""
     known = False
     with invocation.client() as client:
         while True:

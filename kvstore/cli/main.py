@@ -1,4 +1,4 @@
-"""The command ``kvstore``: its subcommands, some of which are imported only when they are used."""
+"""The command ``kvstore``; some subcommands are imported on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.cli.options import (
 from kvstore.config import ClientConfig
 
 GARBAGE_THRESHOLD = 50_000
-"""New objects between two garbage collections: more than usual, as imports leave no garbage."""
+"""Garbage collection threshold: higher than usual, as imports leave no garbage."""
 
 EXAMPLE = """\b
 Examples:
@@ -44,7 +44,7 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
   {"error": {"code": ..., "message": ..., "advice": ..., "fields": {...}}}
 """
 
-# A client's memory that exists only while one command runs is of no use to the pool.
+# Memory contributed for the duration of one command is useless to the pool.
 SETTINGS_WITHOUT = ("memory",)
 
 PROGRAMS: Final = {
@@ -52,7 +52,7 @@ PROGRAMS: Final = {
     "kvstore-node": "Run a node, which pools and serves memory of this host.",
     "kvstore-proxy": "Run a proxy between clients of OpenAI's API and engines.",
 }
-"""Programs of their own, which the help names, too."""
+"""Separate programs listed in the help."""
 
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
@@ -60,7 +60,7 @@ SECTIONS: Final = {
     "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench"),
     "Administer": ("drain", "clean", "auth"),
 }
-"""The commands, as the help groups them."""
+"""Groups of commands in the help."""
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
@@ -75,12 +75,12 @@ LATE: Final = {
     "events": "Stream object events: objects stored and removed.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
-"""What the commands do that are imported only when they are used."""
+"""Summaries of the commands that are imported on demand."""
 
 
 class Commands(Group):
-    """Loads the commands of ``LATE`` only when they are used: they take long to import, and
-    ``doctor`` must run even if packages that ``bench`` needs are missing."""
+    """Imports the commands of ``LATE`` on demand: imports are slow, and ``doctor`` must run even if
+    packages of ``bench`` are missing."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *LATE])
@@ -98,7 +98,7 @@ class Commands(Group):
                 formatter.write_dl([(name, self._summary_of(name)) for name in names])
 
     def _summary_of(self, name: str) -> str:
-        """What a command does, in one sentence. Loads none."""
+        """Return the summary of a command without importing it."""
         return LATE.get(name) or PROGRAMS.get(name) or sentence(self.commands[name])
 
 
@@ -122,9 +122,9 @@ for each in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
 
 def main() -> NoReturn:
     gc.set_threshold(GARBAGE_THRESHOLD)
-    # pydantic would read the metadata of every installed package to look for plug-ins.
+    # pydantic would search the metadata of every installed package for plug-ins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    # numpy's library of linear algebra starts a thread per core, which costs 0.1 s of CPU.
+    # OpenBLAS would start a thread per core, which costs 0.1 s of CPU.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     run(cli, "kvstore")
 

@@ -21,7 +21,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key
 from kvstore.runtime.formatting import duration_text, key_from_text, key_text, name_text, size_text
 
 LIST_ROWS_MAX = 1_000
-"""Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""
+"""Rows of ``ls`` on a terminal; in a pipe ``ls`` prints all."""
 
 
 @command(
@@ -89,14 +89,14 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
     if invocation.as_json:
         print_json(fields)
         return 0
-    from kvstore.cli.tables import print_fields  # not for JSON: rich takes a while to import
+    from kvstore.cli.tables import print_fields  # rich is slow to import
 
     print_fields(fields)
     return 0
 
 
 def content_of(descriptor: bytes) -> dict[str, Any]:
-    """What the descriptor in an object's header says of the payload."""
+    """Return the payload's properties from the descriptor in an object's header."""
     from kvstore.client.values import read_descriptor
 
     try:
@@ -174,7 +174,7 @@ def put(
 def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
     wanted = key_from_text(key, as_hex=as_hex)
     with invocation.client() as client:
-        # Bytes need neither torch nor a dtype that NumPy knows.
+        # Bytes require neither torch nor a dtype that NumPy supports.
         kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
         value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
     if value is None:
@@ -274,7 +274,7 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
 
 
 def _print_result(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
-    """Prints how many keys were done, and which were not there; returns the exit code."""
+    """Print the number of successful keys, and the absent ones; return the exit code."""
     missing = [key for key, was_there in zip(keys, done, strict=True) if not was_there]
     if invocation.as_json:
         print_json({what: sum(done), "missing": [key_text(key) for key in missing]})

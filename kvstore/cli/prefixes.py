@@ -1,4 +1,4 @@
-"""``kvstore prefixes``: the chains that are used most, as a tree of branches."""
+"""``kvstore prefixes``: the most used chains as a tree of branches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvstore.limits import CHAINS_MAX
 from kvstore.runtime.formatting import duration_text, key_text, name_text, size_text
 
 LEVELS_MAX = 20
-"""Deeper branches are not indented further."""
+"""Maximum indentation level."""
 
 KEY_MAX = 24
-"""Characters of a key that is shown."""
+"""Displayed characters of a key."""
 
 
 @command(
@@ -60,8 +60,8 @@ def prefixes(invocation: Invocation, count: int) -> None:
 def lines(
     branches: Sequence[Branch], nodes: Mapping[int, str], *, whole: bool = False
 ) -> Iterator[str]:
-    """A line for each branch, indented below the branch that it continues, and a line that counts
-    the continuations of a branch that are not shown. ``whole``: keys are not shortened."""
+    """Yield a line per branch, indented under the branch that it continues, and the number of
+    omitted continuations. ``whole``: keys are not shortened."""
     below: list[list[int]] = [[] for _ in branches]
     roots: list[int] = []
     for index, row in enumerate(branches):

@@ -1,4 +1,4 @@
-"""The settings of clients, connectors of engines and the proxy."""
+"""Settings of clients, connectors and the proxy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from kvstore.limits import REPLICAS_MAX
 
 
 class StoreSettings(Config):
-    """Settings that say which store is used, and how bytes move to and from it."""
+    """Settings of the store and of data transfers."""
 
     master: Master = f"127.0.0.1:{DEFAULT_PORT}"
     cluster: Cluster = ""
@@ -95,7 +95,7 @@ class StoreSettings(Config):
 
 
 class ClientConfig(StoreSettings):
-    """The settings of a ``Client``, and so of every command of ``kvstore``."""
+    """Settings of a ``Client``, and of every command of ``kvstore``."""
 
     section = "client"
 

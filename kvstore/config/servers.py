@@ -1,4 +1,4 @@
-"""The settings of masters and nodes."""
+"""Settings of masters and nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
 class HttpConfig(Config):
-    """The settings of a server: its port for HTTP, and who may use it and its other ports."""
+    """Settings of a server's HTTP port, and of access to all of its ports."""
 
     auth: AuthFile = ""
     auth_revoked: File = Field(
@@ -98,7 +98,7 @@ class HttpConfig(Config):
 
 
 class MasterConfig(HttpConfig):
-    """The settings of a ``kvstore-master``."""
+    """Settings of a ``kvstore-master``."""
 
     section = "master"
 
@@ -188,7 +188,7 @@ class MasterConfig(HttpConfig):
 
     @property
     def lane_port_wanted(self) -> int:
-        """The port that the lane is to listen on; 0 takes any."""
+        """The listening port of the lane; 0 takes any."""
         return self.lane_port or (self.port + 1 if self.port else 0)
 
     @property
@@ -197,12 +197,12 @@ class MasterConfig(HttpConfig):
 
     @property
     def events_at(self) -> str:
-        """Where events are published by ZeroMQ, and replayed; empty: only HTTP serves them."""
+        """Addresses for ZeroMQ events and their replay; empty: HTTP only."""
         return "" if self.events == "on" else self.events
 
     @property
     def etcd_place(self) -> EtcdPlace | None:
-        """Where the masters meet; None for a single one."""
+        """The etcd for leader election; None for a single master."""
         return parse_etcd(self.etcd) if self.etcd else None
 
     @model_validator(mode="after")
@@ -379,11 +379,11 @@ class NodeConfig(HttpConfig):
 
     @property
     def passes_descriptors(self) -> bool:
-        """Whether clients with an identity get descriptors of the memory."""
+        """Whether authenticated clients get file descriptors of the memory."""
         return bool(self.auth) and not self.device
 
     @property
     def keeps(self) -> bool:
-        """Whether a clean stop leaves the memory. By default only a node with a name does, because
-        a later start might not find it otherwise; memory of a device is gone with the process."""
+        """Whether a clean stop leaves the memory. By default only with a name, under which the next
+        start finds it; device memory ends with the process."""
         return bool(self.name and not self.device) if self.keep is None else self.keep

@@ -1,4 +1,4 @@
-"""The types of settings, and how each reads its value: sizes, addresses, names."""
+"""The types of settings, and their parsers: sizes, addresses, names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvstore.limits import check_namespace, check_tenant
 from kvstore.runtime.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
-"""A master's port, the same as Mooncake's: the firewalls of its users already let it through."""
+"""A master's port, the same as Mooncake's, which users' firewalls already allow."""
 
 DATA_PORT = 50003
-"""A node's port for data: the one after the master's two."""
+"""A node's data port, after the two of a master."""
 
 HTTP_PORT = 50080
 """A master's port for HTTP."""
@@ -26,7 +26,7 @@ NODE_HTTP_PORT = 50100
 """A node's port for HTTP."""
 
 DATA_PORTS = 16
-"""Ports that a node tries, from ``DATA_PORT`` on: enough for one node per NUMA node or GPU."""
+"""Ports that a node tries, from ``DATA_PORT`` on: one per NUMA node or GPU."""
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
@@ -38,7 +38,7 @@ TRANSPORTS = ("shm", "tcp")
 """The transports that are always available."""
 
 TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
-"""All transports, the best first. ``mooncake`` is used where both ends name a protocol for it."""
+"""All transports, in order of preference. ``mooncake`` requires a protocol at both ends."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -48,7 +48,8 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"`` (decimal).
+    """Parse a size in bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"``
+    (decimal).
 
     Raises:
         InvalidArgumentError: not a size, or one with an ambiguous unit (``2G``).
@@ -75,7 +76,8 @@ def parse_size(value: int | str) -> int:
 
 
 def format_size(size: int) -> str:
-    """``parse_size`` backwards, in the largest binary unit that divides it: ``2GiB``, ``4097``."""
+    """Return the inverse of ``parse_size``, in the largest binary unit that divides it: ``2GiB``,
+    ``4097``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = _UNITS[unit.lower()]
         if size and size % factor == 0:
@@ -84,13 +86,13 @@ def format_size(size: int) -> str:
 
 
 class InvalidSettingError(ValueError):
-    """A value that is not allowed; pydantic hands it through to ``config_error``."""
+    """An invalid value; pydantic passes it to ``config_error``."""
 
     def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
         super().__init__(message)
         self.advice = advice
         self.key = key
-        """The field to blame, for a rule that several fields break together."""
+        """The field to report, for a rule about several fields."""
 
 
 ValueT = TypeVar("ValueT")
@@ -98,7 +100,7 @@ ResultT = TypeVar("ResultT")
 
 
 def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]:
-    """A validator of pydantic, made of a function that raises InvalidArgumentError."""
+    """Return a pydantic validator from a function that raises InvalidArgumentError."""
 
     def checked(value: ValueT) -> ResultT:
         try:
@@ -143,7 +145,7 @@ def _master(value: str) -> str:
 
 @_refusing
 def _etcd(value: str) -> str:
-    """Takes members of an etcd, or a whole ``etcd://`` place; returns the latter."""
+    """Parse members of an etcd or a complete ``etcd://`` location; return the latter."""
     return str(parse_etcd(value)) if value.strip() else ""
 
 
@@ -153,7 +155,7 @@ def _optional_master(value: str) -> str:
 
 @_refusing
 def _addresses(value: object) -> object:
-    """Takes addresses between commas or blanks; a flag given several times is a tuple of texts."""
+    """Split addresses at commas or blanks; a repeated flag is a tuple of texts."""
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
@@ -175,7 +177,7 @@ def _advertise(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """A host without a port. The brackets of an IPv6 address are optional, and are removed."""
+    """Return a host without a port. Removes the optional brackets of an IPv6 address."""
     value = value.strip()
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if ":" in bare and not _is_ipv6(bare):
@@ -236,7 +238,7 @@ def _device_name(value: str) -> str:
 
 
 def check_token(value: str) -> str:
-    """Returns ``value``. Raises RefusedValueError, which does not show it."""
+    """Return ``value``. Raises InvalidSettingError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
         raise InvalidSettingError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",
@@ -256,11 +258,11 @@ def _lower(value: object) -> object:
 
 
 class CliType(NamedTuple):
-    """Metadata of a type: what ``--help`` calls its values."""
+    """Metadata of a type: the name of its values in ``--help``."""
 
     metavar: str
     many: bool = False
-    """Whether the flag may be given several times."""
+    """Whether the flag may be repeated."""
     is_secret: bool = False
     """Whether errors hide the value."""
 
@@ -366,7 +368,7 @@ DataEncryption = Annotated[
 
 
 def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
-    """Raises RefusedValueError: not all that is to be served would be, or would be encrypted."""
+    """Raise InvalidSettingError if there is no certificate, or a path without encryption."""
     if encryption == "off":
         return
     if not auth:
@@ -384,7 +386,7 @@ def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
 
 
 def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
-    """Raises RefusedValueError: the transfer engine would serve everybody."""
+    """Raise InvalidSettingError if the transfer engine would serve unauthenticated peers."""
     if auth and protocol and not unauthenticated:
         raise InvalidSettingError(
             "cannot be combined with --auth: the transfer engine has no authentication",

@@ -1,8 +1,8 @@
-"""Every metric of masters, nodes and clients: name, kind, labels, meaning; docs/metrics.md is made of it.
+"""All metrics of masters, nodes and clients, from which docs/metrics.md is generated.
 
-Names follow Prometheus: base units, ``_total`` for what only grows. What concerns the store as a
-whole begins with ``kvstore_`` and is served by the master that leads; what concerns one process
-begins with ``kvstore_master_``, ``kvstore_node_`` or ``kvstore_client_``.
+Names follow Prometheus: base units, ``_total`` for counters. Metrics of the store begin with
+``kvstore_`` and are served by the leader; metrics of one process begin with ``kvstore_master_``,
+``kvstore_node_`` or ``kvstore_client_``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
     text: str
     unit_s: float = 1e-6
-    """For a histogram: the unit in which its values are measured, in seconds."""
+    """For a histogram: the unit of its values, in seconds."""
 
 
 MASTER: Final = (
@@ -51,7 +51,7 @@ OF_SEGMENT: Final = {
     for name, kind in types_of(SegmentStatus).items()
     if kind is int and name not in ("segment_id", "ready_ms")
 }
-"""Fields of a segment by their metrics: all numbers of bytes."""
+"""Byte metrics by field of a segment."""
 
 STORE: Final = (
     Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. A dead node disappears at once, a suspect one is alive or dead within seconds."),
@@ -140,4 +140,4 @@ OF_COUNTERS: Final = {
     "pinned_objects": "kvstore_pinned_objects",
     "pinned_bytes": "kvstore_pinned_bytes",
 }
-"""Families of the status' counters whose name is not ``kvstore_<counter>_total``."""
+"""Families of status counters whose name is not ``kvstore_<counter>_total``."""

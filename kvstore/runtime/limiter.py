@@ -174,5 +174,5 @@ class Limiter(Generic[SlotT]):
         return BusyError(
             f"{self.name}: identity {identity} has reached its limit: {held} of {self._size} slots "
             f"in use, {free} free",
-            advice="Issue separate certificates, or raise --connections-max.",
+            advice="An identity may hold as many as it leaves free. Issue separate certificates.",
         )

@@ -86,6 +86,7 @@ class SegmentStatus(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
+    """Size of the segment."""
     used: _builtins.int
     """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: _builtins.int

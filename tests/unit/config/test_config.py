@@ -348,7 +348,7 @@ def test_bytes_are_encrypted_only_where_all_peers_have_an_identity(
     given = {"data_encryption": "TLS", "environ": environment(home)}
     error = refusal(kind, **given)  # type: ignore[arg-type]
     assert error.fields["key"] == "data_encryption"
-    assert "no identity to show" in error.message
+    assert "requires a certificate" in error.message
     assert "--auth FILE" in error.advice
     given["auth"] = "some.auth"
     loaded = load(kind, {"auth": "some.auth", "data_encryption": "tls"}, environ=environment(home))

@@ -69,7 +69,7 @@ def test_nodes_that_the_client_cannot_reach(new_cluster: NewCluster) -> None:
     error = refused(cluster, avoid=("one", "two"), wait_ms=5_000)
     assert error.fields["cause"] == "avoided", "at once: waiting does not help"
     assert "24 KiB are free on node one (one:9), node two" in error.message
-    assert "which this client could not reach a moment ago" in error.message
+    assert "which this client failed to reach recently" in error.message
     fine = calls.PutStart(
         Namespace("default"), [Key(b"k")], [1], None, False, 1, False, 0, "host-x",
         [cluster.state.membership.segments["one"][0].offer.uuid],

@@ -174,7 +174,7 @@ def test_issue_replaces_a_file_only_by_force(there: Shell) -> None:
     for where, folder in (("e.auth", ()), ("a/tls", ("--folder", "a/tls"))):
         there.done("issue", "e", *ENGINE, *folder)
         before, count = identity_in(where), len(issued())
-        assert "is there already. Nothing was issued." in there.refused(
+        assert "already exists. Nothing was issued." in there.refused(
             "issue", "e", *ENGINE, *folder
         )
         assert (identity_in(where), len(issued())) == (before, count)
