@@ -32,8 +32,8 @@ log = logging.getLogger("kvstore.config")
 
 _NO_SETTINGS = (CONFIG_VARIABLE, HTTP_TOKEN_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
 
-# Kubernetes and Docker announce a service called "kvstore" to other containers in variables of these
-# forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001).
+# Kubernetes and Docker announce a service called "kvstore" to other containers in variables of
+# these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001).
 _SERVICE_VARIABLE = re.compile(
     r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
