@@ -1,7 +1,7 @@
-"""What is compiled: the steps in C, and the master's state by mypyc; all else is in pyproject.toml.
+"""Compiled extensions: the primitives in C, and the master's state by mypyc.
 
-Where there is no compiler, or mypyc fails, kvstore is installed without and works all the same;
-``KVSTORE_NATIVE=0 pip install .`` does not try.
+Without a compiler, or if mypyc fails, kvstore is installed as pure Python; ``KVSTORE_NATIVE=0 pip
+install .`` skips compilation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ follow_imports = normal
 [mypy-kvstore.native.*,kvstore.master.state.*]
 follow_imports = normal
 """
-"""Of the rest, and of other packages, no types are needed; torch's alone would take a minute."""
+"""Modules of other packages need no types; torch's alone would take a minute."""
 
 STEPS = Extension(
     "kvstore.native._native",
@@ -65,7 +65,7 @@ def compiled_state() -> list[Extension]:
                 opt_level="2",
                 debug_level="0",
             )
-        except (ImportError, SystemExit):  # the latter is how mypyc says that it could not
+        except (ImportError, SystemExit):  # mypyc raises the latter on failure
             traceback.print_exc()
             sys.stderr.write(f"{STATE} is not compiled, and runs as it is\n")
             return []
@@ -76,18 +76,18 @@ def compiled_state() -> list[Extension]:
 
 
 class Build(build_ext):
-    """Runs mypyc once, when something is really built: pip runs this file for less, too."""
+    """Runs mypyc once, only for a real build: pip also runs this file for metadata."""
 
     def run(self) -> None:
         self.distribution.ext_modules = [STEPS, *compiled_state()]
-        self.swig_opts = None  # as it was before: all extensions are looked at once more
+        self.swig_opts = None  # restored: all extensions are visited again
         self.finalize_options()
         super().run()
 
 
 def first_page() -> str:
-    """README as a package index shows it, where links between files of the repository lead nowhere:
-    they lead to ``Source`` of ``project.urls``, and where that is not known they are words."""
+    """Return README for a package index, with relative links replaced by links to ``Source`` of
+    ``project.urls``, or by text if that is unknown."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     source = project.get("urls", {}).get("Source", "")
     text = Path("README.md").read_text()
@@ -97,12 +97,12 @@ def first_page() -> str:
     return re.sub(r"\]\((?!\w+:)", f"]({source}/raw/HEAD/", text)
 
 
-# ``make dist`` writes them (docs/site/manual.py); a build from a clone has none.
+# Written by ``make dist`` (docs/site/manual.py); a build from a clone has none.
 PAGES = sorted(str(path) for path in Path("docs/man").glob("*.1"))
 
 
 def deployed() -> list[tuple[str, list[str]]]:
-    """What operators copy or apply, by folder; the programs that write it are not installed."""
+    """Return files for operators by folder; the programs that generate them are not installed."""
     found: dict[str, list[str]] = {}
     for path in sorted(Path("deploy").rglob("*")):
         if path.is_file() and path.suffix not in (".py", ".pyc"):

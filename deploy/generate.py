@@ -1,12 +1,12 @@
-"""Writes the alerts and the Grafana dashboard for Prometheus, Grafana and Kubernetes.
+"""Generate the alerts and the Grafana dashboard for Prometheus, Grafana and Kubernetes.
 
     python deploy/generate.py                        # to deploy/prometheus, deploy/kubernetes
     python deploy/generate.py --check                # writes nothing, fails if outdated
     python deploy/generate.py --to FOLDER --runbook https://wiki.example/kvstore
 
-The rows of ``kvstore.console.diagnostics`` and ``deploy/grafana/kvstore.json`` are the sources. By
-default the runbook of an alert is the page that a master serves; ``--runbook`` names another page
-with the same anchors, and then ``--to`` is the folder of the files."""
+Sources are the rows of ``kvstore.console.diagnostics`` and ``deploy/grafana/kvstore.json``. By
+default alerts link to the runbook that a master serves; ``--runbook`` names another page with the
+same anchors, and ``--to`` the output folder."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SERVED: Final = (
     '{{ . | first | label "scheme" }}://{{ . | first | label "instance" }}'
     "{{ else }}http://localhost:50080{{ end }}/runbook"
 )
-"""The runbook by default, a template of Prometheus: that of the leader, else of any master, by HTTP
-or HTTPS as that master serves it."""
+"""The default runbook, a Prometheus template: the leader's, else that of any master, over HTTP or
+HTTPS as that master serves it."""
 
 HEAD: Final = """\
 # By deploy/generate.py, from kvstore/console/diagnostics/rows.toml. In prometheus.yml:
@@ -68,7 +68,7 @@ data:
 
 
 def groups(runbook: str) -> str:
-    """The rules of all rows, with links to the sections of this page."""
+    """Return the rules of all rows, with links to the sections of the runbook."""
     lines = ["groups:", "  - name: kvstore records", "    rules:"]
     for name, expr in RECORDS.items():
         lines += [f"      - record: {name}", f"        expr: >-\n          {expr}"]

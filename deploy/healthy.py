@@ -1,7 +1,7 @@
-"""The health check of a container: exits with 0 if the master, node or proxy in it is healthy.
+"""Health check of a container: exits with 0 if the master, node or proxy in it is healthy.
 
-Asks for ``/healthz`` at each ``HOST:PORT`` of HEALTH_AT, else at the default ports, by HTTP and by
-HTTPS. One 200 is enough.
+Requests ``/healthz`` at each ``HOST:PORT`` of HEALTH_AT, else at the default ports, over HTTP and
+HTTPS. One status 200 suffices.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TIMEOUT_S: Final = 2.0
 
 
 def is_healthy(url: str) -> bool:
-    """Asks this container itself, whatever web proxy its environment names, so that a certificate
-    proves nothing."""
+    """Request ``url`` in this container. Ignores proxies in the environment, so certificates need
+    no check."""
     unverified = ssl.create_default_context()
     unverified.check_hostname = False
     unverified.verify_mode = ssl.CERT_NONE
     opener = build_opener(ProxyHandler({}), HTTPSHandler(context=unverified))
     try:
         opener.open(url, timeout=TIMEOUT_S).close()
-    except (OSError, http.client.HTTPException):  # refused, too late, no 200, or no HTTP
+    except (OSError, http.client.HTTPException):  # refused, timed out, another status, or no HTTP
         return False
     return True
 

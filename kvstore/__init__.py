@@ -6,8 +6,8 @@
         client.put("greeting", tensor)
         tensor = client.get("greeting")
 
-Everything public is here or in ``kvstore.errors``. ``import kvstore`` imports no torch, grpc or
-numpy: a name is loaded when it is first used.
+The public API is here and in ``kvstore.errors``. Names are loaded when they are first used, so that
+``import kvstore`` imports no torch, grpc or numpy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from kvstore.client.leases.lease_table import Lease
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
-# gRPC's C core writes to standard error itself: a port that is taken, which kvstore raises as an
-# error, and connections that a server closes. gRPC reads this variable when it is imported. A
-# program that sets it, or has imported gRPC before, keeps its own choice.
+# gRPC's C core logs failed binds and closed connections to standard error; kvstore raises errors
+# for them. gRPC reads this variable at its import. A value set by the program takes precedence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _HOMES = {

@@ -1,3 +1,3 @@
-"""The version of this release; everything else reads it from here."""
+"""The version of this release, and its only definition."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Every error that kvstore raises, in one tree.
+"""The errors of kvstore, in one tree.
 
     KVStoreError
     ├── UsageError          you broke a rule; nothing was sent, nothing changed
@@ -6,11 +6,8 @@
     ├── StartupError        a process cannot start; it leaves memory as it is
     └── what the store refuses, or has lost
 
-A miss is no error: it is the value ``None`` (or 0, or False). Each class has a stable ``code``,
-says by ``retriable`` whether the same call may succeed later, and carries ``fields`` (numbers and
-names, for programs) and ``advice`` (one sentence, for people). The code and the fields travel over
-both carriers unchanged (``kvstore.wire.status``). The docstring of a class says what it means and
-what to do; docs/errors.md is made of these.
+A miss is the value ``None`` (or 0, or False), not an error. Both protocols transfer code and fields
+unchanged (``kvstore.wire.status``). docs/errors.md is generated from the docstrings of the classes.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ class KVStoreError(Exception):
     """The base class of all errors. ``str(error)`` is the message followed by the advice.
 
     Attributes:
-        code: stable name of the class, the same in every language and release.
+        code: stable name of the class.
         retriable: whether the same call may succeed later.
         message: what happened.
-        advice: what to do about it; may be empty.
-        fields: what a program may want to read; values are ``str`` or ``int``.
+        advice: the remedy, one sentence; may be empty.
+        fields: values for programs, ``str`` or ``int``.
     """
 
     code: ClassVar[str] = "error"
@@ -49,9 +46,9 @@ class KVStoreError(Exception):
 
 
 def without_frames(error: _ErrorT) -> _ErrorT:
-    """Returns the error without its traceback, cause and context, to be kept or raised elsewhere.
-    Their frames refer to the variables of all callers. If one of these refers to the error, all of
-    them would stay in memory until the next garbage collection."""
+    """Remove the traceback, cause and context of an error that is kept or raised elsewhere, and
+    return it. The frames refer to variables of all callers; if one of these refers to the error, a
+    cycle keeps them in memory until the next garbage collection."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
@@ -63,8 +60,7 @@ def _rebuild(
 
 
 class UsageError(KVStoreError):
-    """A wrong use that has no class of its own. Nothing was sent, and nothing has changed. Do: read
-    the message."""
+    """A wrong use without a class of its own. Nothing was sent or changed. Do: read the message."""
 
     code = "usage"
 
@@ -95,16 +91,16 @@ class BatchTooLargeError(UsageError):
 
 
 class ValueTooLargeError(UsageError):
-    """The value is larger than any segment of the pool. Do: store it in parts, or give nodes more
+    """The value is larger than every segment of the pool. Do: store it in parts, or give nodes more
     memory."""
 
     code = "value_too_large"
 
 
 class UnsupportedValueError(UsageError):
-    """The value is no tensor, array or bytes (sparse, quantized, objects), or is more than those (a
-    masked array, a subclass of arrays or tensors); or torch or the dtype is missing here. Do:
-    convert it; or get it with ``kind="bytes"``."""
+    """The value is not a tensor, array or bytes (sparse, quantized, objects), or is a subclass of
+    them (a masked array); or torch or the dtype is missing here. Do: convert it; or get it with
+    ``kind="bytes"``."""
 
     code = "unsupported_value"
 
@@ -117,14 +113,14 @@ class BufferMismatchError(UsageError):
 
 
 class InvalidRangeError(UsageError):
-    """A peer named a range outside of its segment: a bug. Do: report it."""
+    """A peer named a range outside its segment: a bug. Do: report it."""
 
     code = "invalid_range"
 
 
 class ConfigError(UsageError):
     """A setting is unknown, unreadable or out of range; ``fields["key"]``, ``fields["origin"]``.
-    Do: correct it at that place."""
+    Do: correct it at its origin."""
 
     code = "config"
 
@@ -136,8 +132,8 @@ class ClosedError(UsageError):
 
 
 class UnavailableError(KVStoreError):
-    """A state that ends soon, which the message names: no node is left that could record a removal.
-    Do: try again; start a node."""
+    """A temporary state, named in the message, such as no node that could record a removal. Do: try
+    again; start a node."""
 
     code = "unavailable"
     retriable = True
@@ -151,14 +147,14 @@ class MasterUnreachableError(UnavailableError):
 
 
 class NotLeaderError(UnavailableError):
-    """The master stands by; ``fields["leader"]`` is the address of the leader, or empty. Do:
+    """The master is a standby; ``fields["leader"]`` is the address of the leader, or empty. Do:
     nothing: ``Client`` follows the leader."""
 
     code = "not_leader"
 
 
 class EtcdUnreachableError(UnavailableError):
-    """No member of the etcd answers. Do: check etcd, and its certificates:
+    """No member of etcd answers. Do: check etcd, and its certificates:
     docs/high-availability.md."""
 
     code = "etcd_unreachable"
@@ -172,134 +168,136 @@ class NodeUnreachableError(UnavailableError):
 
 
 class SegmentGoneError(UnavailableError):
-    """The node has left, or its memory was mounted anew, during the call. Do: try again: the object
-    may be elsewhere."""
+    """The node has left, or its memory was mounted again, during the call. Do: try again: the
+    object may be on another node."""
 
     code = "segment_gone"
 
 
 class CapabilityRefusedError(UnavailableError):
-    """A node refused a client's capability for a piece of its memory: it has expired, or is for
-    another piece or client. Do: nothing: the client asks the master for another one."""
+    """A node rejected a client's capability: it has expired, or is for other memory or another
+    client. Do: nothing: the client requests a new one."""
 
     code = "capability_refused"
 
 
 class DeadlineExceededError(UnavailableError):
-    """The time of the call is over (``timeout_ms``). Do: give it more time; look for the node or
-    master that the message names."""
+    """The timeout of the call (``timeout_ms``) has passed. Do: raise it; check the node or master
+    in the message."""
 
     code = "deadline_exceeded"
 
 
 class BusyError(UnavailableError):
-    """A peer has reached a bound: connections, pending puts. Do: try again, or use fewer
+    """A peer has reached a limit: connections, pending puts. Do: try again, or use fewer
     clients."""
 
     code = "busy"
 
 
 class NoSpaceError(KVStoreError):
-    """All of the memory is leased, pinned or being written; ``fields["missing_bytes"]``. Do: wait
-    for leases (10 s); add memory: docs/runbook.md#kvstoreputsrefused."""
+    """All memory is leased, pinned or being written; ``fields["missing_bytes"]``. Do: wait for
+    leases (10 s); add memory: docs/runbook.md#kvstoreputsrefused."""
 
     code = "no_space"
     retriable = True
 
 
 class PutRefusedError(KVStoreError):
-    """The put's deadline (30 s) or its master passed before it ended. Do: put again."""
+    """The deadline of the put (30 s) or the term of its master ended before the put. Do: put
+    again."""
 
     code = "put_refused"
     retriable = True
 
 
 class DrainedError(KVStoreError):
-    """A node was drained, and ends. Do: nothing; start it again to use it again."""
+    """A node was drained, and shuts down. Do: nothing; start it again to use it again."""
 
     code = "drained"
 
 
 class MemoryQuarantinedError(KVStoreError):
-    """A read into registered memory was given up, and may still land there for some seconds. Do:
-    leave that memory alone until ``client.unregister`` of it has returned."""
+    """A read into registered memory was abandoned, and may still write there for some seconds. Do:
+    do not use that memory until ``client.unregister`` of it has returned."""
 
     code = "memory_quarantined"
 
 
 class ReservationLostError(KVStoreError):
-    """Memory from ``allocate`` belongs to others now. Do: stop writing to it, allocate again."""
+    """Memory from ``allocate`` was granted to another client. Do: stop writing to it, allocate
+    again."""
 
     code = "reservation_lost"
 
 
 class StaleReadError(KVStoreError):
-    """Another object stands at that place now. Do: nothing: the client asks again by itself."""
+    """The location holds another object now. Do: nothing: the client looks it up again."""
 
     code = "stale_read"
     retriable = True
 
 
 class CorruptObjectError(KVStoreError):
-    """What its writer says of an object (dtype, shape) is nonsense or does not fit its bytes;
-    ``fields["key"]``. Bytes and checksum that differ raise nothing: the client reads another
-    replica, or misses (docs/runbook.md#kvstorecorruptmemory). Do: get it with ``kind="bytes"``, or
-    remove it: docs/verification.md#values-that-cannot-be-made."""
+    """The descriptor of an object (dtype, shape) is invalid or does not fit its bytes;
+    ``fields["key"]``. A wrong checksum raises nothing: the client reads another replica, or misses
+    (docs/runbook.md#kvstorecorruptmemory). Do: get it with ``kind="bytes"``, or remove it:
+    docs/verification.md#values-that-cannot-be-made."""
 
     code = "corrupt_object"
 
 
 class ProtocolError(KVStoreError):
-    """The peer speaks another version, or another protocol. Do: install the same release:
+    """The peer uses another protocol or version. Do: install the same release:
     docs/compatibility.md."""
 
     code = "protocol"
 
 
 class PermissionDeniedError(KVStoreError):
-    """An identity without the right (role, namespace), or a revoked one; a peer without any; a
-    connection to the lane without its token. Do: kvstore auth show FILE says what an identity may
-    do; issue one with the right. Without identities: see what connects to port 50002; connect
-    again, if the master was started anew."""
+    """The identity lacks a permission (role, namespace) or is revoked; a peer has no identity; a
+    connection to the lane has no valid lane token. Do: check the permissions with kvstore auth show
+    FILE, and issue a certificate with the missing one. Without authentication: check what connects
+    to port 50002; connect again if the master was restarted."""
 
     code = "permission_denied"
 
 
 class StartupError(KVStoreError):
-    """A process cannot start, for another reason, which the message names. Do: do what it says."""
+    """A process cannot start for the reason in the message. Do: follow the message."""
 
     code = "startup"
 
 
 class AddressInUseError(StartupError):
-    """The port is taken. Do: stop the other process, or choose another ``--port``."""
+    """The port is in use. Do: stop the other process, or choose another ``--port``."""
 
     code = "address_in_use"
 
 
 class NodeNameTakenError(StartupError):
-    """A running process, or another user, has the memory of that name. Do: choose another
+    """A running process, or another user, uses the memory of that name. Do: choose another
     ``--name``."""
 
     code = "node_name_taken"
 
 
 class ClusterMismatchError(StartupError):
-    """Node, client or memory belong to another cluster; nothing was changed there. Do: give the
-    right ``--master`` or ``--cluster``; ``--adopt`` takes memory over."""
+    """Node, client or memory belong to another cluster; nothing was changed. Do: give the right
+    ``--master`` or ``--cluster``; ``--adopt`` takes over the memory."""
 
     code = "cluster_mismatch"
 
 
 class LeftOverMemoryError(StartupError):
-    """Memory of that name is there and cannot be used: another size or format, truncated. Do:
+    """Existing memory of that name is unusable: another size or format, truncated. Do:
     ``kvstore-node --discard``, or ``kvstore clean``."""
 
     code = "left_over_memory"
 
 
 class SharedMemoryTooSmallError(StartupError):
-    """``/dev/shm`` has less free memory than ``--memory``. Do: mount a larger one (``docker run
+    """``/dev/shm`` has less free space than ``--memory``. Do: mount a larger one (``docker run
     --shm-size``), or give less."""
 
     code = "shared_memory_too_small"
@@ -313,15 +311,15 @@ class MemoryLimitError(StartupError):
 
 
 class TransferEngineError(StartupError):
-    """Mooncake's engine is missing, or cannot do what was asked. Do: see
+    """Mooncake's engine is missing, or does not support the request. Do: see
     docs/transports.md#mooncake."""
 
     code = "transfer_engine"
 
 
 class DeviceError(KVStoreError):
-    """The memory of a GPU cannot be copied: no driver, no such device, or a copy failed. Do: look
-    at the kernel's log; start the process anew, if copies did not end."""
+    """The memory of a GPU cannot be copied: no driver, no such device, or a copy failed. Do: check
+    the kernel's log; restart the process if copies did not end."""
 
     code = "device"
 
@@ -337,4 +335,4 @@ def _tree(kind: type[KVStoreError]) -> list[type[KVStoreError]]:
 
 
 BY_CODE: dict[str, type[KVStoreError]] = {kind.code: kind for kind in _tree(KVStoreError)}
-"""Every class of the tree by its code: how a reply's error becomes an exception again."""
+"""All classes of the tree by code, to decode errors of replies."""

@@ -1,7 +1,6 @@
-"""The bounds that every part agrees on, and the checks of arguments against them.
+"""Limits of the protocol and the memory format, and checks of arguments against them.
 
-These are part of the protocol and of the format in memory, not configuration: both ends compile
-against the same numbers, so that a peer that exceeds one is wrong rather than differently set up.
+They are not configurable, so a peer that exceeds one is faulty.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from kvstore.errors import (
 )
 
 Key = NewType("Key", bytes)
-"""1 to ``KEY_BYTES_MAX`` bytes, unique within a namespace."""
+"""1 to ``KEY_BYTES_MAX`` bytes, unique in a namespace."""
 
 Namespace = NewType("Namespace", str)
-"""Clients share objects within a namespace; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
+"""The scope in which clients share objects; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
 
 KEY_BYTES_MAX = 256
 """Bytes of a key, at least 1."""
@@ -31,101 +30,98 @@ NAMESPACE_BYTES_MAX = 128
 """Bytes of a namespace's name in UTF-8, at least 1."""
 
 FLEET_NAMESPACE = Namespace("vllm-fleet")
-"""The namespace in which connectors of engines describe themselves, for the proxy. Connectors with
-a tenant use one of their own (``of_tenant``)."""
+"""Namespace of fleet records. Connectors with a tenant use one of their own (``of_tenant``)."""
 
 ENGINES = frozenset({"vllm", "vllm-offloading", "sglang", "lmcache"})
-"""How the namespaces that connectors choose begin, behind the tenant."""
+"""First parts of the namespaces of connectors, after the tenant."""
 
 TENANT_BYTES_MAX = 32
-"""Bytes of a tenant's name in UTF-8. The longest namespaces of connectors, those of a draft model's
-pages, leave this much of ``NAMESPACE_BYTES_MAX``."""
+"""Bytes of a tenant's name in UTF-8, such that the longest namespaces of connectors, those of draft
+pages, fit into ``NAMESPACE_BYTES_MAX``."""
 
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
-"""Keys in one call of a program that asks, gets or removes. Clients send the master several
-requests where one would be too large."""
+"""Keys in one call of a program. Clients split it into several requests if one would be too
+large."""
 
 PUT_KEYS_MAX = 512
-"""Objects that one call asks space for: that holds the master's loop for 1 to 2 ms, and cannot be
-cut, because all of them are granted or none. Clients split larger batches, and the master serves
-others in between."""
+"""Objects of one put request, which occupies the master's loop for 1 to 2 ms and cannot be chunked,
+because all of them are granted or none. Clients split larger batches."""
 
 MATCH_KEYS_MAX = 1 << 20
-"""Keys in one ``Client.match_prefix``, which asks in several calls where it must: 16 million tokens
-in blocks of 16."""
+"""Keys in one ``Client.match_prefix``, which may send several requests: 16 million tokens in blocks
+of 16."""
 
 NAMESPACES_MAX = 256
-"""Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""
+"""Namespaces in one ``match_prefix``: ranks and cache groups of one engine."""
 
 CHAINS_MAX = 128
-"""Chains in one answer to an operator."""
+"""Chains in one reply to an operator."""
 
 BLOCKS_MAX = 256
-"""Blocks that an operator asks about at once."""
+"""Blocks in one request of an operator."""
 
 PIN_KEYS_MAX = 512
-"""Objects that one call pins, all that are there or none: 1 to 2 ms. Clients split larger
+"""Objects of one pin request, which pins all stored ones or none: 1 to 2 ms. Clients split larger
 batches."""
 
 PIN_MS_MAX = 86_400_000
-"""The longest pin, in ms: a day. It can be pinned again."""
+"""The longest pin, in ms: a day. Pins can be renewed."""
 
 TTL_MS_MAX = 604_800_000
-"""The longest time to live that a put may ask for, in ms: a week."""
+"""The longest TTL of a put, in ms: a week."""
 
 REPLICAS_MAX = 8
 """Replicas of an object, on distinct nodes."""
 
 CONNECTIONS_CUT_MAX = 64
-"""Connections to data servers that one revocation names: each transfer has one."""
+"""Connections to data servers in one revocation: each transfer has one."""
 
 RELEASED_MAX = 256
-"""Leases that one call releases; a client releases more with its next calls."""
+"""Leases that one call releases; a client releases the rest with its next calls."""
 
 AVOID_MAX = 64
-"""Segments that a client may ask placement to avoid: those that it tried and could not reach a
-moment ago."""
+"""Segments that placement is to avoid because the client failed to reach them recently."""
 
 CLAIMS_PER_MESSAGE_MAX = 256
-"""Objects in one message of a node's inventory: 172 KiB with the longest names."""
+"""Objects in one inventory message: 172 KiB with the longest names."""
 
 CLAIMS_UNANSWERED_MAX = 16
-"""Messages of an inventory that may be on their way: the master need not hold more."""
+"""Unacknowledged inventory messages: a limit on the master's memory."""
 
 NODE_SEGMENTS_MAX = 1_024
 """Segments in a message of a node; a master accepts 64 of one node."""
 
 REFUSED_HOLDERS_MAX = 1_024
-"""Identities that a master names in one beat as revoked a short time ago."""
+"""Recently revoked identities in one heartbeat of a master."""
 
 SIZE_BYTES_MAX = 1 << 48
-"""Bytes of any size in a message: 256 TiB, more than any real object, segment or sum of them
-has. A value must also fit into one segment."""
+"""Size in a message: 256 TiB, more than any real object, segment or sum of them. A value must also
+fit into one segment."""
 
 WAIT_MS_MAX = 3_600_000
-"""The longest a call may ask the master to hold its reply, in ms."""
+"""Maximum time for which a call may defer its reply, in ms."""
 
 REQUEST_BYTES_MAX = 320 << 10
-"""Bytes of one request, or of one message of a node: as much of the master's memory a connection of
-the lane may hold that does not go on."""
+"""Bytes of one request or message of a node: the memory that an idle lane connection may occupy in
+the master."""
 
 REQUEST_KEY_BYTES_MAX = 256 << 10
 """Bytes of keys in one request: 8,192 keys of 32 bytes."""
 
 FRAME_BYTES_MAX = 16 << 20
-"""Bytes of one reply of the master, and of its messages to nodes."""
+"""Bytes of one reply or message of the master."""
 
 EPOCH_MAX = 1 << 62
-"""No epoch is higher, whatever a clock shows. Epochs are near Unix time in milliseconds, which has
+"""The highest epoch, whatever a clock shows. Epochs are near Unix time in milliseconds, which has
 41 bits."""
 
 EPOCH_AHEAD_MAX = 1 << 42
-"""How far an epoch that a node reports may be ahead of the clock of the master's host, in
-milliseconds: 139 years, more than a host whose clock begins in 1970 is behind. An epoch that is
-further ahead is not believed: it is damage, or a lie. So no report can lead to an epoch that the
-next master would not believe: the bound moves on with the clock."""
+"""Maximum lead of a reported epoch over the clock of the master's host, in milliseconds: 139 years,
+more than the lag of a host whose clock starts in 1970. Higher epochs are rejected as damage or
+lies. The bound moves with the clock, so no report leads to an epoch that the next master would
+reject."""
 
 PROTOCOL_VERSION = 1
 """The version of the control protocol (gRPC and lane)."""
@@ -135,16 +131,15 @@ DATA_PROTOCOL_VERSION = 1
 
 
 def plausible_epoch_max(wall_clock_ms: int) -> int:
-    """The highest epoch in memory that a host believes whose clock shows this Unix time."""
+    """Return the highest plausible epoch for a host whose clock shows this Unix time."""
     return min(wall_clock_ms + EPOCH_AHEAD_MAX, EPOCH_MAX)
 
 
 def check_protocol(version: int, who: str) -> None:
-    """Checks the version of the control protocol that a peer speaks. ``who``: what the peer is, for
-    the error: "the node".
+    """Check the version of the control protocol of a peer (``who``: "the node", for the error).
 
     Raises:
-        ProtocolError: it is another version than this one.
+        ProtocolError: the version differs from ours.
     """
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
@@ -156,11 +151,11 @@ def check_protocol(version: int, who: str) -> None:
 
 
 def check_cluster(ours: str, theirs: str, who: str) -> None:
-    """Checks that a peer means the cluster that this master serves (``ours``; empty: it has no
-    name). A peer that names no cluster means any.
+    """Check that a peer belongs to this master's cluster (``ours``; may be empty). A peer without a
+    cluster name belongs to any.
 
     Raises:
-        ClusterMismatchError: the peer means another one.
+        ClusterMismatchError: the peer names another one.
     """
     if theirs and theirs != ours:
         serves = f"serves the cluster {ours}" if ours else "serves a cluster without a name"
@@ -173,7 +168,7 @@ def check_cluster(ours: str, theirs: str, who: str) -> None:
 
 
 def check_key(key: object) -> Key:
-    """``key`` as bytes; ``str`` is encoded as UTF-8.
+    """Return ``key`` as bytes; ``str`` is encoded as UTF-8.
 
     Raises:
         InvalidKeyError: empty, longer than ``KEY_BYTES_MAX``, not valid Unicode, or neither
@@ -205,7 +200,7 @@ def check_key(key: object) -> Key:
 
 
 def check_count(count: int, most: int, what: str = "") -> None:
-    """Raises BatchTooLargeError: more than ``most`` in one call; of keys, or of ``what``."""
+    """Raise BatchTooLargeError if one call has more than ``most`` keys, or ``what``."""
     if count > most:
         raise BatchTooLargeError(
             f"{what}: {count} in one call, at most {most} are allowed"
@@ -220,7 +215,7 @@ def check_count(count: int, most: int, what: str = "") -> None:
 def check_keys(
     keys: Sequence[object], *, distinct: bool, keys_max: int = BATCH_KEYS_MAX
 ) -> list[Key]:
-    """Each key checked, their number bounded and, where ``distinct``, none twice.
+    """Return checked keys: each valid, at most ``keys_max``, and no duplicates if ``distinct``.
 
     Raises:
         BatchTooLargeError: more than ``keys_max``.
@@ -242,8 +237,8 @@ def check_keys(
 
 
 def _whole_keys(keys: Sequence[object]) -> list[Key]:
-    """``keys`` as bytes if all of them are valid, checked without a Python step per key (0.1
-    instead of 0.7 ms for 8,192); else none."""
+    """Return ``keys`` as bytes if all are valid, else []; without a Python step per key (0.1
+    instead of 0.7 ms for 8,192)."""
     types = set(map(type, keys))
     if types == {bytes}:
         whole = list(cast("Sequence[Key]", keys))
@@ -251,7 +246,7 @@ def _whole_keys(keys: Sequence[object]) -> list[Key]:
         try:
             whole = cast("list[Key]", list(map(str.encode, cast("Sequence[str]", keys))))
         except UnicodeEncodeError:
-            return []  # ``check_key`` says which one
+            return []  # ``check_key`` reports it
     else:
         return []
     sizes = set(map(len, whole))
@@ -259,7 +254,8 @@ def _whole_keys(keys: Sequence[object]) -> list[Key]:
 
 
 def check_namespace(namespace: str) -> Namespace:
-    """Raises InvalidArgumentError: empty, not text, or over ``NAMESPACE_BYTES_MAX`` bytes."""
+    """Raise InvalidArgumentError if it is empty, not text, or over ``NAMESPACE_BYTES_MAX``
+    bytes."""
     if not isinstance(namespace, str):
         raise InvalidArgumentError(f"a namespace is str, not {type(namespace).__name__}")
     try:
@@ -276,11 +272,11 @@ def check_namespace(namespace: str) -> Namespace:
 
 
 def check_tenant(tenant: str) -> str:
-    """``tenant``, a name that namespaces of connectors begin with; empty: none.
+    """Check a tenant's name, with which namespaces of connectors begin; empty: none.
 
     Raises:
         InvalidArgumentError: not a part of a namespace's name, over ``TENANT_BYTES_MAX`` bytes, or
-            the name of an engine, with whose namespaces those of the tenant would be confused.
+            the name of an engine, whose namespaces it would collide with.
     """
     if not tenant:
         return ""
@@ -304,19 +300,18 @@ def check_tenant(tenant: str) -> str:
 
 
 def of_tenant(tenant: str, namespace: str) -> Namespace:
-    """The namespace that a tenant's connectors use in the place of this one, which connectors
-    without a tenant use. ``tenant``: as checked by ``check_tenant``."""
+    """Return the tenant's variant of a connector's namespace. ``tenant``: as returned by
+    ``check_tenant``."""
     return Namespace(f"{tenant}/{namespace}" if tenant else namespace)
 
 
 def tenant_of(namespace: str) -> str:
-    """The tenant whose connectors use this namespace (``of_tenant``); empty: none that its name
-    says."""
+    """Return the tenant in a connector's namespace (``of_tenant``); empty: none."""
     tenant, _, rest = namespace.partition("/")
     is_of_one = rest == FLEET_NAMESPACE or rest.partition("/")[0] in ENGINES
     return tenant if is_of_one and tenant not in ENGINES else ""
 
 
 def is_fleet(namespace: str) -> bool:
-    """Whether connectors describe themselves in this namespace."""
+    """Return whether this is a namespace of fleet records."""
     return namespace == of_tenant(tenant_of(namespace), FLEET_NAMESPACE)

@@ -484,8 +484,9 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
         port = given or port
         if not accepts_family(config.host, host):
             raise StartupError(
-                f"clients are told to connect to {host}, which {config.host} does not hear",
-                advice="Give --host ::, which hears IPv6 and IPv4.",
+                f"advertised address {host} and listen address {config.host} have different "
+                "address families",
+                advice="Listen on ::, or advertise another address.",
                 host=config.host,
             )
     elif host in EVERY_INTERFACE:

@@ -4,11 +4,11 @@
     python proto/generate.py            write the generated files
     python proto/generate.py --check    compare them with what is committed; 1 when they differ
 
-A class of ``kvstore.calls`` becomes a message of its name (of a request: with ``Request`` behind
-it), a field gets the number of its place, and docstrings become comments. New fields stand last.
+A class of ``kvstore.calls`` becomes a message of its name (a request: plus ``Request``), fields are
+numbered in order, and docstrings become comments. Append new fields.
 
 The generator is grpcio-tools with mypy-protobuf (both of the ``dev`` extra). Its version is pinned:
-code that a newer one writes does not run on the oldest protobuf that we allow.
+code of a newer one does not run on the oldest supported protobuf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Final
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # the kvstore beside this file has no code
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # the kvstore next to this file has no code
 
 from kvstore.calls import clients, locations, nodes, operators, usage
 from kvstore.calls.described import field_texts
@@ -48,7 +48,7 @@ FILES: Final[dict[str, tuple[ModuleType, ...]]] = {
     "node": (nodes,),
     "admin": (operators, usage),
 }
-"""The modules of ``kvstore.calls`` whose classes are in each file."""
+"""The modules of ``kvstore.calls`` for each file."""
 
 SCALARS: Final[dict[Any, str]] = {
     bool: "bool", bytes: "bytes", int: "uint64", str: "string", Key: "bytes", Namespace: "string",
@@ -56,7 +56,7 @@ SCALARS: Final[dict[Any, str]] = {
 
 
 def proto_lines(file: str) -> Iterator[str]:
-    """The lines of one of ``FILES``."""
+    """Yield the lines of one of ``FILES``."""
     modules = FILES[file]
     names = ", ".join(module.__name__ for module in modules)
     yield f"// Written by proto/generate.py from {names}."
@@ -84,7 +84,7 @@ def proto_lines(file: str) -> Iterator[str]:
 
 
 def _message(kind: Any) -> Iterator[str]:
-    if kind in BY_HAND:  # common.proto has it
+    if kind in BY_HAND:  # defined in common.proto
         return
     texts, hints = field_texts(kind), typing.get_type_hints(kind, include_extras=True)
     yield ""
@@ -115,7 +115,8 @@ def _enum(kind: type[enum.Enum]) -> Iterator[str]:
 
 
 def _type(hint: Any, default: object = None) -> str:
-    """The type of a field. Numbers without ``RowCount`` are bytes: one per key, and small."""
+    """Return the type of a field. Numbers without ``RowCount`` are bytes: one per key, and
+    small."""
     base, *rules = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     if typing.get_origin(base) is Sequence:
         (item,) = typing.get_args(base)
@@ -138,7 +139,7 @@ def _comment(text: str, indent: str = "") -> Iterator[str]:
 
 
 def generate(target: Path) -> list[Path]:
-    """Writes the files below ``target``; returns their paths relative to it."""
+    """Write the files below ``target``; return their relative paths."""
     from grpc_tools import protoc
 
     version = importlib.metadata.version("grpcio-tools")
@@ -173,7 +174,7 @@ def _in_packages(root: Path, *patterns: str) -> list[Path]:
 
 
 def differing() -> list[Path]:
-    """Generated files that are missing, superfluous or not what the sources say."""
+    """Return generated files that are missing, superfluous or outdated."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {path: (Path(folder) / path).read_bytes() for path in generate(Path(folder))}
     there = {path.relative_to(ROOT) for path in _in_packages(ROOT, *GENERATED)}

@@ -1,4 +1,4 @@
-"""The calls that programs make, through a client."""
+"""Calls that clients make for programs."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from kvstore.limits import (
 
 
 class PutOutcome(enum.IntEnum):
-    """What became of one key of a put."""
+    """The result of a put for one key."""
 
     WRITE = 1
-    """Granted: write here (only in the answer to ``put_start``)."""
+    """Granted: write to the extent (only in the reply to ``put_start``)."""
     FOUND = 2
-    """Already there: same key, same content."""
+    """Already stored: same key, same content."""
     BEING_WRITTEN = 3
-    """Another put is writing it at this moment."""
+    """Another put is writing it."""
     STORED = 4
-    """Complete now, by this put (only in the answer to ``put_end`` and ``commit``)."""
+    """Stored by this put (only in replies to ``put_end`` and ``commit``)."""
     REFUSED = 5
-    """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+    """Not stored: the token is unknown, its deadline passed, or its segment is not mounted."""
     NO_SPACE = 6
     """Not stored: the pool is full (only in results of puts with ``partial=True``)."""
 
     def __str__(self) -> str:
-        """A word: ``stored``, ``found``, ``being_written``."""
+        """Return ``stored``, ``found``, ``being_written`` etc."""
         return self.name.lower()
 
     def __format__(self, spec: str) -> str:
@@ -63,7 +63,7 @@ class PutOutcome(enum.IntEnum):
 
 
 class Presence(enum.IntEnum):
-    """What the master knows of a key."""
+    """The state of a key in the master."""
 
     ABSENT = 0
     COMPLETE = 1
@@ -72,61 +72,63 @@ class Presence(enum.IntEnum):
 
 class Join(NamedTuple):
     client: Name
-    """The name of the client, for logs and statistics."""
+    """Name of the client, for logs and statistics."""
     host: Name
     protocol: int
     cluster: NameOrEmpty = ""
-    """Name of the cluster that the client means; empty: any."""
+    """Name of the expected cluster; empty: any."""
     highest_epoch: int = 0
-    """The highest epoch that the client has joined. A master of a lower one refuses the client
-    until its nodes have had time to join it; the word of a client ends no term."""
+    """The highest epoch that the client has joined. A master with a lower one refuses the client
+    until its nodes have had time to report a higher epoch; a client's report ends no term."""
     client_number: int = 0
-    """The number that the client shows to data servers and in its puts; 0: it chooses none. With
-    authentication it belongs to the first identity that joins with it."""
+    """Client number for data servers and puts; 0: none. With authentication it belongs to the first
+    identity that joins with it."""
 
 
 class JoinReply(NamedTuple):
     epoch: int
     lane_port: Port
-    """TCP port of the lane on the address that the client already used; 0: no lane."""
+    """TCP port of the lane on the address that the client used; 0: no lane."""
     lane_unix: str
-    """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
+    """Abstract Unix socket of the lane for clients on the same host; may be empty."""
     lane_token: bytes
-    """The token that the first frame on the lane must carry."""
+    """Lane token for the first frame on the lane."""
     lease_ms: int
     put_deadline_ms: int
     version: str
     cluster: str = ""
-    """Name of the master's cluster; empty: it has none."""
+    """Name of the master's cluster; may be empty."""
     http_port: Port = 0
-    """TCP port of HTTP on the address that the client already used; 0: none."""
+    """HTTP port on the address that the client used; 0: none."""
     has_events: bool = False
-    """Whether events are served there."""
+    """Whether object events are served there."""
     identity: str = ""
-    """Who the client is to the master (``kvstore.security.identity``); empty: no authentication."""
+    """The authenticated identity of the client (``kvstore.security.identity``); empty: no
+    authentication."""
 
 
 class MatchPrefix(NamedTuple):
-    """How much of the chain ``keys`` is present, in each of ``namespaces``? And where is the last
-    state of it, of which each of ``states`` has a part?"""
+    """Match the chain ``keys`` in each of ``namespaces``, and find its last recurrent state, which
+    has a part in each of ``states``."""
 
     namespaces: Annotated[Sequence[Namespace], RowCount(NAMESPACES_MAX)]
     keys: Sequence[Key]
     placements: bool
-    """Whether the answer says where the matched objects are, too."""
+    """Whether the reply includes the locations of matched objects."""
     states: Annotated[Sequence[Namespace], RowCount(NAMESPACES_MAX)] = ()
-    """Namespaces whose objects are no chains: each is of use alone, to go on from its key."""
+    """Namespaces of recurrent states, whose objects form no chains: one suffices to resume at its
+    key."""
     lease: int = 0
-    """The number under which the client will release the lease; 0: the lease ends by time alone."""
+    """Lease number, with which the client releases it; 0: the lease ends by time alone."""
     released: Released = ()
-    """Earlier leases that the client releases now; unknown numbers are ignored."""
+    """Earlier leases to release now; unknown numbers are ignored."""
 
 
 class PrefixMatch(NamedTuple):
     matched: int
-    """Leading keys that are present and reachable; the tip is leased, which holds the chain."""
+    """Leading keys that are present and reachable; a lease on the tip protects the chain."""
     being_written: int
-    """How many keys after those are being written at this moment."""
+    """Number of keys after those that are being written."""
     placements: Placements
 
 
@@ -134,14 +136,14 @@ class MatchPrefixReply(NamedTuple):
     epoch: int
     lease_ms: int
     matches: Annotated[Sequence[PrefixMatch], RowCount(NAMESPACES_MAX)]
-    """One per namespace, in the order asked."""
+    """One per namespace, in the order of the request."""
     state: int = 0
     """Leading keys up to the last one that is present in each of ``states``, among those that all
-    of ``namespaces`` have; it is leased there. 0: there is none, or ``states`` is empty."""
+    of ``namespaces`` have; it is leased there. 0: none."""
 
 
 class Lookup(NamedTuple):
-    """Where are these objects? Each one found is leased."""
+    """Look up objects and lease those found."""
 
     namespace: Namespace
     keys: Sequence[Key]
@@ -157,13 +159,13 @@ class LookupReply(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """Which of these keys are stored?"""
+    """Check which of these keys are stored."""
 
     namespace: Namespace
     keys: Sequence[Key]
     lease: int = 0
-    """Lease the stored ones under this number, as ``Lookup`` does, which also says where they are.
-    0: no lease; the answer is about this moment only."""
+    """Lease the stored objects under this number, as ``Lookup`` does, which also returns locations.
+    0: no lease; the reply holds for this moment only."""
     released: Released = ()
     """As in ``MatchPrefix``."""
 
@@ -178,25 +180,25 @@ class PutStart(NamedTuple):
     keys: Annotated[Sequence[Key], RowCount(PUT_KEYS_MAX, distinct=True)]
     sizes: Annotated[Sequence[int], RowCount(like="keys", value_max=SIZE_BYTES_MAX)]
     parent: Key | None
-    """Parent of the first key (``chain``) or of every key (otherwise); None: a root."""
+    """Parent of the first key (``chain``) or of every key; None: a root."""
     chain: bool
-    """Whether each key's parent is the key before it."""
+    """Whether the parent of each key is the previous key."""
     replicas: Replicas
-    """The number of distinct nodes for each object; fewer if there are fewer."""
+    """Number of distinct nodes per object; fewer if there are fewer nodes."""
     overwrite: bool
-    """Write a new version even where a complete one is there."""
+    """Whether to write a new version of complete objects."""
     wait_ms: WaitMs
-    """How long to wait for leases to end when there is no room."""
+    """Maximum time to wait for leases to end if space is lacking."""
     host: NameOrEmpty
-    """The putter's host, for placement."""
+    """Host of the writer, for placement."""
     avoid_segments: Avoided = ()
-    """Segments (uuids) that the putter could not reach a moment ago, at most ``AVOID_MAX``."""
+    """Uuids of up to ``AVOID_MAX`` segments that the writer failed to reach recently."""
     local_only: bool = False
-    """Only segments of ``host``: the putter has no transport that reaches another one."""
+    """Only segments of ``host``: the writer has no transport to other hosts."""
     client_number: int = 0
-    """The number that the putter shows to data servers; 0: unknown."""
+    """Client number of the writer for data servers; 0: unknown."""
     ttl_ms: TtlMs = 0
-    """How long an object lives after the end of its put; 0: for ever."""
+    """TTL of an object, from the end of its put; 0: unlimited."""
     released: Released = ()
     """As in ``MatchPrefix``."""
 
@@ -209,18 +211,20 @@ class Grants(NamedTuple):
     replicas: int
     """Extents per granted key."""
     tokens: Sequence[int]
-    """One per granted key, in the order of the keys. The version is (epoch, token)."""
+    """Grant tokens, one per granted key, in the order of the keys. The version is (epoch,
+    token)."""
     segments: Sequence[int]
     """``replicas`` entries per granted key."""
     offsets: Sequence[int]
     capabilities: bytes = b""
-    """``CAPABILITY_BYTES`` for each extent, with which the client may write it; empty: none."""
+    """``CAPABILITY_BYTES`` per extent, for writing it; may be empty."""
     header_macs: bytes = b""
-    """``STAMP_BYTES`` for each extent, which the client writes behind the header; empty: none."""
+    """``STAMP_BYTES`` per extent: the header MAC, which the client writes after the header; may be
+    empty."""
 
 
 class PutEnd(NamedTuple):
-    """The payloads and headers of these tokens are written."""
+    """Complete the puts of these grant tokens: payloads and headers are written."""
 
     epoch: int
     tokens: Numbers
@@ -232,15 +236,15 @@ class PutEndReply(NamedTuple):
 
 
 class PutRevoke(NamedTuple):
-    """These puts are given up."""
+    """Revoke puts."""
 
     epoch: int
     tokens: Numbers
     quiesced: bool
-    """Whether no write of these puts can still land, so that the extents are free at once."""
+    """Whether the puts are quiesced, so that their extents are free at once."""
     connections: Annotated[Sequence[int], RowCount(CONNECTIONS_CUT_MAX)] = ()
-    """If not settled: the connections to data servers that may still carry bytes of these puts, by
-    the client's numbers for them. Empty: any connection of that client."""
+    """If not quiesced: the client's numbers of its connections to data servers that may still carry
+    bytes of these puts. Empty: all of its connections."""
 
 
 class PutRevokeReply(NamedTuple):
@@ -248,10 +252,10 @@ class PutRevokeReply(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Memory in the pool for an object whose key is not known yet (``commit`` names it)."""
+    """Allocate memory for an object whose key is not known yet (``commit`` names it)."""
 
     namespace: Namespace
-    """Its tenant holds the memory until the commit, which may name another namespace."""
+    """Its tenant is charged until the commit, which may name another namespace."""
     size: Size
     wait_ms: WaitMs
     host: NameOrEmpty
@@ -262,7 +266,7 @@ class Allocate(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Give an allocation, whose header is written, its key: it becomes an object."""
+    """Make an allocation whose header is written an object with this key."""
 
     epoch: int
     token: int
@@ -270,7 +274,7 @@ class Commit(NamedTuple):
     key: Key
     parent: Key | None
     size: Size
-    """Payload bytes; not more than were allocated."""
+    """Payload bytes, at most the allocated ones."""
     overwrite: bool
     ttl_ms: TtlMs = 0
     """As in ``PutStart``."""
@@ -280,23 +284,23 @@ class CommitReply(NamedTuple):
     outcome: Annotated[int, IntRange(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     header_mac: SixteenOrEmpty = b""
-    """``STAMP_BYTES``, which the client writes behind the header until the allocation's deadline;
-    empty: none."""
+    """``STAMP_BYTES``: the header MAC, which the client writes until the allocation's deadline; may
+    be empty."""
 
 
 class Renew(NamedTuple):
-    """Extend leases of objects, by key, version and place, and deadlines of allocations, by
-    token."""
+    """Extend leases of objects, by key, version and location, and deadlines of allocations, by
+    grant token."""
 
     namespace: Namespace
     keys: Sequence[Key]
     epochs: NumberPerKey
     counters: NumberPerKey
     epoch: int
-    """The epoch of the tokens."""
+    """The epoch of the grant tokens."""
     tokens: Numbers
     uuids: Annotated[Sequence[bytes], RowCount(like="keys"), SixteenBytes()]
-    """The uuids of the segments of the leased memory; ``offsets`` are those of its extents."""
+    """Uuids of the segments of the leased memory; ``offsets`` are those of its extents."""
     offsets: NumberPerKey
 
 
@@ -304,15 +308,15 @@ class RenewReply(NamedTuple):
     lease_ms: int
     deadline_ms: int
     keys_leased: Sequence[int]
-    """1 or 0 per key: whether that version is still promised at its place. A version alone does not
-    name the leased memory: it may have ended there, and have come back elsewhere."""
+    """1 or 0 per key: whether that version is still leased at that location. The version alone does
+    not identify the leased memory: it may have ended there and have come back elsewhere."""
     tokens_leased: Sequence[int]
     capabilities: bytes = b""
-    """``CAPABILITY_BYTES`` per token: the allocation's, extended; empty: none."""
+    """``CAPABILITY_BYTES`` per token: the extended one of the allocation; may be empty."""
 
 
 class Release(NamedTuple):
-    """Leases that the client releases, without another call that could carry them."""
+    """Release leases without another call that could carry them."""
 
     released: Released
 
@@ -322,21 +326,21 @@ class ReleaseReply(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """Keep these objects, and their ancestors, from eviction."""
+    """Protect these objects and their ancestors from eviction."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], RowCount(PIN_KEYS_MAX)]
     hold_ms: PinMs
-    """How long from now on; of two pins of an object the later end counts."""
+    """Duration from now on; of two pins of an object the later end counts."""
 
 
 class PinReply(NamedTuple):
     pinned: Sequence[int]
-    """1 or 0 per key: whether the object is stored, and is pinned now."""
+    """1 or 0 per key: whether the object is stored, and now pinned."""
 
 
 class Unpin(NamedTuple):
-    """End the pins of these objects. Ancestors of other pinned objects are still kept."""
+    """End the pins of these objects. Ancestors of other pinned objects stay protected."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], RowCount(PIN_KEYS_MAX)]
@@ -354,11 +358,11 @@ class Remove(NamedTuple):
 
 class RemoveReply(NamedTuple):
     removed: Sequence[int]
-    """1 or 0 per key: whether there was something to remove."""
+    """1 or 0 per key: whether an object was removed."""
 
 
 class Clear(NamedTuple):
-    """Remove up to ``limit`` objects of a namespace (empty: of any); repeat until none remain."""
+    """Remove up to ``limit`` objects of a namespace (empty: of all); repeat until none remain."""
 
     namespace: NamespaceOrEmpty
     limit: PageRows
@@ -375,46 +379,45 @@ class DescribeSegments(NamedTuple):
 
 class DescribeSegmentsReply(NamedTuple):
     epoch: int
-    """The epoch of the answering master: in another epoch the same ids mean other segments."""
+    """The epoch of the segment ids; ids of other epochs mean other segments."""
     segments: Sequence[SegmentInfo]
     """The requested segments that are mounted."""
 
 
 class ReportFailure(NamedTuple):
-    """Reads or writes on these segments fail from the client's host."""
+    """Report segments that cannot be read or written from the client's host."""
 
     segment_ids: Numbers
     client: NameOrEmpty = ""
-    """The client that reports; ``host`` is where it runs."""
+    """The reporting client; it runs on ``host``."""
     host: NameOrEmpty = ""
     reason: NameOrEmpty = ""
-    """What failed: one line, for the master's log."""
+    """The reason in one line, for the master's log."""
     epoch: int = 0
-    """The epoch of the segment ids, which may name other segments under another master."""
+    """The epoch of the segment ids."""
 
 
 class ReportFailureReply(NamedTuple):
     suspects: int
-    """Nodes that are suspect now."""
+    """Nodes that are now suspect."""
 
 
 class ReportCorrupt(NamedTuple):
-    """These replicas, as columns, hold other bytes than were put: an invalid header, or a payload
-    that does not match its checksum. If all replicas of an object are reported, the master removes
-    it."""
+    """Report damaged replicas, as columns: an invalid header, or a payload that does not match its
+    checksum. If all replicas of an object are reported, the master removes it."""
 
     namespace: Namespace
     keys: Sequence[Key]
     epochs: NumberPerKey
     counters: NumberPerKey
-    """With ``epochs``, the version that was read; if the object has another one now, it is kept."""
+    """With ``epochs``, the version that was read; a later version is kept."""
     uuids: Annotated[Sequence[bytes], RowCount(like="keys")]
-    """The replicas' segments, by uuid: the reporter's segment ids may be of an earlier master."""
+    """Uuids of the replicas' segments: the reporter's segment ids may be of an earlier master."""
 
 
 class ReportCorruptReply(NamedTuple):
     dropped: int
-    """Objects that were removed."""
+    """Number of removed objects."""
 
 
 ClientRequest = (

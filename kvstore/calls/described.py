@@ -1,4 +1,4 @@
-"""What a class says of itself: for ``proto``, for JSON and for the OpenAPI document."""
+"""Descriptions of classes for ``proto``, for JSON and for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 
 def field_texts(kind: Any) -> dict[str, str]:
-    """The docstrings of the fields and properties of a class, in one line each; "": its own."""
+    """Return the docstrings of the fields and properties of a class, in one line each; key "": its
+    own."""
 
     def line(text: str) -> str:
         return " ".join(text.split()).replace("``", "`")
@@ -32,12 +33,12 @@ def field_texts(kind: Any) -> dict[str, str]:
 
 
 def properties(kind: Any) -> tuple[str, ...]:
-    """The names of what a class computes from its fields."""
+    """Return the names of the properties of a class."""
     return tuple(name for name, value in vars(kind).items() if isinstance(value, property))
 
 
 def types_of(kind: Any) -> dict[str, Any]:
-    """The types of fields and properties, without the annotations that bound them."""
+    """Return the types of fields and properties, without the annotations that bound them."""
     computed = {
         name: typing.get_type_hints(vars(kind)[name].fget)["return"] for name in properties(kind)
     }

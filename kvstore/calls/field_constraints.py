@@ -1,8 +1,7 @@
-"""What a field of a call may hold, as annotations of ``kvstore.calls``.
+"""Constraints on the fields of calls, as annotations of ``kvstore.calls``.
 
-The codec checks them when it decodes a call (``kvstore.wire.codec``); calls that this process makes
-are not checked. A field without an annotation takes any value of its type, and as many rows as a
-frame holds.
+The codec checks them when it decodes a call (``kvstore.wire.codec``). A field without an annotation
+takes any value of its type, and as many rows as a frame holds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Text:
     """Text that may stand in a log line."""
 
     empty: bool = False
-    """Whether it may be empty."""
+    """Whether empty text is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,12 @@ class SixteenBytes:
     """16 bytes."""
 
     empty: bool = False
-    """Whether there may be none."""
+    """Whether an empty value is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPrefix:
-    """What a key may begin with: no more bytes than a key has."""
+    """The beginning of a key: at most as many bytes as a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +63,15 @@ class AnyNamespace:
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """How many rows a column or repeated field may have, and which values."""
+    """Limits on the rows of a column or repeated field."""
 
     max: int = BATCH_KEYS_MAX
-    """The most rows."""
     like: str = ""
-    """An earlier field that must have as many rows; ``max`` does not count then."""
+    """An earlier field with the required number of rows, in place of ``max``."""
     value_max: int | None = None
     """The largest number in a row; None: any of 64 bits."""
     distinct: bool = False
-    """Whether the keys in the rows must be distinct."""
+    """Whether the rows must be distinct."""
 
 
 Name = Annotated[str, Text()]

@@ -1,9 +1,9 @@
-"""Reads what engines have stored about themselves; imports no engine.
+"""Fleet records, by which engines describe themselves; imports no engine.
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``, or in that of a
-tenant, ``TENANT/vllm-fleet``: JSON that says which engine serves which models, in which namespaces
-its blocks are, and what its fingerprint was made of. ``kvstore.connectors.common.fleet`` puts
-records; ``kvstore why``, the dashboard and the proxy read them. Pure.
+tenant, ``TENANT/vllm-fleet``: JSON with the engine, its models, the namespaces of its blocks, and
+the inputs of its fingerprint. ``kvstore.connectors.common.fleet`` puts records; ``kvstore why``,
+the dashboard and the proxy read them. Pure.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
 
 RECORD_BYTES_MAX: Final = 1 << 16
-"""The largest record; larger objects are not records."""
+"""The size limit of a record; larger objects are not records."""
 
 RECORDS_MAX: Final = 256
-"""Records that a reader takes from one store; further ones are not read."""
+"""Records that a reader takes from one store; the rest is not read."""
 
 ROWS_MAX: Final = 1 << 16
-"""Listed objects that a reader looks at to find the records."""
+"""Listed objects that a reader examines to find the records."""
 
 FLEETS_MAX: Final = 256
-"""Tenants whose records one reader takes: as many as a file of tenants may have. They share
+"""Tenants whose records one reader takes: the maximum of a tenants file. They share
 ``RECORDS_MAX``."""
 
 LIFETIME_S: Final = 86_400.0
-"""A record expires so long after its last announcement: a crashed engine does not remove it."""
+"""Time from the last announcement to the expiry of a record: a crashed engine does not remove
+it."""
 
 ANNOUNCED_EVERY_S: Final = 60.0
-"""How often an engine begins the lifetime of its record anew."""
+"""Interval at which an engine announces its record again."""
 
 SERVES_S: Final = 3 * ANNOUNCED_EVERY_S
-"""For so long after its last announcement an engine counts as one that serves."""
+"""Time after its last announcement during which an engine counts as serving."""
 
 BLOCK_TOKENS_MAX: Final = 1 << 31
-"""Tokens per block: far more than any engine uses, and a number that every format can hold."""
+"""Maximum tokens per block: more than any engine uses, and representable in every format."""
 
 RANKS_MAX: Final = 1_024
-"""The greatest ``tp_shards``."""
+"""The maximum of ``tp_shards``."""
 
 DEPTH_MAX: Final = 4
-"""Levels of nesting that are compared field by field; deeper values are compared as a whole."""
+"""Levels of nesting that are compared field by field; deeper values are compared as a unit."""
 
 _GROUP: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g([0-9]+)/")
 """The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
@@ -61,13 +62,13 @@ _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "forma
 
 
 def is_draft_namespace(namespace: str) -> bool:
-    """Whether the objects of this namespace are pages of a draft model: no hit depends on them
+    """Whether this namespace holds draft pages, on which no hit depends
     (``kvstore.connectors.vllm.messages.draft_part``)."""
     return _GUESSES.match(namespace) is not None
 
 
 class Hashes(NamedTuple):
-    """How engines compute the keys of a prompt's blocks."""
+    """The parameters by which engines compute the keys of a prompt's blocks."""
 
     block_size: int
     """Tokens per hash, of which ``FleetRecord.block_size`` is a multiple."""
@@ -81,40 +82,40 @@ class FleetRecord(NamedTuple):
 
     engine: str
     models: tuple[str, ...]
-    """Names of the model, the first one the name or path that was loaded."""
+    """Names of the model, first the name or path that was loaded."""
     fingerprint: str
     namespaces: tuple[str, ...]
     description: Mapping[str, Any]
     block_size: int = 0
-    """Tokens per block; 0: the record does not say."""
+    """Tokens per block; 0: unknown."""
     hashes: Hashes | None = None
-    """None: the record does not say, or says it wrongly."""
+    """None: missing or invalid in the record."""
     format: int = FORMAT
     announced: float = 0.0
-    """When an engine last announced it, seconds since the epoch by that engine's clock; 0: the
-    record does not say."""
+    """Time of the last announcement, in seconds since the epoch by the engine's clock; 0:
+    unknown."""
 
     @property
     def tenant(self) -> str:
-        """Whose engines these are; empty: they have no tenant."""
+        """The tenant of the engines; may be empty."""
         return tenant_of(self.namespaces[0]) if self.namespaces else ""
 
     @property
     def model(self) -> str:
-        """The last part of the model's name or path: the same wherever it was loaded from."""
+        """The last part of the model's name or path, independent of where it was loaded from."""
         return short_name(self.models[0])
 
     @property
     def states(self) -> frozenset[str]:
-        """The namespaces whose objects are states of recurrent layers, not blocks of attention: as
-        far as the record of a connector for vLLM says it."""
+        """The namespaces of recurrent state, as far as the record of a vLLM connector lists
+        them."""
         groups = _groups(self.description)
         recurrent = {str(group) for group, told in enumerate(groups) if "state" in told}
         found = {name: _GROUP.match(name) for name in self.namespaces}
         return frozenset(name for name, of in found.items() if of and of[1] in recurrent)
 
     def is_stopped(self, now: float) -> bool:
-        """Whether the engines of this record have ended, as far as it says.
+        """Return whether the engines of this record have stopped, according to the record.
 
         Args:
             now: seconds since the epoch.
@@ -127,7 +128,7 @@ class FleetRecord(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One field in which two descriptions differ. A value is None if that side lacks the field."""
+    """A field in which two descriptions differ. A value is None if that side lacks the field."""
 
     field: str
     ours: object
@@ -135,17 +136,17 @@ class Difference(NamedTuple):
 
 
 class SplitDifference(NamedTuple):
-    """Something by which two engines only cut the same bytes in other pieces."""
+    """A difference in how two engines split the same bytes."""
 
     what: str
     ours: object
     theirs: object
     setting: str
-    """With this, both find the pieces of the other one."""
+    """The setting with which both find the chunks of the other one."""
     flag: str
-    """The option of the engine that chooses this cut."""
+    """The engine option that chooses this split."""
     provided: str = ""
-    """What else it needs, which the descriptions do not say."""
+    """Further requirements that the descriptions do not contain."""
 
     def text(self, here: str, there: str) -> str:
         both = f"{self.ours} {here}, {self.theirs} {there}"
@@ -153,14 +154,14 @@ class SplitDifference(NamedTuple):
 
 
 class DescriptionDiff(NamedTuple):
-    """What keeps two engines of one kind and model from sharing blocks."""
+    """The differences that keep two engines of one kind and model from sharing blocks."""
 
     must: list[Difference]
-    """What must be equal, and is not."""
+    """Fields that must be equal and differ."""
     cuts: list[SplitDifference]
 
     def text(self) -> str:
-        """For the engine whose description is ``ours``."""
+        """Return the text for the engine whose description is ``ours``."""
         must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
         cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
         parts = [must and f"must be equal: {must}", cuts and f"only another cut: {cuts}"]
@@ -168,16 +169,16 @@ class DescriptionDiff(NamedTuple):
 
 
 def short_name(model: str) -> str:
-    """The last part of a model's path."""
+    """Return the last part of a model's path."""
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
-    """The namespaces whose records a reader takes: its tenant's; without a tenant those of all
-    tenants, ``FLEETS_MAX`` at most.
+    """Return the fleet namespaces to read: the tenant's; without a tenant those of all tenants,
+    ``FLEETS_MAX`` at most.
 
     Args:
-        namespaces: those that hold objects, as far as the reader may know.
+        namespaces: those with objects that the reader may see.
     """
     if tenant:
         return [of_tenant(tenant, FLEET_NAMESPACE)]
@@ -186,7 +187,7 @@ def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
 
 
 def record_keys(rows: Iterable[ObjectRow], records_max: int = RECORDS_MAX) -> list[Key]:
-    """The keys of the records among listed objects, of which ``ROWS_MAX`` are looked at."""
+    """Return the keys of the records among listed objects, of which ``ROWS_MAX`` are examined."""
     found = (
         row.key
         for row in islice(rows, ROWS_MAX)
@@ -196,17 +197,16 @@ def record_keys(rows: Iterable[ObjectRow], records_max: int = RECORDS_MAX) -> li
 
 
 def records_of(values: Iterable[object], tenant: str) -> list[FleetRecord]:
-    """The records among objects that were got as bytes. Args: as for ``parse``."""
+    """Return the records among objects that were read as bytes."""
     parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
     return [record for record in parsed if record is not None]
 
 
 def parse(data: bytes, *, tenant: str = "") -> FleetRecord | None:
-    """The record in ``data``; None: the bytes are not a record.
+    """Parse a record; return None if the bytes are not one.
 
     Args:
-        tenant: whose fleet's the record is. A record that names namespaces of another tenant is
-            none.
+        tenant: the owner of the fleet. A record that names namespaces of another tenant is invalid.
     """
     try:
         value = {**_DEFAULTS, **json.loads(data)}
@@ -222,7 +222,7 @@ def parse(data: bytes, *, tenant: str = "") -> FleetRecord | None:
             announced=float(value.get("announced", 0.0)),
         )
         for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
-            text.encode()  # raises for other types, and for text that no UTF-8 can hold
+            text.encode()  # raises for other types, and for text that UTF-8 cannot encode
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     is_one = (
@@ -248,9 +248,9 @@ def _hashes(value: Mapping[str, Any]) -> Hashes | None:
 def differences(
     ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
 ) -> list[Difference]:
-    """The fields in which two descriptions differ. If both have a field as a mapping, or as lists
-    of equal length, the fields in it are compared: ``groups.0.block_tokens``. Both descriptions
-    consist of plain values, as they come out of the store (``as_read``)."""
+    """Return the fields in which two descriptions differ. If both have a field as a mapping, or as
+    lists of equal length, its fields are compared: ``groups.0.block_tokens``. Both consist of plain
+    JSON values (``as_read``)."""
     found: list[Difference] = []
     for key in sorted({*ours, *theirs}):
         mine, other = ours.get(key), theirs.get(key)
@@ -268,11 +268,10 @@ def differences(
 def compare_descriptions(
     engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> DescriptionDiff:
-    """Tells what must be equal from what is only another cut of the same bytes.
+    """Separate differences that prevent sharing from different splits of the same bytes.
 
     Args:
-        engine: the kind of both. Only the connector for vLLM has settings that let engines with
-            other cuts share.
+        engine: the kind of both. Only the vLLM connector can share between different splits.
         ours, theirs: as for ``differences``.
     """
     cuts: list[SplitDifference] = []
@@ -290,7 +289,7 @@ def compare_descriptions(
 
 
 def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
-    """The cut between ranks; None: it is the same, or no setting helps."""
+    """Return the difference in ranks; None: equal, or no setting helps."""
     mine, other = (
         f"tp_shards={each['shards']}" if "shards" in each else each.get("tensor_parallel")
         for each in (ours, theirs)
@@ -308,7 +307,7 @@ def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferenc
 
 
 def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
-    """The cut between blocks; None: it is the same, or no setting helps."""
+    """Return the difference in block sizes; None: equal, or no setting helps."""
     mine, other = (
         _counts(each.get("block_tokens") for each in _groups(side)) for side in (ours, theirs)
     )
@@ -326,7 +325,7 @@ def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferen
 def _without(
     description: Mapping[str, Any], fields: Collection[str], of_groups: Collection[str]
 ) -> dict[str, Any]:
-    """The description without what follows from a cut."""
+    """Return the description without fields that follow from a split."""
     left = {name: value for name, value in description.items() if name not in fields}
     groups = _groups(description)
     if groups:
@@ -344,7 +343,7 @@ def _without(
 
 
 def _groups(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Empty: the description has none, or they are not described in this way."""
+    """Return the cache groups; empty: none, or described in another way."""
     groups = description.get("groups")
     is_list = isinstance(groups, list) and all(isinstance(each, dict) for each in groups)
     return list(groups or ()) if is_list else []
@@ -356,13 +355,13 @@ def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
 
 
 def _counts(values: Iterable[object]) -> list[int]:
-    """The values, if all of them are counts; otherwise none."""
+    """Return the values if all of them are counts; otherwise an empty list."""
     found = list(values)
     counts = [each for each in found if type(each) is int and 0 < each <= BLOCK_TOKENS_MAX]
     return counts if len(counts) == len(found) else []
 
 
 def as_read(description: Mapping[str, object]) -> dict[str, Any]:
-    """The description as it comes out of the store: plain values of JSON."""
+    """Return the description as the store returns it: plain JSON values."""
     read: dict[str, Any] = json.loads(json.dumps(description, default=str))
     return read

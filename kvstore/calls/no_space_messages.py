@@ -1,4 +1,4 @@
-"""Why a put finds no space, in words: for the client whose put is refused, and for operators."""
+"""Messages about puts without space, for the client whose put is refused and for operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTA, GUARANTEES = "quota", "guarantees"
 
 
 class SegmentGroup(NamedTuple):
-    """Segments that take no part of a put, for one cause. Sizes are bytes."""
+    """Segments that are unusable for a put for one cause. Sizes are bytes."""
 
     cause: str
     nodes: Mapping[str, str]
@@ -31,12 +31,12 @@ class SegmentGroup(NamedTuple):
     free: int
     largest_free: int
     ready_ms: int
-    """Until the first of them gives out memory; 0: its node has yet to report its objects."""
+    """Time until the first of them grants memory; 0: its node has not reported its inventory."""
     better_ms: int
-    """Until the cause may end by itself for one of them; 0: unknown."""
+    """Time until the cause may end by itself for one of them; 0: unknown."""
     silent_ms: int
     local: str
-    """An address of another host than the client's, which only that host reaches; or ""."""
+    """Address on another host than the client's that only that host reaches; may be empty."""
 
 
 CAUSES: Final = {
@@ -44,19 +44,19 @@ CAUSES: Final = {
         "of {capacity} on {count}, {free} are free{pieces}; the rest is leased, being written or "
         "waiting to be wiped",
         "Wait longer (wait_ms), put less, or add a node.",
-        "all that is there is leased, pinned or being written",
+        "every object is leased, pinned or being written",
     ),
     AVOIDED: (
-        "{free} are free on {nodes}, which this client could not reach a moment ago{hint}",
+        "{free} free on {nodes}, which this client failed to reach recently{hint}",
         "Open the nodes' ports for this host; a node that advertises a loopback address needs "
         "--host. kvstore doctor tests the path.",
-        "their clients could not reach the nodes that had room: run kvstore doctor there",
+        "their clients failed to reach the nodes with free space: run kvstore doctor there",
     ),
     RESTARTED: (
-        "{free} on {nodes} are given out {when}: a master that has (re)started, or a node that has "
-        "come back, waits for earlier leases to end",
+        "{free} on {nodes} can be granted {when}: after a (re)start of a master or node, "
+        "earlier leases must end first",
         "Wait longer (wait_ms), or try again then.",
-        "the master or the nodes had just started, and did not give out memory yet",
+        "the master or the nodes had just started, and granted no memory yet",
     ),
     SUSPECT: (
         "{nodes} cannot be used now: no stream to the master, silent (for {silent:.1f} s or more), "
@@ -89,7 +89,7 @@ CAUSES: Final = {
         "{tenant} holds {held} of at most {bound}, and none of its own objects can be evicted now: "
         "they are leased, pinned or being written",
         "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its limit.",
-        "their tenant had all that it may have (limit)",
+        "their tenant had reached its limit",
     ),
     GUARANTEES: (
         "the guarantees of other tenants hold the rest, and what is above them is leased, pinned "
@@ -99,7 +99,7 @@ CAUSES: Final = {
     ),
 }
 """Per cause: the sentence for the client (``_sentence`` fills it in), the advice, and the sentence
-for operators, on refused puts. Of several causes, the first one here is named as the cause."""
+for operators on refused puts. Of several causes, the first here is reported."""
 
 _PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less, or add a node."
 
@@ -107,8 +107,8 @@ _PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less,
 def no_space(
     groups: Sequence[SegmentGroup], host: str, wanted: int, missing: int, writing: int, pinned: int
 ) -> NoSpaceError:
-    """The error of a put of ``wanted`` bytes by a client of ``host``, of which ``missing`` bytes
-    found no space, while ``writing`` puts are under way. ``pinned`` bytes are held by pins.
+    """Return the error of a put of ``wanted`` bytes by a client of ``host``, of which ``missing``
+    bytes found no space, with ``writing`` puts in progress and ``pinned`` bytes in pinned objects.
 
     ``groups``: all mounted segments, in the order of ``CAUSES``.
     """
@@ -140,8 +140,8 @@ def no_space(
 def over_bound(
     tenant: str, wanted: int, held: int, bound: int, missing: int, pinned: int
 ) -> NoSpaceError:
-    """The error of ``wanted`` bytes with which a tenant, which holds ``held``, would have
-    ``missing`` bytes more than it may."""
+    """Return the error of a request for ``wanted`` bytes by a tenant that holds ``held`` and would
+    exceed its limit by ``missing`` bytes."""
     said, advice, _ = CAUSES[QUOTA]
     who = tenant_text(tenant)
     if wanted > bound:
@@ -163,7 +163,8 @@ def over_bound(
 
 
 def guarantee_error(tenant: str, wanted: int, missing: int) -> NoSpaceError:
-    """The error of ``wanted`` bytes of a tenant, where nothing may be evicted for it."""
+    """Return the error of a tenant's request for ``wanted`` bytes if nothing may be evicted for
+    it."""
     said, advice, _ = CAUSES[GUARANTEES]
     return NoSpaceError(
         f"no space for {format_size_short(wanted)} of {tenant_text(tenant)}: {said}",
@@ -176,7 +177,7 @@ def guarantee_error(tenant: str, wanted: int, missing: int) -> NoSpaceError:
 
 
 def guarantee_warning(status: ClusterStatus) -> str:
-    """Says that the pool is smaller than what its tenants are guaranteed; empty: it is not."""
+    """Return a warning if the pool is smaller than the guarantees of its tenants; otherwise ""."""
     guaranteed = sum(each.guarantee_bytes for each in status.tenants)
     size = status.size
     if not size or guaranteed <= size:
@@ -207,7 +208,7 @@ def _sentence(group: SegmentGroup, host: str) -> str:
 
 
 def _names(nodes: Mapping[str, str]) -> str:
-    """``node a (10.0.0.8:50003), node b (10.0.0.9:50003) and 7 more``."""
+    """Return ``node a (10.0.0.8:50003), node b (10.0.0.9:50003) and 7 more``."""
     named = [
         f"node {name} ({address})" if address else f"node {name}" for name, address in nodes.items()
     ]
@@ -216,7 +217,7 @@ def _names(nodes: Mapping[str, str]) -> str:
 
 
 def format_size_short(size: int) -> str:
-    """A size for messages: ``2 KiB``, ``1.5 GiB``."""
+    """Format a size for messages: ``2 KiB``, ``1.5 GiB``."""
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >> shift:
             return f"{size / (1 << shift):.1f}".removesuffix(".0") + f" {unit}"

@@ -1,4 +1,4 @@
-"""Messages of the stream between a node and its master; they are not calls."""
+"""Messages of the stream between a node and its master (not calls)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstore.limits import (
 
 
 class SegmentOffer(NamedTuple):
-    """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
+    """A segment offered by a node: a ``SegmentInfo`` without its number."""
 
     size: Annotated[int, IntRange(1, SIZE_BYTES_MAX)]
     uuid: Uuid
@@ -41,82 +41,83 @@ class SegmentOffer(NamedTuple):
     fresh: bool
     """Whether no extent of it has ever been granted."""
     removal_watermark: Version = NO_VERSION
-    """The last mark that the node was ordered to keep (``MasterWipe``)."""
+    """The last removal watermark that the node was told to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
     data_protocol: int = DATA_PROTOCOL_VERSION
-    """The version of the data protocol that the node's data server speaks."""
+    """Version of the node's data protocol."""
     device: DeviceLocation | None = None
-    """None: the segment is in memory of the host."""
+    """None: host memory."""
     descriptor_socket: ShmName = ""
-    """Entry in ``/dev/shm``: the Unix socket where the node hands descriptors of its memory to
-    clients of its host; empty: it has none."""
+    """Entry in ``/dev/shm``: Unix socket on which the node passes file descriptors of its memory to
+    clients of its host; may be empty."""
     header_mac_key: SixteenOrEmpty = b""
-    """16 bytes, which no client learns: the key of the stamps behind the segment's headers
-    (``kvstore.memory.header``); empty: the node takes headers without one."""
+    """16 bytes, secret from clients: the key of the segment's header MACs
+    (``kvstore.memory.header``); empty: the node accepts headers without a MAC."""
     takes_capabilities: bool = False
-    """Whether the node takes capabilities (``Placements``)."""
+    """Whether the node requires capabilities (``Placements``)."""
     encrypts: bool = False
-    """Whether its data port speaks TLS."""
+    """Whether its data port uses TLS."""
 
 
 class NodeJoin(NamedTuple):
-    """First message of a node's stream."""
+    """The first message of a node's stream."""
 
     name: Name
     host: Name
     protocol: int
     resume_epoch: int
-    """The epoch to resume after a broken stream. A master that does not know these segments any
-    more refuses with ``SegmentGoneError``. 0: it joins anew, and has fenced every older grant."""
+    """The epoch to resume after a broken stream. A master that no longer has these segments refuses
+    with ``SegmentGoneError``. 0: a new join; the node has fenced every older grant."""
     segments: Annotated[Sequence[SegmentOffer], RowCount(NODE_SEGMENTS_MAX)]
     highest_epoch: int = 0
-    """The highest epoch that the node has joined, or that its memory records. A master of a lower
-    one begins a term above that epoch, if it believes it (``kvstore.limits.highest_believed``)."""
+    """The highest epoch that the node has joined or that its memory records. A master with a lower
+    one starts a term with a higher epoch, if it is plausible
+    (``kvstore.limits.plausible_epoch_max``)."""
     cluster: NameOrEmpty = ""
-    """Name of the cluster that the node was given, or that its memory belongs to."""
+    """Name of the cluster that is configured, or that its memory belongs to."""
     version: NameOrEmpty = ""
-    """The release of the node's program, for people."""
+    """Release of the node, for people."""
     clock_ms: ClockMs = 0
-    """The time on the clock with which the node compares expiries of capabilities."""
+    """Time on the node's clock, with which it compares expiries of capabilities."""
 
 
 class NodeHeartbeat(NamedTuple):
-    """I am alive."""
+    """A heartbeat."""
 
     number: int
     shm_entry_missing: bool = False
-    """Somebody has removed the entry of my memory in /dev/shm."""
+    """Whether the /dev/shm entry of its memory was removed by another process."""
     clock_ms: ClockMs = 0
     """As in ``NodeJoin``."""
     read_bytes: int = 0
-    """Bytes that clients have read over the node's data port since its start."""
+    """Bytes read by clients over the node's data port since its start."""
     written_bytes: int = 0
-    """Bytes that clients have written so."""
+    """Bytes written by clients over that port."""
 
 
 class NodeWipeDone(NamedTuple):
-    """The headers of this order are wiped."""
+    """Report that the headers of a wipe request are wiped."""
 
     wipe_seq: int
 
 
 class NodeLeave(NamedTuple):
-    """I stop, cleanly: forget me at once."""
+    """Announce a clean stop: the master removes the node at once."""
 
 
 class NodeClaims(NamedTuple):
-    """Objects that a node found in one of its segments after it joined anew, in as many messages as
-    needed. Until the last one, the master grants nothing on a segment that is not fresh."""
+    """Objects found in a segment after a new join, in as many messages as needed. Until the last
+    one, the master grants nothing on a segment that is not fresh."""
 
     segment: int
-    """Its index among the offered segments."""
+    """Index of the segment among the offered ones."""
     first: bool
-    """Whether the inventory begins with this message, perhaps again after it was broken off."""
+    """Whether the inventory begins with this message, perhaps again after an interruption."""
     last: bool
     namespaces: Sequence[Namespace]
     """Distinct."""
     namespace_of: Sequence[int]
-    """Per object, the index of its namespace; the columns below are per object, too."""
+    """Per object, the index of its namespace; the columns below are also per object."""
     keys: Sequence[Key]
     parents: Sequence[Key | None]
     """None: a root."""
@@ -129,23 +130,23 @@ class NodeClaims(NamedTuple):
 class MasterAccepted(NamedTuple):
     epoch: int
     heartbeat_ms: Annotated[int, IntRange(1, 3_600_000)]
-    """How often to send ``NodeHeartbeat``."""
+    """Heartbeat interval."""
     dead_ms: Annotated[int, IntRange(1, 86_400_000)]
-    """Silence after which the node counts as dead, and must join anew."""
+    """Silence after which the node counts as dead, and must join again."""
     segment_ids: Annotated[Sequence[int], RowCount(NODE_SEGMENTS_MAX)]
     cluster: NameOrEmpty = ""
-    """Name of the master's cluster; empty: it has none."""
+    """Name of the master's cluster; may be empty."""
 
 
 class MasterHeartbeat(NamedTuple):
-    """Echo of a ``NodeHeartbeat``."""
+    """The echo of a ``NodeHeartbeat``."""
 
     number: int
     repair: bool = False
-    """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
+    """Whether objects lack replicas: the node requests what to copy (``StartMoves``)."""
     rejected_holders: Annotated[Sequence[int], RowCount(REFUSED_HOLDERS_MAX)] = ()
-    """Whose data connections the node ends and refuses, until a beat names them no more: identities
-    that were revoked a short time ago."""
+    """Holders of recently revoked identities, whose data connections the node closes and refuses
+    until a heartbeat no longer names them."""
 
 
 class MasterWipe(NamedTuple):
@@ -157,24 +158,24 @@ class MasterWipe(NamedTuple):
     epochs: NumberPerOffset
     counters: NumberPerOffset
     removal_watermark: Version = NO_VERSION
-    """The mark to keep in the segment; ``NO_VERSION``: none. Memory whose mark is older than
-    another's was away during a removal. A master that does not know what was removed refuses the
-    claims of such memory."""
+    """The removal watermark to keep in the segment; ``NO_VERSION``: none. Memory with an older one
+    was absent during a removal. A master that does not know what was removed refuses the claims of
+    such memory."""
     disconnect_clients: Numbers = ()
-    """Data connections to end first, because they may still carry bytes of abandoned puts: the
-    client of each, 0 for any."""
+    """Data connections to close first, because they may still carry bytes of abandoned puts: the
+    client number of each, 0 for any."""
     disconnect_connections: Annotated[Sequence[int], RowCount(like="disconnect_clients")] = ()
-    """For each of them the number that its client has given it; 0: all of that client."""
+    """Connection number of each, chosen by its client; 0: all of that client."""
     lengths: Numbers = ()
-    """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a
-    node that takes capabilities gets lengths, and only for extents that no client may use."""
+    """Bytes to zero from each offset on, unconditionally; 0: none. Empty: none at all. Sent only to
+    nodes that require capabilities, and only for extents that no client may use."""
 
 
 class MasterClaimsAck(NamedTuple):
-    """One ``NodeClaims`` is processed. A ``MasterWipe`` names the refused objects."""
+    """Acknowledge one ``NodeClaims``. A ``MasterWipe`` names the refused objects."""
 
     segment: int
-    """Its index among the offered segments."""
+    """Index of the segment among the offered ones."""
 
 
 NodeMessage = NodeJoin | NodeHeartbeat | NodeWipeDone | NodeLeave | NodeClaims

@@ -1,5 +1,4 @@
-"""What operators ask a master: the state of the cluster, its objects, and draining. Programs that
-copy objects ask for moves."""
+"""Calls of operators: cluster state, objects, drains. Programs that copy objects request moves."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from kvstore.limits import Key, Namespace
 
 
 class Status(NamedTuple):
-    """The cluster at a glance, a page at a time."""
+    """Get the state of the cluster, in batches."""
 
     cursor: int = 0
-    """0 first, then ``next_cursor`` of the answer before."""
+    """0 first, then ``next_cursor`` of the previous reply."""
 
 
 class SegmentStatus(NamedTuple):
@@ -33,52 +32,51 @@ class SegmentStatus(NamedTuple):
 
     segment_id: int
     size: int
-    """Size of a node's segment."""
+    """Size of the segment."""
     used: int
     """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: int
-    """The largest free extent: no larger object fits."""
+    """The largest free extent, which limits the size of new objects."""
     shm_name: str
     pending: int = 0
-    """Of the used bytes: those granted to puts under way."""
+    """Used bytes that are granted to puts in progress."""
     quarantined: int = 0
-    """Of the used bytes: those of abandoned puts, which their writers may still write to."""
+    """Used bytes of abandoned puts, to which their writers may still write."""
     reclaim: int = 0
-    """Of the used bytes: those of removed and evicted objects, which readers may still read or
-    whose headers are not wiped yet."""
+    """Used bytes of removed and evicted objects that may still be read, or whose headers are not
+    wiped yet."""
     device: NameOrEmpty = ""
-    """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
+    """Name of the device (``cuda:0``); empty: host memory."""
     ready_ms: int = 0
-    """How long none of its memory will be granted: leases from before it joined may last."""
+    """Time until its memory can be granted: leases from before its join may last."""
     reports: bool = False
-    """Whether its objects are still being reported; none of its memory is granted meanwhile."""
+    """Whether its inventory is still being reported; nothing is granted meanwhile."""
 
 
 class NodeStatus(NamedTuple):
     name: str
     host: str
     state: str
-    """alive, draining (alive, and given nothing new), suspect or dead."""
+    """alive, draining (alive, without new objects), suspect or dead."""
     address: str
     silent_ms: int
-    """Time since the master last heard of the node."""
+    """Time since the last message from the node."""
     segments: Sequence[SegmentStatus]
     version: str = ""
-    """The release of its program."""
+    """Release of the node."""
     unreachable: str = ""
-    """Why the master could not connect to the node's memory after its join; empty: it could, or
-    has not tried yet."""
+    """Reason of the failed connectivity probe after the join; empty: it succeeded or is pending."""
     shm_entry_missing: bool = False
-    """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
-    cannot map it, and what it holds is lost when the node ends."""
+    """Whether the /dev/shm entry of its memory was removed: new processes cannot map it, and its
+    contents are lost when the node ends."""
     stored_bytes: int = 0
-    """Payload bytes of objects that were put, moved or repaired there, by whatever transport, since
-    the node joined this master."""
+    """Payload bytes of objects put, moved or repaired there, by any transport, since the node
+    joined this master."""
     read_bytes: int = 0
-    """Bytes that clients have read over the node's data port since its start, as the node says.
-    What clients move through shared memory or a transfer engine does not pass that port."""
+    """Bytes read by clients over the node's data port since its start, as reported. Shared memory
+    and transfer engines do not use that port."""
     written_bytes: int = 0
-    """Bytes that clients have written so."""
+    """Bytes written by clients over that port."""
 
     @property
     def size(self) -> int:
@@ -87,17 +85,17 @@ class NodeStatus(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Of these: bytes that are not free."""
+        """Bytes that are not free."""
         return sum(each.used for each in self.segments)
 
     @property
     def largest_free(self) -> int:
-        """Bytes of its largest free extent: no larger object fits."""
+        """Bytes of its largest free extent, which limits the size of new objects."""
         return max((each.largest_free for each in self.segments), default=0)
 
     @property
     def transports(self) -> list[str]:
-        """How clients reach its memory: shm, device, tcp."""
+        """The transports to its memory: shm, device, tcp."""
         ways = {
             "shm": any(each.shm_name for each in self.segments),
             "device": any(each.device for each in self.segments),
@@ -107,55 +105,55 @@ class NodeStatus(NamedTuple):
 
 
 class DepartedNode(NamedTuple):
-    """A node that has left or died some minutes ago and is not back with all of its objects."""
+    """A node that has left or died recently and is not back with all of its objects."""
 
     name: str
     host: str
-    """Where its data port was; of a node without one, the id of its host's running kernel."""
+    """Address of its data port; without one, the boot id of its host."""
     reason: str
-    """left, silent, broken, replaced, untold or unwiped, as the log has it."""
+    """The reason in the log: left, silent, broken, replaced, untold or unwiped."""
     departed_ms: int
     """Time since then."""
     missing: int
     """Objects that were on no other node, and come back with this node."""
     lost: int
-    """Objects that were on no other node, and did not come back in time or with its memory."""
+    """Objects that were on no other node, and were not recovered in time or with its memory."""
     reports: bool
-    """Whether its memory is back, and reports its objects."""
+    """Whether its memory is back, and its inventory is being reported."""
 
 
 class NamespaceStatus(NamedTuple):
     name: str
     objects: int
     size: int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     pinned_objects: int = 0
-    """Objects that pins hold: those named by a pin, and their ancestors."""
+    """Pinned objects: those named by a pin, and their ancestors."""
     pinned_bytes: int = 0
-    """Bytes of memory that the pinned objects take, headers and replicas included."""
+    """Memory of the pinned objects, with headers and replicas."""
 
 
 class TenantStatus(NamedTuple):
-    """Bytes are those of memory: headers, replicas, puts and allocations under way included."""
+    """Usage of a tenant. Bytes include headers, replicas, puts and allocations in progress."""
 
     name: str
-    """Empty: has what belongs to no other tenant."""
+    """Empty: everything that belongs to no other tenant."""
     bytes: int
     guarantee_bytes: int
     limit_bytes: int
-    """0: no bound."""
+    """0: no limit."""
     pinned: int
-    """Bytes that its pins hold."""
+    """Bytes protected by its pins."""
     pinned_max: int
-    """0: no bound of its own."""
+    """0: no limit."""
     objects: int
     evicted_by_own: int
-    """Objects that made room for its own puts since the master started. Room that is made ahead of
-    need counts for the tenants whose puts used it."""
+    """Objects evicted by its own puts since the master started. Evictions ahead of demand count for
+    the tenants whose puts used the space."""
     evicted_by_others: int
-    """Objects that made room for puts of others, and for copies by drains and repairs."""
+    """Objects evicted by puts of other tenants, drains and repairs."""
     refused: int
-    """Puts and pins that a quota refused."""
+    """Puts and pins rejected by a quota."""
     namespaces: Sequence[str] = ()
     """Patterns."""
 
@@ -172,36 +170,37 @@ class ClusterStatus(NamedTuple):
     nodes: Sequence[NodeStatus]
     namespaces: Sequence[NamespaceStatus]
     counters: Sequence[Counter]
-    """What happened since the master started: name and number, sorted by name."""
+    """Counts of events since the master started, sorted by name."""
     role: str = "single"
-    """single, or leader: a master that stands by answers NotLeaderError."""
+    """single, or leader: a standby raises NotLeaderError."""
     leader: str = ""
-    """The address that the leader advertises; empty: none was given."""
+    """The address that the leader advertises; may be empty."""
     cluster: str = ""
-    """Name of the cluster; empty: it has none."""
+    """Name of the cluster; may be empty."""
     next_cursor: int = 0
-    """Not 0: there are more nodes or namespaces. ``counters``, ``departed`` and ``tenants`` are
-    part of the first page only."""
+    """Not 0: there are more nodes or namespaces. ``counters``, ``departed`` and ``tenants`` are in
+    the first batch only."""
     departed: Sequence[DepartedNode] = ()
     tenants: Sequence[TenantStatus] = ()
-    """Empty: the master has no tenants."""
+    """Empty: no tenants are configured."""
 
     @property
     def size(self) -> int:
-        """Bytes of the memory of all nodes."""
+        """Bytes of memory of all nodes."""
         return sum(node.size for node in self.nodes)
 
     @property
     def used(self) -> int:
-        """Of these: bytes that are not free."""
+        """Bytes that are not free."""
         return sum(node.used for node in self.nodes)
 
     def nodes_by_segment(self) -> dict[int, str]:
-        """The name of the node of each segment."""
+        """Return the node name of each segment."""
         return {each.segment_id: node.name for node in self.nodes for each in node.segments}
 
     def with_page(self, page: ClusterStatus) -> ClusterStatus:
-        """This status with the rows of the next page added; sorted once that page is the last."""
+        """Return this status with the rows of the next batch; sorted once that batch is the
+        last."""
         nodes = [*self.nodes, *page.nodes]
         namespaces = [*self.namespaces, *page.namespaces]
         return self._replace(
@@ -215,8 +214,8 @@ class ListObjects(NamedTuple):
     namespace: NamespaceOrEmpty
     prefix: Annotated[bytes, KeyPrefix()]
     cursor: int
-    """0 first, then ``next_cursor`` of the answer before. Objects that come or go between two
-    pages may be missed or seen twice."""
+    """0 first, then ``next_cursor`` of the previous reply. Objects that are added or removed
+    between two batches may be missed or repeated."""
     limit: PageRows
 
 
@@ -234,7 +233,7 @@ class ObjectRow(NamedTuple):
 class ListObjectsReply(NamedTuple):
     objects: Sequence[ObjectRow]
     next_cursor: int
-    """0: that was the last page."""
+    """0: no more batches."""
 
 
 class StatObject(NamedTuple):
@@ -250,21 +249,21 @@ class ObjectDetail(NamedTuple):
     children: int
     version: Version
     idle_ms: int
-    """Time since the object was last matched, looked up or put."""
+    """Time since the last match, lookup or put."""
     placements: Placements
     epoch: int = 0
     """The epoch of the segment ids in ``placements``."""
 
 
 class DrainStep(enum.IntEnum):
-    """One step of draining a node."""
+    """A step of draining a node."""
 
     BEGIN = 1
-    """The node gets nothing new. Its objects are still read."""
+    """Stop placing objects on the node. Its objects can still be read."""
     UNDO = 2
-    """The node takes puts again, as any other."""
+    """Cancel the drain."""
     LEAVE = 3
-    """The master tells the node to leave, with the objects left on it; only after BEGIN."""
+    """Shut the node down, with the remaining objects; only after BEGIN."""
 
 
 class Drain(NamedTuple):
@@ -277,56 +276,55 @@ class DrainReply(NamedTuple):
     used: int
     """Bytes of the node's segments that are not free."""
     pending: int
-    """Puts and allocations under way that were to be written there."""
+    """Puts and allocations in progress on the node."""
     began: Version = NO_VERSION
-    """The newest version when the draining began. An object that is moved off the node gets a later
-    one."""
+    """The newest version at the beginning of the drain. Objects moved off the node get later
+    ones."""
 
 
 class StartMoves(NamedTuple):
     """Grant space elsewhere for some objects of a draining node. The caller copies each payload,
-    with a header for the token's version, and ends the copy by ``PutEnd``. That is refused if the
+    with a header for the token's version, and ends the copy by ``PutEnd``, which is refused if the
     object was removed or replaced meanwhile."""
 
     node: Name
     cursor: int
-    """0 begins a pass over all objects; then ``next_cursor`` of the last reply."""
+    """0 starts a pass over all objects; then ``next_cursor`` of the last reply."""
     limit: PageRows
-    """Objects granted at most."""
+    """Maximum number of granted objects."""
     bytes_max: Size
-    """Payload bytes granted at most, one object at least."""
+    """Maximum payload bytes granted, at least one object."""
     avoid: Avoided = ()
-    """Segments (uuids) to which the caller could not write a moment ago."""
+    """Uuids of segments to which the caller failed to write recently."""
     client_number: int = 0
     """As in ``PutStart``."""
     repair: bool = False
-    """Instead of moves off a draining node, grant one more replica for objects that have too few.
-    Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
+    """Whether to grant one more replica for objects that lack some, instead of moves off a draining
+    node. Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
     evict_up_to: Version = NO_VERSION
-    """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
-    ago than the moved object; by default none. With ``DrainReply.began`` a drain evicts no object
-    that was moved off the node."""
+    """Evict objects elsewhere of this version or an earlier one if they were used less recently
+    than the moved object; none by default. With ``DrainReply.began`` a drain evicts no object that
+    it has moved."""
 
 
 class StartMovesReply(NamedTuple):
     next_cursor: int
-    """0: the pass is over."""
+    """0: the pass is complete."""
     skipped: int
-    """Objects that are being replaced at this moment, or for which there will be room elsewhere
-    in a moment."""
+    """Objects that are being replaced, or for which space elsewhere will be free shortly."""
     remaining: int
-    """Objects for which there is no room elsewhere: the objects there may not be evicted, or are
-    leased or being written."""
+    """Objects without space elsewhere: the objects there may not be evicted, or are leased or being
+    written."""
     remaining_bytes: int
     evicted: int
-    """Objects elsewhere that were used longer ago, and had to make room."""
+    """Less recently used objects that were evicted elsewhere."""
     namespaces: Sequence[Namespace]
-    """Of the granted objects, one row each, as in the next three fields."""
+    """Granted objects, one row each, as in the next three fields."""
     keys: Sequence[Key]
     sources: Placements
     grants: Grants
     keeps_version: bool = False
-    """The copy has the version of its source, not that of its token."""
+    """Whether the copy has the version of its source, not that of its token."""
 
 
 OperatorRequest = Status | ListObjects | StatObject | Drain | StartMoves

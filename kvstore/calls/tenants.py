@@ -1,7 +1,7 @@
-"""A tenant: namespaces by pattern, and how much of the store they may have.
+"""Tenants: namespaces by pattern, and their quotas.
 
-A pattern is a name, or the beginning of names and ``*``, as for identities
-(``kvstore.security.identity``). ``kvstore.config.tenants`` reads tenants from a file.
+A pattern is a name, or a prefix of names and ``*``, as for identities
+(``kvstore.security.identity``). ``kvstore.config.tenants`` reads them from a file.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import Final, NamedTuple
 from kvstore.errors import InvalidArgumentError
 
 TENANTS_MAX: Final = 256
-"""Tenants of one master: a put that evicts looks at the order of each."""
+"""Maximum tenants of a master: a put that evicts looks at the LRU queue of each."""
 
 UNBOUNDED: Final = 1 << 62
-"""Bytes that no pool has: the bound of a tenant that has none."""
+"""The limit of a tenant without one; more than any pool."""
 
 
 class TenantRule(NamedTuple):
-    """What a tenant may have; the quotas are bytes of memory, headers and replicas included."""
+    """The quotas of a tenant, in bytes of memory, headers and replicas included."""
 
     name: str
     namespaces: tuple[str, ...] = ()
     """Patterns."""
     guarantee_bytes: int = 0
-    """What the puts of other tenants cannot take from it."""
+    """Memory that puts of other tenants cannot evict."""
     limit_bytes: int = UNBOUNDED
-    """What it can never exceed."""
+    """Maximum memory."""
     pin_limit_bytes: int = UNBOUNDED
-    """What its pins may hold."""
+    """Maximum memory of pinned objects."""
     put_share: float = 1.0
-    """Share of the puts that may be under way, and that may wait, at the same time."""
+    """Fraction of the puts that may be in progress, and that may wait, at the same time."""
 
 
 def tenant_text(name: str) -> str:
-    """For errors and tables."""
+    """Return the name for errors and tables."""
     return f"tenant {name}" if name else "the tenant without a name"
 
 
 def patterns_overlap(one: str, other: str) -> bool:
-    """Whether a name may fit both patterns."""
+    """Return whether a name may match both patterns."""
     if one.endswith("*") and other.endswith("*"):
         return one.startswith(other[:-1]) or other.startswith(one[:-1])
     if one.endswith("*"):
@@ -49,13 +49,12 @@ def patterns_overlap(one: str, other: str) -> bool:
 
 
 class TenantMatcher:
-    """Finds the tenant of a namespace: one look-up per length of a pattern, however many tenants
-    there are."""
+    """Finds the tenant of a namespace with one lookup per length of a pattern."""
 
     def __init__(self, rules: Iterable[TenantRule]) -> None:
         """
         Raises:
-            InvalidArgumentError: a namespace may fit two tenants, or there are too many.
+            InvalidArgumentError: a namespace may match two tenants, or there are too many.
         """
         self._names: dict[str, str] = {}
         self._beginnings: dict[str, str] = {}
@@ -82,7 +81,7 @@ class TenantMatcher:
                 raise _twice(other, name, text[:length] + "*", pattern)
 
     def of(self, namespace: str) -> str:
-        """The name of the namespace's tenant; empty: it fits none."""
+        """Return the tenant of the namespace; empty: none."""
         name = self._names.get(namespace)
         if name is not None:
             return name

@@ -1,4 +1,4 @@
-"""Operators' calls about use: which clients put and ask, and which chains are matched."""
+"""Operators' calls about usage: writers and readers, and matched chains."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from kvstore.runtime.formatting import key_text
 
 
 class Traffic(NamedTuple):
-    """Who puts, who asks and what is not found, a page of namespaces at a time."""
+    """List writers, readers and missed keys, in batches of namespaces."""
 
     namespace: NamespaceOrEmpty = ""
     """Empty: all namespaces that the master remembers."""
     cursor: int = 0
-    """0 first, then ``next_cursor`` of the answer before."""
+    """0 first, then ``next_cursor`` of the previous reply."""
 
 
 class ClientTraffic(NamedTuple):
-    """One client in one namespace, as one who puts or as one who asks."""
+    """One client in one namespace, as a writer or as a reader."""
 
     client: str
-    """The name with which it joined; empty: not known."""
+    """Name at the join; empty: unknown."""
     address: str
-    """Where it calls from; ``local``: from the host of the master."""
+    """Source address; ``local``: the host of the master."""
     first_ms: int
-    """Time since the client was first seen. The master remembers the last clients only."""
+    """Time since the client was first seen; the master remembers the most recent clients only."""
     idle_ms: int
     """Time since its last call."""
     keys: int
-    """Keys that it wanted to put, or asked for."""
+    """Keys that it requested, to put or to read."""
     found: int
-    """Of those: keys that were stored already."""
+    """Of those: keys that were already stored."""
     stored: int
-    """Keys that it has put."""
+    """Keys that it has stored."""
     key: bytes
-    """One key of its last put; empty: it has only asked."""
+    """A key of its last put; empty: it has only read."""
     stored_bytes: int = 0
-    """Payload bytes of what it has put, replicas not counted."""
+    """Payload bytes that it has stored, without replicas."""
 
 
 class MissedKey(NamedTuple):
-    """A key that was asked for and not found: the first missing one of its question."""
+    """The first key of a query that was not found."""
 
     key: Key
     client: str
     address: str
     idle_ms: int
-    """Time since that question."""
+    """Time since that query."""
     found: int
-    """Keys before it in that question; they were stored."""
+    """Keys before it in that query; they were stored."""
     requested: int
-    """Keys of that question."""
+    """Keys of that query."""
     present: bool
     """Whether the key is stored now."""
     evicted: bool = False
-    """Whether the key had been evicted before that question. False also if the master does not
-    remember: it remembers the first keys of the chains that were evicted last."""
+    """Whether the key had been evicted before that query. False also if the master does not
+    remember it: it remembers the first keys of recently evicted chains."""
 
     @property
     def text(self) -> str:
-        """The key as kvstore ls shows it."""
+        """Return the key in the format of kvstore ls."""
         return key_text(self.key)
 
 
@@ -70,22 +70,22 @@ class NamespaceTraffic(NamedTuple):
     name: str
     objects: int
     size: int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     writers: Sequence[ClientTraffic]
     readers: Sequence[ClientTraffic]
     misses: Sequence[MissedKey]
-    """The last missed key of each client that asked, the most recent one first."""
+    """The last missed key of each reader, most recent first."""
     queries: int
     queries_without_hit: int
-    """Questions whose first key was not stored."""
+    """Queries whose first key was not stored."""
     queries_with_partial_hit: int
-    """Questions of which a later key was not stored."""
+    """Queries of which a later key was not stored."""
     evicted: int
-    """Objects that were evicted."""
+    """Number of evicted objects."""
     evicted_ms: int
     """Time since the last eviction."""
     evicted_idle_ms: int
-    """How long the object that was evicted last had not been used then."""
+    """Idle time of the last evicted object at its eviction."""
 
 
 class TrafficReport(NamedTuple):
@@ -94,69 +94,70 @@ class TrafficReport(NamedTuple):
     """Time since the start of the master, which remembers nothing from before."""
     namespaces: Sequence[NamespaceTraffic]
     next_cursor: int
-    """0: that was the last page."""
+    """0: no more batches."""
 
     def with_page(self, page: TrafficReport) -> TrafficReport:
-        """This report with the rows of the next page added."""
+        """Return this report with the rows of the next batch."""
         namespaces = [*self.namespaces, *page.namespaces]
         return self._replace(namespaces=namespaces, next_cursor=page.next_cursor)
 
 
 class Chains(NamedTuple):
-    """The chains that were matched most and used last, from their tips to their roots."""
+    """Get the most matched and most recently used chains, from their tips to their roots."""
 
     namespace: NamespaceOrEmpty = ""
-    """Empty: the last namespaces in which clients put or asked."""
+    """Empty: the most recently used namespaces."""
     keys: Annotated[Sequence[Key], RowCount(CHAINS_MAX)] = ()
-    """The chains that end at these blocks of ``namespace`` instead."""
+    """Get the chains that end at these blocks of ``namespace`` instead."""
     limit: Annotated[int, IntRange(0, CHAINS_MAX)] = 0
-    """The most chains; 0: as many as are allowed."""
+    """Maximum number of chains; 0: the highest allowed."""
 
 
 class Branch(NamedTuple):
     """A run of blocks, each of which is the parent of the next one.
 
-    It ends where the chain forks, where the chain ends, and where counted matches ended.
+    It ends where the chain forks or ends, and where counted matches ended.
     """
 
     namespace: str
     above: int
-    """The number of the branch that this one continues, counted from 1; 0: there is none."""
+    """Number of the branch that this one continues, from 1; 0: none."""
     first: Key
     last: Key
     blocks: int
     missing: int
-    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds blocks
-    below them."""
+    """Blocks without bytes: evicted, removed or lost. No match finds their descendants."""
     being_written: int
-    """Of those: blocks that are being written."""
+    """Blocks that are being written."""
     size: int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     depth: int
-    """Ancestors of the last block, as far as known."""
+    """Known ancestors of the last block."""
     children: int
-    """Blocks directly below the last one, also in branches that the answer does not have."""
+    """Children of the last block, including branches that the reply omits."""
     matched: int
-    """Matches that ended in this branch or below it, at the tips that the master remembers."""
+    """Matches that ended in this branch or its descendants, at the tips that the master
+    remembers."""
     matches_ended: int
     """Of those: matches that ended at its last block."""
     counted_ms: int
-    """How long the oldest of these counts has been kept; 0: there is none."""
+    """Age of the oldest of these counts; 0: none."""
     idle_ms: int
-    """Time since the last use of a block of this branch, or of one below it in this answer."""
+    """Time since the last use of a block of this branch or of its descendants in this reply."""
     leased_ms: int
-    """How long a lease still protects a block of it, or one below it in this answer."""
+    """Remaining lease of a block of it or of its descendants in this reply."""
     pinned: int
-    """Of its blocks: those that pins hold."""
+    """Blocks that are pinned."""
     truncated: bool
-    """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
+    """Whether the chain has ancestors of this branch that exceed the limits of one reply."""
     segments: Numbers
-    """The segments that hold most of the replicas of its blocks."""
+    """The segments with most of the replicas of its blocks."""
     replicas: Numbers
-    """How many of these replicas are on each of ``segments``."""
+    """Number of these replicas on each of ``segments``."""
 
     def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
-        """Replicas by node. ``nodes``: the node of each segment; ``""`` has all other replicas."""
+        """Return the number of replicas by node. ``nodes``: the node of each segment; ``""`` has
+        all other replicas."""
         found: dict[str, int] = {}
         for segment, count in zip(self.segments, self.replicas, strict=True):
             name = nodes.get(segment, "")
@@ -169,41 +170,42 @@ class ChainsReply(NamedTuple):
     uptime_ms: int
     """Time since the start of the master, which remembers no match from before."""
     branches: Sequence[Branch]
-    """Each branch comes after the one that it continues; the most matched chain is first."""
+    """Each branch follows the one that it continues; the most matched chain is first."""
     complete: bool
-    """Whether every wanted chain was walked."""
+    """Whether every requested chain was walked."""
 
 
 class Blocks(NamedTuple):
-    """What does the master know of these blocks, and of those above the last one? The question
-    does not count as a use of them."""
+    """Get the status of these blocks, and of the ancestors of the last one. This does not count as
+    a use."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], RowCount(BLOCKS_MAX)]
     above: Annotated[int, IntRange(0, BLOCKS_MAX)] = 0
-    """How many blocks above the last key, towards the root, are in the answer, too."""
+    """Number of ancestors of the last key to include."""
 
 
 class BlockStatus(NamedTuple):
     key: Key
     state: str
-    """complete, being_written, missing (its place is kept for blocks below it) or absent."""
+    """complete, being_written, missing (its node in the prefix tree is kept for descendants) or
+    absent."""
     parent: bytes
-    """Empty: a root, or not known."""
+    """Empty: a root, or unknown."""
     children: int
     depth: int
     size: int
     idle_ms: int
     leased_ms: int
     pinned_ms: int
-    """How long the pin of this block itself lasts; pins of blocks below it do not count."""
+    """Remaining time of the pin of this block itself; pins of descendants do not count."""
     segments: Numbers
-    """The segment of each replica that is mounted."""
+    """The segment of each mounted replica."""
 
 
 class BlocksReply(NamedTuple):
     blocks: Sequence[BlockStatus]
-    """One per key, then those above the last one."""
+    """One per key, then the ancestors of the last one."""
 
 
 UsageRequest = Traffic | Chains | Blocks

@@ -1,7 +1,7 @@
-"""``kvstore as-mooncake``: runs a command whose ``mooncake.store`` is this store.
+"""``kvstore as-mooncake``: run a command with this store as its ``mooncake.store``.
 
-``mooncake_master`` and ``mooncake_http_metadata_server``, which Mooncake's guides start, are run in
-this store's words.
+The commands ``mooncake_master`` and ``mooncake_http_metadata_server`` of Mooncake's guides are
+translated.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ EVERY_INTERFACE: Final = "0.0.0.0"
 
 LEASE_MS_MIN: Final = 1_000
 LEASE_MS_MAX: Final = 600_000
-"""The bounds of ``--lease-ms``, which users of Mooncake's flag do not know."""
+"""The bounds of ``--lease-ms``."""
 
 MEANT: Final = {
     "port": "--port",
@@ -88,7 +88,7 @@ MEANT: Final = {
     "enable_kv_events": "--events",
     "kv_events_bind_endpoint": "--events",
 }
-"""By flag of ``mooncake_master``: the flag of ``kvstore-master``."""
+"""Flags of ``kvstore-master`` by flag of ``mooncake_master``."""
 
 _OF_EVERY_COMMAND: Final = {
     "help": "--help",
@@ -101,8 +101,8 @@ _UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
 
 
 def mooncake_master(arguments: Sequence[str]) -> None:
-    """Runs ``kvstore-master`` and ends the process. Says on stderr as what, and which flags have no
-    effect."""
+    """Run ``kvstore-master`` and end the process. Prints the command and ignored flags on
+    stderr."""
     own, ignored = translate_arguments(arguments)
     for name in ignored:
         click.echo(f"mooncake_master: --{name} has no effect (docs/from-mooncake.md)", err=True)
@@ -111,7 +111,7 @@ def mooncake_master(arguments: Sequence[str]) -> None:
 
 
 def _shown(words: Sequence[str]) -> Iterator[str]:
-    """The words without a password of etcd."""
+    """Yield the words without etcd passwords."""
     return (word.rpartition("@")[2] for word in words)
 
 
@@ -126,8 +126,8 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
 
 
 def translate_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of ``kvstore-master``, and the flags without an effect. Flags of
-    ``kvstore-master`` stay, with hyphens or underscores."""
+    """Return the arguments of ``kvstore-master``, and the ignored flags. Flags of
+    ``kvstore-master`` are kept, with hyphens or underscores."""
     given = dict(_flags(arguments))
     known = {each.key: each.flag for each in settings(MasterConfig)}
     known |= _OF_EVERY_COMMAND
@@ -139,8 +139,8 @@ def translate_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and values as Mooncake's parser takes them: behind one or two hyphens, with ``=`` or in
-    the next word. A switch without a value has an empty one."""
+    """Yield names and values as Mooncake's parser does: after one or two hyphens, with ``=`` or in
+    the next word. A switch has an empty value."""
     words = list(arguments)
     while words:
         name, equals, value = words.pop(0).lstrip("-").partition("=")
@@ -150,7 +150,7 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _meant(given: Mapping[str, str]) -> dict[str, str]:
-    """The flags of ``kvstore-master`` that Mooncake's are."""
+    """Return the flags of ``kvstore-master`` equivalent to Mooncake's."""
     rpc_port = given.get("rpc_port", "")
     found = {
         "--host": given.get("rpc_address", ""),
@@ -172,7 +172,8 @@ def _is_on(switch: str | None) -> bool:
 
 
 def _lease_ms(text: str) -> str:
-    """Milliseconds within the bounds, of a number of them or a duration (``10s``)."""
+    """Convert a number of milliseconds or a duration (``10s``) to milliseconds within the
+    bounds."""
     found = _DURATION.fullmatch(text)
     if found is None:
         return text

@@ -1,5 +1,5 @@
-"""``kvstore auth``: a certificate authority (CA) for one cluster, and the files by which processes
-prove their identity. All of it works on files; no command talks to a cluster."""
+"""``kvstore auth``: the certificate authority (CA) of a cluster, and the certificates of its
+processes. Works on files only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ openssl) can write such files, too: docs/security.md.
 """
 
 authority_option: Final = click.option(
-    "--authority", "folder", metavar="DIR", type=click.Path(path_type=Path), default=HERE,
+    "--ca", "folder", metavar="DIR", type=click.Path(path_type=Path), default=HERE,
     show_default=True, help="The CA's folder.",
 )  # fmt: skip
 many_option: Final = functools.partial(click.option, multiple=True, metavar="PATTERN")
@@ -45,7 +45,7 @@ many_option: Final = functools.partial(click.option, multiple=True, metavar="PAT
 @click.group(
     cls=Group,
     epilog=EXAMPLE,
-    help="Write the files by which processes prove their identity, and revoke them.",
+    help="Manage identities: issue, inspect, rotate and revoke certificates.",
 )
 def auth() -> None:
     memory_protection.hide_memory()
@@ -59,12 +59,12 @@ def _now() -> datetime:
     epilog="""\b
 Examples:
   kvstore auth init
-  kvstore auth init --authority /srv/kvstore-ca
+  kvstore auth init --ca /srv/kvstore-ca
 
 \b
 Who can read this folder can make every identity: keep it off the hosts of the cluster.
 """,
-    help="Write a new CA: a key that signs the identities of one cluster.",
+    help="Create a certificate authority (CA) for a cluster.",
 )
 @authority_option
 @debug_option
@@ -72,7 +72,7 @@ def init(folder: Path) -> None:
     from kvstore.security.ca import create
 
     until = create(folder, _now()).certificate.not_valid_after_utc
-    option = "" if folder == Path(HERE) else f" --authority {shlex.quote(str(folder))}"
+    option = "" if folder == Path(HERE) else f" --ca {shlex.quote(str(folder))}"
     click.echo(f"{folder}: valid until {until:%Y-%m-%d}")
     click.echo("Back this folder up: without its key nothing more can be issued.")
     click.echo(f"Next: kvstore auth issue NAME --role ROLE{option}")
@@ -92,7 +92,7 @@ A pattern is a name, or the beginning of names and a star. Quote it for the shel
 To renew a file, issue it again with --force: no process starts again.
 curl can use the file as it is: curl --cacert FILE --cert FILE https://...
 """,
-    help="""Write a file by which one process proves its identity.
+    help="""Issue a certificate for one process.
 
     Roles: master and node for these processes, engine for all that put and get (within its
     namespaces), observer for numbers alone, admin for everything.
@@ -100,7 +100,7 @@ curl can use the file as it is: curl --cacert FILE --cert FILE https://...
 )
 @click.argument("name")
 @click.option("--role", "roles", type=click.Choice(ROLES), multiple=True, required=True,
-              help="What the process is; may be repeated.")  # fmt: skip
+              help="Role of the process; may be repeated.")  # fmt: skip
 @many_option("--namespace", "both", help="An engine may read and write these; may be repeated.")
 @many_option("--read", "reads", help="An engine may only read these; may be repeated.")
 @many_option("--write", "writes", help="An engine may only write these; may be repeated.")
@@ -109,11 +109,11 @@ curl can use the file as it is: curl --cacert FILE --cert FILE https://...
              help="Where browsers, curl and Prometheus find a master or a node; may be repeated. "
              "Processes of kvstore need none.")  # fmt: skip
 @click.option("--days", metavar="N", type=click.IntRange(1, 3_650), default=365,
-              show_default=True, help="How long it is valid.")  # fmt: skip
+              show_default=True, help="Validity of the certificate.")  # fmt: skip
 @click.option("--folder", "into", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
               help="Write tls.key, tls.crt and ca.crt there, as for a secret of Kubernetes.  "
               "[default: one file, NAME.auth]")  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @authority_option
 @debug_option
 def issue(
@@ -129,7 +129,7 @@ def issue(
     for path in files:
         if path.exists() and not force:
             raise UsageError(
-                f"{path} is there already", advice="Nothing was issued. --force replaces it."
+                f"{path} already exists", advice="Nothing was issued. --force replaces it."
             )
     wanted = CertificateRequest(name, roles, both + reads, both + writes, nodes or ALL, hosts, days)
     leaf = ca.issue(folder, wanted, _now())
@@ -152,7 +152,7 @@ Examples:
 Needs no CA, and shows no key. It does not know whether a certificate is revoked.
 Exit codes: 0 the file can be used, 1 something is wrong with it, 2 it is no such file.
 """,
-    help="Show the identity in a file, its validity and its problems.",
+    help="Show identity, validity and problems of a certificate file.",
 )
 @click.argument("file", type=click.Path())
 @json_option
@@ -182,7 +182,7 @@ Examples:
 \b
 Exit codes: 0 done, or revoked before; 3 nothing of this name or number was issued.
 """,
-    help="Revoke the certificates of a name, or the one of a number.",
+    help="Revoke all certificates of a name, or one by its number.",
 )
 @click.argument("which", metavar="NAME|NUMBER")
 @authority_option

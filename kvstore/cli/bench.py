@@ -1,4 +1,4 @@
-"""``kvstore bench``: measures the store on this machine; ``kvstore.bench`` does the work."""
+"""``kvstore bench``: benchmarks of ``kvstore.bench`` on this machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
-"""The part of a running store's free memory that the benchmark uses: some may be fragmented."""
+"""The fraction of a running store's free memory that the benchmark uses: some may be fragmented."""
 
 USED = ("auth", "cluster")
-"""Settings of a running store that is measured."""
+"""Settings for the benchmark of a running store."""
 
 ENGINE_SETTINGS = ("protocol", "device_name", "metadata_server")
-"""Settings of the transfer engine, which client and node share."""
+"""Settings of the transfer engine, shared by client and node."""
 
 COLUMNS = ("size", "batch", "per second", "GB/s", "p50 µs", "p99 µs", "processor µs")
 
@@ -47,7 +47,7 @@ Examples:
 """
 
 
-@command(epilog=EXAMPLE, help="Measure this machine.")
+@command(epilog=EXAMPLE, help="Run benchmarks on this machine.")
 @click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
               show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
 @click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,
@@ -78,7 +78,7 @@ def bench(
     as_json: bool | None,
     **given: Any,
 ) -> None:
-    # Here, as further below: a shell that completes this command would wait for numpy and rich.
+    # Here and below, because shell completion of this command should not load numpy and rich.
     from kvstore.bench.rows import choose, rows_of_host
 
     pool = parse_size(memory)
@@ -111,19 +111,19 @@ def bench(
 
 
 class Target(NamedTuple):
-    """The store that is measured."""
+    """The store under test."""
 
     master: str | None
-    """None: a store of its own."""
+    """None: a store started for the benchmark."""
     options: dict[str, Any]
-    """Of the driver."""
+    """Options of the driver."""
     node_flags: list[str]
 
 
 def _show(
     rows: Sequence[ComparisonCase], target: Target, seconds: float, pool: int, *, as_json: bool
 ) -> None:
-    """Measure the rows, and print each of them as soon as it is measured."""
+    """Run the rows, and print each as soon as it is measured."""
     from rich.live import Live
 
     from kvstore.bench.harness import ComparisonPlan, Sample, measure, numbers
@@ -168,9 +168,9 @@ def _show(
 
 
 def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool) -> int:
-    """How much of a running store's memory the benchmark may use. Tells the user, and asks.
+    """Return how much of a running store's memory the benchmark may use, after a confirmation.
 
-    Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
+    At most the free memory, so that nothing is evicted unless other clients put meanwhile.
     """
     from kvstore import Client
     from kvstore.bench.kvstore_driver import NAMESPACE

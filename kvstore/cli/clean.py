@@ -1,4 +1,4 @@
-"""``kvstore clean``: removes memory that dead nodes left on this host."""
+"""``kvstore clean``: removes leftover shared memory of dead nodes on this host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ memory.
 """
 
 
-@command(epilog=EXAMPLE, help="Remove memory that dead nodes left on this host.")
+@command(epilog=EXAMPLE, help="Remove leftover shared memory of dead nodes on this host.")
 @click.argument("names", nargs=-1, metavar="[NODE]...")
 @click.option(
     "--cluster", metavar="NAME", callback=given_anywhere, help="Only memory of this cluster."

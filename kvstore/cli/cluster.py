@@ -21,7 +21,7 @@ from kvstore.runtime.formatting import size_text
 
 @command(
     epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
-    help="Show the cluster at a glance: nodes, their memory, objects, and what is wrong.",
+    help="Show the cluster: nodes, their memory, objects and problems.",
 )
 @client_command()
 @click.option("--counters", is_flag=True, help="Also show counters since the master started.")
@@ -39,24 +39,25 @@ def status(invocation: Invocation, counters: bool) -> None:
 @command(
     epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
     "  kvstore drain host-7 --undo",
-    help="""Empty a node: it gets no new objects, its objects move to other nodes, then it leaves.
+    help="""Drain a node: stop placing objects on it, move its objects to other nodes, then shut it
+    down.
 
-    Loses nothing: if other nodes have too little free memory, nothing is moved. --evict and
-    --discard say what may be lost.
+    No objects are lost: if other nodes lack space, nothing is moved. --evict and --discard
+    allow losses.
     """,
 )
 @client_command()
 @click.argument("node")
-@click.option("--undo", is_flag=True, help="Stop draining: the node gets new objects again.")
+@click.option("--undo", is_flag=True, help="Cancel the drain: the node gets new objects again.")
 @click.option(
     "--evict",
     is_flag=True,
-    help="Lose objects on other nodes that were used longer ago, to make space.",
+    help="Evict less recently used objects on other nodes to make space.",
 )
-@click.option("--discard", is_flag=True, help="Lose objects for which other nodes have no space.")
+@click.option("--discard", is_flag=True, help="Drop objects that do not fit on other nodes.")
 @click.option("--wait-s", metavar="SECONDS", type=click.FloatRange(min=0), default=60.0,
               show_default=True,
-              help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
+              help="Maximum wait for puts on the node when nothing moves.")  # fmt: skip
 def drain(
     invocation: Invocation, node: str, undo: bool, evict: bool, discard: bool, wait_s: float
 ) -> int:
@@ -102,7 +103,7 @@ def drain(
 
 @command(
     epilog="\b\nExample:\n  kvstore version --json",
-    help="Show the versions of this program and of what it runs on.",
+    help="Show the versions of kvstore and its dependencies.",
 )
 @json_option
 @debug_option
@@ -113,7 +114,7 @@ def version(as_json: bool | None) -> None:
         "python": platform.python_version(),
     }
     from kvstore.console.diagnostics.software import (
-        installation,  # not above: it reads package metadata
+        installation,  # here, because it reads package metadata
     )
 
     notices = [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
@@ -128,7 +129,7 @@ def version(as_json: bool | None) -> None:
 
 def status_json(found: ClusterStatus) -> dict[str, Any]:
     from kvstore.console.diagnostics.problems import (
-        of_a_status,  # not above: a TAB imports this module
+        of_a_status,  # here, because shell completion imports this module
     )
 
     problems = plain(of_a_status(found))

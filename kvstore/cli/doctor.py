@@ -1,4 +1,4 @@
-"""``kvstore doctor``: checks this host, its programs and the cluster, and says what to do."""
+"""``kvstore doctor``: checks this host, its programs and the cluster, with advice."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Exit codes: 0 no problem, 1 at least one problem.
 """
 
 USED = ("master", "auth", "timeout_ms")
-"""Settings of a client that the checks use."""
+"""Client settings used by the checks."""
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 IMPORTS_TIMEOUT_S = 60.0
-"""Enough for the first import of a large package from a cold disk."""
+"""Timeout of the first import of a large package from a cold disk."""
 
 
 @command(
     epilog=EXAMPLE,
-    help="Check this host, its programs and the connection to the cluster; say what to do.",
+    help="Check this host, its programs and the cluster, and give advice.",
 )
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
@@ -88,8 +88,8 @@ def _of_settings(config_path: str | None) -> list[Finding]:
 
 
 def _check(place: str, *arguments: object) -> Check:
-    """A check by a function of ``kvstore.console.diagnostics``, imported only when the check runs,
-    so that a package that cannot be imported is a finding as well."""
+    """Return a check by a function of ``kvstore.console.diagnostics``, imported only when it runs,
+    so that a failed import is a finding."""
 
     def check() -> Iterable[Finding]:
         module, name = place.split(".")
@@ -101,8 +101,8 @@ def _check(place: str, *arguments: object) -> Check:
 
 
 def _show(found: list[Finding]) -> None:
-    """Prints the findings as a table, and below it the advice, each on one line to copy."""
-    from rich.text import Text  # not above: a TAB imports this module
+    """Print the findings as a table, followed by the advice, one per line."""
+    from rich.text import Text  # here, because shell completion imports this module
 
     console = console_of_names(fits=True)
     table = table_of("", "", "found", show_header=False)

@@ -1,4 +1,4 @@
-"""``kvstore events``: follows what becomes visible in the store and what is gone."""
+"""``kvstore events``: streams object events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAUSE_S = 1.0
 @command(
     epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
-    help="Follow what becomes visible in the store and what is gone.",
+    help="Stream object events: objects stored and removed.",
 )
 @client_command(namespace="Only events of this namespace; without it, of all.")
 @click.option(
@@ -50,7 +50,7 @@ PAUSE_S = 1.0
     type=click.Path(),
     help=f"File with the token of the masters' HTTP.  [{HTTP_TOKEN_VARIABLE}: the token itself]",
 )
-@click.option("--snapshot", is_flag=True, help="Begin with all that is there.")
+@click.option("--snapshot", is_flag=True, help="Begin with a snapshot of all objects.")
 @click.option("--from", "since", default="", metavar="ID", help="Resume after this event.")
 def events(
     invocation: Invocation,
@@ -60,7 +60,7 @@ def events(
     snapshot: bool,
     since: str,
 ) -> None:
-    from kvstore.client.sse_client import follow  # not above: a TAB imports this module
+    from kvstore.client.sse_client import follow  # not for shell completion
 
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
@@ -89,7 +89,7 @@ def events(
 
 
 def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
-    """Yields where the present leader serves HTTP; each time asks who leads."""
+    """Yield the HTTP address of the current leader, looked up each time."""
     known = False
     with invocation.client() as client:
         while True:

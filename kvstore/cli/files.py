@@ -1,4 +1,4 @@
-"""Reads files for ``kvstore put`` and writes files for ``kvstore get``: bytes or NumPy arrays."""
+"""Files of ``kvstore put`` and ``kvstore get``: bytes or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvstore.runtime.watched_files import write_file
 
 
 def read_file(name: str) -> bytes:
-    """A file's bytes, or those of standard input for ``-``."""
+    """Return the bytes of a file, or of standard input for ``-``."""
     return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
 def write_output(path: Path, content: memoryview) -> None:
-    """Writes the whole file or nothing: the old file stays until the new content is complete."""
+    """Write the file atomically: the old file stays until the new content is complete."""
     if path.exists() and not path.is_file():  # a pipe, /dev/null
         path.write_bytes(content)
         return
@@ -39,10 +39,10 @@ def array_of(content: bytes, name: str) -> Any:
 
 
 def npy_of(array: Any) -> memoryview:
-    """An array as a ``.npy`` file."""
+    """Return an array as a ``.npy`` file."""
     import numpy as np
 
-    if array.dtype.isbuiltin == 2:  # ml_dtypes' bfloat16: the file would say "two bytes each"
+    if array.dtype.isbuiltin == 2:  # ml_dtypes' bfloat16: .npy would store it as two bytes
         raise UnsupportedValueError(
             f"NumPy files cannot hold {array.dtype}", advice="Leave out --npy to get its bytes."
         )
@@ -52,12 +52,12 @@ def npy_of(array: Any) -> memoryview:
 
 
 def is_text(content: memoryview) -> bool:
-    """Whether a terminal can show ``content``: looks only at its beginning, like other tools."""
+    """Return whether a terminal can show ``content``, judged by its beginning."""
     head = bytes(content[:4096])
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # else the end of ``head`` cuts a character in two
+        if error.start < len(head) - 3:  # else a character is truncated
             return False
         text = head[: error.start].decode()
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text)

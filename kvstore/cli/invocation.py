@@ -1,4 +1,4 @@
-"""What most commands of ``kvstore`` get: their settings, a client, how to print."""
+"""The settings, client and output format of a command."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ CONNECTION: Final = {
     "cluster": "Name that the cluster must have.",
     "timeout_ms": "",
 }
-"""Settings that the help of every command with a client names, and what it says of them where the
-setting's own words are long."""
+"""Settings in the help of every command with a client, with a text if the setting's own is long."""
 
 OF_SOME: Final = ("memory", "namespace", "replicas")
-"""Settings that are options only of the commands that use them."""
+"""Settings that are options of some commands only."""
 
 EVERYWHERE: Final = tuple(each.key for each in settings(ClientConfig) if each.key not in OF_SOME)
-"""Settings that are options of every command with a client, as well as of ``kvstore`` itself:
-people write them before the command or behind it."""
+"""Settings that are options of ``kvstore`` and of every command with a client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """One call of a command: its settings, and how to print."""
+    """One call of a command: its settings and output format."""
 
     config: ClientConfig
     given: frozenset[str]
-    """Settings that were options of this very command line."""
+    """Settings that were options of this command line."""
     as_json: bool
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
-        from kvstore import Client  # not above: --help should not wait for numpy and grpc
+        from kvstore import Client  # here, so that --help does not load numpy and grpc
 
-        # A person reads why nothing happens; a program gets the error at the end.
+        # A person sees reasons for delays; a program gets the error at the end.
         said = logging.NullHandler() if self.as_json else logging.StreamHandler()
         said.setFormatter(logging.Formatter("kvstore: %(message)s"))
         logging.getLogger("kvstore").addHandler(said)
@@ -63,7 +61,8 @@ class Invocation:
 
 
 def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientConfig:
-    """The settings of a command with a client. Hides this process's memory if it has an identity.
+    """Return the settings of a command with a client. Hides this process's memory if it has an
+    identity.
 
     Raises:
         ConfigError
@@ -75,12 +74,12 @@ def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientCo
 
 
 def client_command(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc. The
-    help names those of ``CONNECTION``; that of ``kvstore`` names all.
+    """Add the options ``--master``, ``--json`` etc. to a function that takes an ``Invocation``. The
+    help lists those of ``CONNECTION``; that of ``kvstore`` lists all.
 
     Args:
         only: further settings that the command uses.
-        helps: as ``only``, with what the setting does in this command.
+        helps: as ``only``, with the help text for this command.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Prints replies as JSON."""
+"""JSON output of replies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstore.calls.described import properties
 
 
 def plain(value: Any) -> Any:
-    """A reply in types of JSON: named tuples as objects, with what they compute;
-    bytes as hexadecimal text."""
+    """Convert a reply to types of JSON: named tuples, with their properties, to objects; bytes to
+    hexadecimal text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
     if hasattr(value, "_fields"):
@@ -26,5 +26,5 @@ def plain(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """Prints ``value`` on one line."""
+    """Print ``value`` on one line."""
     click.echo(json.dumps(plain(value)))

@@ -1,4 +1,4 @@
-"""The command ``kvstore``: its subcommands, some of which are imported only when they are used."""
+"""The command ``kvstore``; some subcommands are imported on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.cli.options import (
 from kvstore.config import ClientConfig
 
 GARBAGE_THRESHOLD = 50_000
-"""New objects between two garbage collections: more than usual, as imports leave no garbage."""
+"""Garbage collection threshold: higher than usual, as imports leave no garbage."""
 
 EXAMPLE = """\b
 Examples:
@@ -44,42 +44,43 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
   {"error": {"code": ..., "message": ..., "advice": ..., "fields": {...}}}
 """
 
-# A client's memory that exists only while one command runs is of no use to the pool.
+# Memory contributed for the duration of one command is useless to the pool.
 SETTINGS_WITHOUT = ("memory",)
 
 PROGRAMS: Final = {
-    "kvstore-master": "Run the master, which knows all objects and where they are.",
-    "kvstore-node": "Run a node, which adds memory of this host to the pool and serves it.",
+    "kvstore-master": "Run the master, which stores the locations of all objects.",
+    "kvstore-node": "Run a node, which pools and serves memory of this host.",
     "kvstore-proxy": "Run a proxy between clients of OpenAI's API and engines.",
 }
-"""Programs of their own, which the help names, too."""
+"""Separate programs listed in the help."""
 
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Look": ("status", "top", "why", "events", "doctor", "version", "bench"),
-    "Repair and set up": ("drain", "clean", "auth"),
+    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench"),
+    "Administer": ("drain", "clean", "auth"),
 }
-"""The commands, as the help groups them."""
+"""Groups of commands in the help."""
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
-    "auth": "Write the files by which processes prove their identity, and revoke them.",
-    "bench": "Measure this machine.",
-    "clean": "Remove memory that dead nodes left on this host.",
+    "auth": "Manage identities: issue, inspect, rotate and revoke certificates.",
+    "bench": "Run benchmarks on this machine.",
+    "clean": "Remove leftover shared memory of dead nodes on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
-    "why": "Say who writes and who asks, and why nothing is found.",
-    "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
-    "prefixes": "Show the chains that are matched most and used last, as a tree.",
-    "events": "Follow what becomes visible in the store and what is gone.",
+    "why": "Explain cache misses: list the writers and readers, and why lookups miss.",
+    "quickstart": "Start a complete store on this host and print the configuration for vLLM, "
+    "SGLang and Python.",
+    "prefixes": "Show the most matched and most recently used prefixes as a tree.",
+    "events": "Stream object events: objects stored and removed.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
-"""What the commands do that are imported only when they are used."""
+"""Summaries of the commands that are imported on demand."""
 
 
 class Commands(Group):
-    """Loads the commands of ``LATE`` only when they are used: they take long to import, and
-    ``doctor`` must run even if packages that ``bench`` needs are missing."""
+    """Imports the commands of ``LATE`` on demand: imports are slow, and ``doctor`` must run even if
+    packages of ``bench`` are missing."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *LATE])
@@ -97,7 +98,7 @@ class Commands(Group):
                 formatter.write_dl([(name, self._summary_of(name)) for name in names])
 
     def _summary_of(self, name: str) -> str:
-        """What a command does, in one sentence. Loads none."""
+        """Return the summary of a command without importing it."""
         return LATE.get(name) or PROGRAMS.get(name) or sentence(self.commands[name])
 
 
@@ -121,9 +122,9 @@ for each in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
 
 def main() -> NoReturn:
     gc.set_threshold(GARBAGE_THRESHOLD)
-    # pydantic would read the metadata of every installed package to look for plug-ins.
+    # pydantic would search the metadata of every installed package for plug-ins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    # numpy's library of linear algebra starts a thread per core, which costs 0.1 s of CPU.
+    # OpenBLAS would start a thread per core, which costs 0.1 s of CPU.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     run(cli, "kvstore")
 

@@ -21,7 +21,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key
 from kvstore.runtime.formatting import duration_text, key_from_text, key_text, name_text, size_text
 
 LIST_ROWS_MAX = 1_000
-"""Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""
+"""Rows of ``ls`` on a terminal; in a pipe ``ls`` prints all."""
 
 
 @command(
@@ -60,7 +60,7 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
 
 @command(
     epilog="\b\nExample:\n  kvstore stat greeting",
-    help="Show one object: size, place, lease, parent.",
+    help="Show one object: size, location, lease, parent.",
 )
 @client_command(namespace="Namespace of the object.")
 @click.argument("key")
@@ -89,14 +89,14 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
     if invocation.as_json:
         print_json(fields)
         return 0
-    from kvstore.cli.tables import print_fields  # not for JSON: rich takes a while to import
+    from kvstore.cli.tables import print_fields  # rich is slow to import
 
     print_fields(fields)
     return 0
 
 
 def content_of(descriptor: bytes) -> dict[str, Any]:
-    """What the descriptor in an object's header says of the payload."""
+    """Return the payload's properties from the descriptor in an object's header."""
     from kvstore.client.values import read_descriptor
 
     try:
@@ -117,7 +117,7 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
 @click.option("--npy", is_flag=True, help="FILE is a NumPy array (.npy): keep dtype and shape.")
 @click.option("--parent", metavar="KEY", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
-@click.option("--ttl", type=float, metavar="SECONDS", help="The object is gone after so long.")
+@click.option("--ttl", type=float, metavar="SECONDS", help="TTL of the object.")
 def put(
     invocation: Invocation,
     key: str,
@@ -174,7 +174,7 @@ def put(
 def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
     wanted = key_from_text(key, as_hex=as_hex)
     with invocation.client() as client:
-        # Bytes need neither torch nor a dtype that NumPy knows.
+        # Bytes require neither torch nor a dtype that NumPy supports.
         kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
         value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
     if value is None:
@@ -195,7 +195,8 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
 
 @command(
     epilog="\b\nExample:\n  kvstore rm greeting farewell",
-    help="Remove objects: they are hidden at once; their memory is freed when no client reads it.",
+    help="Remove objects. They disappear at once; their memory is freed when the last lease on "
+    "them ends.",
 )
 @client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
@@ -212,7 +213,7 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
 
 @command(
     epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
-    help="Keep objects, and those before them in their chains, from eviction.",
+    help="Protect objects and their ancestors from eviction.",
 )
 @client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
@@ -222,7 +223,7 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
     type=float,
     metavar="SECONDS",
     required=True,
-    help="Until the pin ends: up to 86400, a day.",
+    help="Duration of the pin, up to 86400 (a day).",
 )
 def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: float) -> int:
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
@@ -233,7 +234,7 @@ def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: fl
 
 @command(
     epilog="\b\nExample:\n  kvstore unpin system-prompt",
-    help="End the pins of objects, which can be evicted then.",
+    help="End the pins of objects, which can then be evicted.",
 )
 @client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
@@ -273,7 +274,7 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
 
 
 def _print_result(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
-    """Prints how many keys were done, and which were not there; returns the exit code."""
+    """Print the number of successful keys, and the absent ones; return the exit code."""
     missing = [key for key, was_there in zip(keys, done, strict=True) if not was_there]
     if invocation.as_json:
         print_json({what: sum(done), "missing": [key_text(key) for key in missing]})

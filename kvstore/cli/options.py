@@ -1,4 +1,4 @@
-"""Shared by all commands: options made from the configuration classes, errors, exit codes.
+"""Options generated from the configuration classes, errors and exit codes of all commands.
 
 Exit codes: 0 done; 1 failed; 2 wrong usage; 3 no such object; 130 interrupted.
 With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
@@ -42,7 +42,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 SENTENCE_MAX: Final = 200
-"""Characters of the first sentence of a help, which is not cut."""
+"""Characters of the first sentence of a help, which is not truncated."""
 
 
 def sentence(command: click.Command | None) -> str:
@@ -50,11 +50,11 @@ def sentence(command: click.Command | None) -> str:
 
 
 class Common(click.Option):
-    """An option that many commands have, such as ``--json``."""
+    """An option that many commands share, such as ``--json``."""
 
 
 class Command(click.Command):
-    """A command whose help has its own options before the common ones."""
+    """A command whose help lists its own options before the common ones."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         super().__init__(name, **{"context_settings": CONTEXT, **settings})
@@ -77,18 +77,18 @@ command: Final = functools.partial(click.command, cls=Command)
 
 
 class Group(click.Group, Command):
-    """A command with commands below it."""
+    """A command with subcommands."""
 
     command_class = Command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes whole sentences; click would cut them."""
+        """Write complete sentences; click would truncate them."""
         names = self.list_commands(ctx)
         with formatter.section("Commands"):
             formatter.write_dl([(name, sentence(self.get_command(ctx, name))) for name in names])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Puts the commands first: users of --help mostly look for a command."""
+        """List the commands before the options."""
         self.format_commands(ctx, formatter)
         Command.format_options(self, ctx, formatter)
 
@@ -102,17 +102,16 @@ def config_options(
     hidden: Sequence[str] = (),
     helps: Mapping[str, str] | None = None,
 ) -> Callable[[CommandT], CommandT]:
-    """Adds an option for each setting of ``kind``, and ``--config``.
+    """Add an option for each setting of ``kind``, and ``--config``.
 
-    An option that is given neither behind the command nor before it is ``None``: defaults come
-    from the configuration and not from click, because the environment and the file take
-    precedence over them.
+    An option that is absent after and before the command is ``None``: defaults come from the
+    configuration, because the environment and the file take precedence.
 
     Args:
-        only: the settings; empty: all of them, but those ``without``.
-        common: the settings whose options stand with the common ones in the help.
-        hidden: the settings whose options the help leaves out.
-        helps: what a setting does in this command, where its own words do not say it.
+        only: the settings; empty: all except ``without``.
+        common: settings listed with the common options in the help.
+        hidden: settings omitted from the help.
+        helps: help texts of settings for this command.
     """
 
     def add(command: CommandT) -> CommandT:
@@ -140,7 +139,8 @@ def config_options(
             expose_value=False,
             is_eager=True,
             callback=_strict,
-            help=f"Refuse unknown variables and keys of the file.  [{STRICT_VARIABLE}]",
+            help="Fail on unknown environment variables and configuration keys.  "
+            f"[{STRICT_VARIABLE}]",
         )(command)
         return click.option(
             "--config",
@@ -158,7 +158,7 @@ def config_options(
 def _values_of(
     metavar: str,
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """What a shell completes a value to: a file, or one of several words (``tcp|rdma``)."""
+    """Return the completion of a value: a file, or one of several words (``tcp|rdma``)."""
 
     def values(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
@@ -177,8 +177,8 @@ def _strict(_context: click.Context, _option: click.Parameter, wanted: bool) -> 
 
 
 def given_anywhere(context: click.Context, option: click.Parameter, value: object) -> object:
-    """The value of an option behind a command, else that before it (``kvstore --json status``),
-    else ``None``; click passes an empty value for repeatable ones."""
+    """Return an option's value after the command, else before it (``kvstore --json status``), else
+    ``None``; click passes an empty value for repeatable ones."""
     return (context.obj or {}).get(option.name) if value in (None, ()) else value
 
 
@@ -187,7 +187,7 @@ version_option: Final = click.version_option(__version__, message="%(version)s",
 debug_option: Final = click.option(
     "--debug", cls=Common, is_flag=True, expose_value=False, help="Show a traceback on errors."
 )
-"""``run`` looks for it in the arguments: it applies before a command runs."""
+"""``run`` searches the arguments for it, because it applies before a command runs."""
 
 json_option: Final = click.option(
     "--json", "as_json", cls=Common, is_flag=True, default=None, callback=given_anywhere,
@@ -196,7 +196,8 @@ json_option: Final = click.option(
 
 
 def confirm(question: str, *, yes: bool = False, as_json: bool = False) -> None:
-    """Asks before the command destroys or disturbs what the command line does not name by itself.
+    """Ask for confirmation before objects or processes are affected that the command line does not
+    name.
 
     Raises:
         click.UsageError: there is no terminal to ask, and no --yes.
@@ -211,20 +212,20 @@ def confirm(question: str, *, yes: bool = False, as_json: bool = False) -> None:
 
 
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and ends the process. Each error is reported in one line."""
+    """Run a command and end the process. Each error is reported in one line."""
     descriptors.keep_standard()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows \\u65e5
+        if isinstance(stream, io.TextIOWrapper):  # other than UTF-8: show \\u65e5
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
     try:
-        if sys.stdout is not None:  # it was closed when Python started
+        if sys.stdout is not None:  # closed when Python started
             sys.stdout.flush()
     except BrokenPipeError:
         _forget(sys.stdout)
-    except OSError as error:  # a full disk: what was printed is not there
+    except OSError as error:  # a full disk: output is lost
         _forget(sys.stdout)
         click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or EXIT_FAILED
@@ -239,8 +240,8 @@ def _run(
         return result if isinstance(result, int) else 0
     except BrokenPipeError:  # kvstore ls | head
         return EXIT_FAILED
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a person sees it, in one line
-        with contextlib.suppress(OSError):  # the reader of stderr is gone
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported in one line
+        with contextlib.suppress(OSError):  # stderr was closed
             _print_error(error, name, as_json=as_json, debug=debug)
         return _code_of(error)
 
@@ -284,12 +285,12 @@ def _print_error(error: BaseException, name: str, *, as_json: bool, debug: bool)
 def print_json_error(
     code: str, message: str, advice: str = "", fields: dict[str, Any] | None = None
 ) -> None:
-    """Prints an error as one line of JSON on stderr, so that stdout holds results only."""
+    """Print an error as one line of JSON on stderr; stdout is for results only."""
     error = {"code": code, "message": message, "advice": advice, "fields": fields or {}}
     click.echo(json.dumps({"error": error}), err=True)
 
 
 def _forget(stream: TextIO | None) -> None:
-    """Redirects a stream that cannot be written to /dev/null, for the interpreter's last flush."""
+    """Redirect an unwritable stream to /dev/null, for the interpreter's last flush."""
     if stream is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

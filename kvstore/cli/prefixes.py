@@ -1,4 +1,4 @@
-"""``kvstore prefixes``: the chains that are used most, as a tree of branches."""
+"""``kvstore prefixes``: the most used chains as a tree of branches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvstore.limits import CHAINS_MAX
 from kvstore.runtime.formatting import duration_text, key_text, name_text, size_text
 
 LEVELS_MAX = 20
-"""Deeper branches are not indented further."""
+"""Maximum indentation level."""
 
 KEY_MAX = 24
-"""Characters of a key that is shown."""
+"""Displayed characters of a key."""
 
 
 @command(
     epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
-    help="""Show the chains that are matched most and used last, as a tree.
+    help="""Show the most matched and most recently used prefixes as a tree.
 
     Of all namespaces that were used last, unless --namespace is given. The master counts a match at
     the last block that it found, since the master's start, and remembers the last such blocks.
@@ -31,7 +31,7 @@ KEY_MAX = 24
 )
 @client_command(namespace="Only chains of this namespace; without it, of all that were used last.")
 @click.option("--count", metavar="N", type=click.IntRange(1, CHAINS_MAX), default=20,
-              show_default=True, help="At most so many chains.")  # fmt: skip
+              show_default=True, help="Maximum number of chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:
     namespace = invocation.config.namespace if "namespace" in invocation.given else None
     with invocation.client() as client:
@@ -60,8 +60,8 @@ def prefixes(invocation: Invocation, count: int) -> None:
 def lines(
     branches: Sequence[Branch], nodes: Mapping[int, str], *, whole: bool = False
 ) -> Iterator[str]:
-    """A line for each branch, indented below the branch that it continues, and a line that counts
-    the continuations of a branch that are not shown. ``whole``: keys are not shortened."""
+    """Yield a line per branch, indented under the branch that it continues, and the number of
+    omitted continuations. ``whole``: keys are not shortened."""
     below: list[list[int]] = [[] for _ in branches]
     roots: list[int] = []
     for index, row in enumerate(branches):

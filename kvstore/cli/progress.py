@@ -11,7 +11,7 @@ import click
 
 @contextlib.contextmanager
 def progress(what: str, *, wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with how much is done, and with the whole."""
+    """Yield a function to call with the progress and the total."""
     if not wanted or not sys.stderr.isatty():
         yield lambda done, whole: None
         return

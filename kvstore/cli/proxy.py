@@ -30,7 +30,7 @@ EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 
 
 class Proxy(Command):
-    """Also takes the flags of other proxies."""
+    """Also accepts the flags of other proxies."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, proxy_flags.translate_arguments(args))
@@ -53,7 +53,7 @@ def command(config: ProxyConfig, parent: ParentLink) -> int:
         memory_protection.hide_memory()
     try:
         from kvstore.proxy.main import (
-            run as serve,  # after the settings: a typo is reported at once
+            run as serve,  # imported after the settings are checked
         )
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:

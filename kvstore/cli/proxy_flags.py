@@ -1,6 +1,6 @@
-"""The flags of the proxies in the guides of vLLM and Mooncake, as flags of ``kvstore-proxy``.
+"""Translation of flags of the proxies in the guides of vLLM and Mooncake to ``kvstore-proxy``.
 
-Known are those of ``toy_proxy_server.py`` (vLLM; ``vllm_v1_proxy_server.py`` of Mooncake has the
+Supports the flags of ``toy_proxy_server.py`` (vLLM; ``vllm_v1_proxy_server.py`` of Mooncake has the
 same), ``disagg_proxy_demo.py`` (vLLM) and ``mooncake_connector_proxy.py`` (vLLM).
 """
 
@@ -25,7 +25,7 @@ ROWS: Final = (
     ("-p, --prefill HOST:PORT... | URL [PORT]", "The port of a bootstrap server is not needed."),
     ("-d, --decode HOST:PORT... | URL...", "As --prefill."),
 )
-"""For ``--help``."""
+"""Lines of ``--help``."""
 
 IGNORED: Final = {
     "--model": "each engine says which models it serves",
@@ -33,20 +33,20 @@ IGNORED: Final = {
     "--roundrobin": "the engine with the fewest requests is next, of equals in turn",
     "--generator_on_p_node": "the decoder answers",
 }
-"""By flag: why it has no effect here."""
+"""Reasons why a flag has no effect, by flag."""
 
 _SCHEME: Final = "http://"
 _SWITCHES: Final = ("--roundrobin", "--generator_on_p_node")
 _PORTS: Final = {"prefiller": "8100", "decoder": "8200"}
-"""The ports that the toy proxy assumes."""
+"""Default ports of the toy proxy."""
 
 
 def translate_arguments(arguments: Sequence[str]) -> list[str]:
-    """The command line in flags of ``kvstore-proxy``. One line on stderr for each flag without an
-    effect. Other arguments stay as they are.
+    """Translate the command line to flags of ``kvstore-proxy``; other arguments are unchanged.
+    Prints one line on stderr for each ignored flag.
 
     Raises:
-        click.UsageError: a flag without its value; hosts and ports that are not as many.
+        click.UsageError: a flag without a value; different numbers of hosts and ports.
     """
     try:
         given, others = _parser().parse_known_args(arguments)
@@ -69,7 +69,7 @@ def translate_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def format_flags(formatter: click.HelpFormatter) -> None:
-    """Writes the flags and an example as a group of ``--help``."""
+    """Write the flags and an example as a group of ``--help``."""
     with formatter.section("Flags of the proxies in guides of vLLM and Mooncake"):
         formatter.write_dl([*ROWS, (", ".join(IGNORED), "Ignored.")])
         formatter.write_paragraph()
@@ -92,14 +92,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _named(given: list[list[str]] | None) -> list[str]:
-    """The engines of ``--prefill`` or ``--decode``. A number, or ``none``, is the port of the
-    bootstrap server of the engine before it."""
+    """Return the engines of ``--prefill`` or ``--decode``. A number, or ``none``, is the bootstrap
+    port of the preceding engine."""
     words = [word for several in given or [] for each in several for word in each.split(",")]
     return [_address(word) for word in words if not word.isdigit() and word.lower() != "none"]
 
 
 def _address(word: str) -> str:
-    """``HOST:PORT`` of a URL, whose port is 80 unless it has one. Other words stay as they are."""
+    """Return ``HOST:PORT`` of a URL, whose default port is 80. Other words are unchanged."""
     if not word.startswith(_SCHEME):
         return word
     place = word.removeprefix(_SCHEME).rstrip("/")

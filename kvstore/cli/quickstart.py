@@ -1,4 +1,5 @@
-"""``kvstore quickstart``: a whole store on this host until Ctrl-C, and the lines that use it."""
+"""``kvstore quickstart``: a complete store on this host until Ctrl-C, and its configuration
+lines."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from kvstore.runtime.listeners import listen
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 
 MEMORY_MAX: Final = 4 << 30
-"""The most that is taken by default: it takes a few seconds, and is much for a first look."""
+"""Maximum of the default: takes a few seconds to reserve."""
 
 MEMORY_MIN: Final = 16 << 20
 MEMORY_STEP: Final = 16 << 20
 
 PORT_STEP: Final = 200
-"""A second store on a host tries the port so far above, which is clear of all default ports."""
+"""Port offset of a second store on a host, beyond all default ports."""
 
 PORT_TRIES: Final = 6
 
@@ -45,7 +46,8 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 
 @command(
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
-    help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.
+    help="""Start a complete store on this host and print the configuration for vLLM, SGLang and
+    Python.
 
     If the default port is taken, for example by another quickstart, the store takes a free one,
     and says so. Its memory ends with it: no object survives the end of its master.
@@ -62,7 +64,8 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 @debug_option
 def quickstart(config_path: str | None, **flags: object) -> int:
     config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
-    # One master, whose memory ends with it, whatever a configuration file says about real masters.
+    # A single master, whose memory ends with it, even if a configuration file describes real
+    # masters.
     change: dict[str, object] = {"etcd": "", "keep": False}
     if not config.memory:
         change["memory"] = spare_memory()
@@ -78,7 +81,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     from kvstore.master.main import EphemeralStore
     from kvstore.master.main import run as serve
     from kvstore.runtime.host import (
-        own_address,  # these after the settings: a typo is reported at once
+        own_address,  # imported after the settings are checked
     )
     from kvstore.runtime.listeners import EVERY_INTERFACE
 
@@ -94,7 +97,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
 
 
 def spare_memory() -> int:
-    """Bytes that a store may take here without harm to other programs.
+    """Return the bytes that a store may use without harm to other programs.
 
     Raises:
         SharedMemoryTooSmallError: the host can spare less than ``MEMORY_MIN``.
@@ -128,8 +131,8 @@ def spare_memory() -> int:
 
 
 def free_port(host: str, port: int) -> int:
-    """``port``, or a higher port, that is free together with the next one, which the lane takes; 0:
-    there is none. Another process may take the port before it is used."""
+    """Return ``port``, or a higher port, that is free together with the next one, for the lane; 0:
+    none. Another process may take it before it is used."""
     for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
         try:
             with listen(host, each), listen(host, each + 1):
@@ -140,8 +143,8 @@ def free_port(host: str, port: int) -> int:
 
 
 def text(master: str, page: str, passed_over: int = 0) -> str:
-    """Says how to use a store at ``master`` with a dashboard at ``page`` (empty: without one).
-    ``passed_over``: the default port, if it or the next one was taken."""
+    """Return the instructions for a store at ``master`` with a dashboard at ``page`` (may be
+    empty). ``passed_over``: the default port, if it or the next one was in use."""
     lines = [f"The store is ready at {master}. Ctrl-C ends it and frees its memory."]
     if passed_over:
         lines.append(
@@ -181,7 +184,7 @@ VLLM: Final[dict[str, object]] = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""As in docs/vllm.md (``SGLANG``: docs/engines/sglang.md); a test compares them."""
+"""As in docs/vllm.md (``SGLANG``: docs/engines/sglang.md), which a test compares."""
 
 SGLANG: Final[dict[str, object]] = {
     "backend_name": "kvstore",

@@ -1,4 +1,4 @@
-"""What the commands of servers have in common: settings, logs, and a parent that may wait."""
+"""Settings, logs and parent processes, shared by the commands of servers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
 def serves(
     kind: Kind, examples: str, text: str, *, cls: type[Command] = Command
 ) -> Callable[[Callable[..., int]], click.Command]:
-    """Makes a function a server's command, whose help is ``text``. The function is given the
-    settings, the link to a parent (``kvstore.runtime.child_process`` starts servers as children),
-    and what options of its own say."""
+    """Decorate a function as a server's command with the help ``text``. It receives the settings,
+    the link to a parent (``kvstore.runtime.child_process`` starts servers as children), and its own
+    options."""
 
     def wrap(serve: Callable[..., int]) -> click.Command:
         @functools.wraps(serve)
@@ -41,7 +41,7 @@ def serves(
                 if config.auth:
                     memory_protection.hide_memory()
                 return serve(config, parent, **given)
-            return EXIT_FAILED  # the parent was told why
+            return EXIT_FAILED  # the parent received the error
 
         parent_option = click.option(
             "--parent-fd",

@@ -1,4 +1,4 @@
-"""Tables of the command ``kvstore``. Imports rich, which takes a while, only to make one."""
+"""Tables of the command ``kvstore``. Imports rich on demand, which is slow."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDE: Final = 1 << 16
-"""Characters of a line, which no row of a table reaches."""
+"""Line width that no row of a table reaches."""
 
 
 def console_of_names(*, stderr: bool = False, fits: bool = False) -> Console:
-    """A console that prints names of objects, nodes and files as they are: it reads no markup, and
-    cuts nothing. Each row of a table is one line, which a narrow terminal wraps.
+    """Return a console that prints names unchanged: without markup or truncation. Each row of a
+    table is one line, which a narrow terminal wraps.
 
-    ``fits``: on a terminal, cells are wrapped within their columns instead: for prose, and for a
-    page that is shown again and again.
+    ``fits``: on a terminal, cells are wrapped within their columns instead, for prose and for
+    repeated output.
     """
     from rich.console import Console
 
-    # Where TERM is dumb, rich ignores a width that comes without a height.
+    # If TERM is dumb, rich ignores a width without a height.
     console = Console(
         stderr=stderr, markup=False, emoji=False, highlight=False, width=WIDE, height=25
     )
@@ -35,11 +35,11 @@ def console_of_names(*, stderr: bool = False, fits: bool = False) -> Console:
 
 
 def table_of(*columns: str, right: Sequence[str] = (), show_header: bool = True) -> Table:
-    """A table whose cells are wrapped where they do not fit, and never cut.
+    """Return a table whose cells are wrapped, never truncated.
 
     Args:
-        columns: the headers of the columns.
-        right: the headers of further columns, whose cells are numbers.
+        columns: column headers.
+        right: headers of further, numeric columns.
     """
     from rich.table import Table
 
@@ -52,7 +52,7 @@ def table_of(*columns: str, right: Sequence[str] = (), show_header: bool = True)
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    """Prints the fields of one object, for ``kvstore stat``."""
+    """Print the fields of one object, for ``kvstore stat``."""
     table = table_of("", "", show_header=False)
     for name, value in fields.items():
         if name == "locations":
@@ -72,7 +72,7 @@ def print_fields(fields: dict[str, Any]) -> None:
 
 
 def print_rows(rows: Iterable[Sequence[str]]) -> None:
-    """Prints rows of objects, for ``kvstore ls``."""
+    """Print rows of objects, for ``kvstore ls``."""
     table = table_of("namespace", "key", right=("size", "replicas", "depth", "leased"))
     table.add_column("state", overflow="fold")
     for row in rows:
@@ -88,7 +88,7 @@ def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
 
 def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
     from kvstore.console.diagnostics.problems import (
-        of_a_status,  # not above: a TAB imports this module
+        of_a_status,  # here, because shell completion imports this module
     )
 
     size, used = found.size, found.used
@@ -138,7 +138,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
 
 
 def head_text(found: ClusterStatus, master: str) -> str:
-    """Who has answered. ``master``: who was asked."""
+    """Return the line about the responding master. ``master``: the requested address."""
     who = f"leader {found.leader}" if found.leader else f"master {master}"
     if found.leader and found.leader != master:
         who += f" (found by {master})"
@@ -149,11 +149,11 @@ def head_text(found: ClusterStatus, master: str) -> str:
 
 
 def nodes_of(found: ClusterStatus) -> Table | str:
-    """The nodes and their memory; without nodes, how to start one."""
+    """Return the nodes and their memory; without nodes, a hint to start one."""
     if not found.nodes:
         return "No node: start one with kvstore-node, or kvstore-master with --memory."
     nodes = table_of("node", "state", "address", right=("used", "of", "largest free", "last heard"))
-    # The column of versions is shown only if they differ, as during an upgrade.
+    # Versions are shown only if they differ, as during an upgrade.
     differ = {node.version for node in found.nodes} != {found.version}
     if differ:
         nodes.add_column("version", overflow="fold")
@@ -185,7 +185,7 @@ def namespaces_of(rows: Sequence[NamespaceStatus]) -> Table:
 
 
 def _state(node: NodeStatus) -> str:
-    """The node's state in words, such as ``alive, unreachable, entry gone``."""
+    """Return the node's state in words, such as ``alive, unreachable, entry gone``."""
     words = [node.state]
     if node.unreachable:
         words.append("unreachable")
@@ -199,5 +199,5 @@ def _state(node: NodeStatus) -> str:
 
 
 def _media(node: NodeStatus) -> str:
-    """Whose memory the node pools: ``host``, ``cuda:0``."""
+    """Return the medium of the node's memory: ``host``, ``cuda:0``."""
     return ", ".join(sorted({segment.device or "host" for segment in node.segments})) or "host"

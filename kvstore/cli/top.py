@@ -1,4 +1,4 @@
-"""``kvstore top``: shows the cluster, live."""
+"""``kvstore top``: a live view of the cluster."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NAMESPACES: Final = 10
-"""Namespaces that are shown, the largest ones."""
+"""Displayed namespaces, the largest ones."""
 
 
 class Snapshot(NamedTuple):
-    """The status of the cluster, and what has happened since the look before."""
+    """The status of the cluster, and the changes since the previous snapshot."""
 
     status: ClusterStatus | None
     """None: no master answers."""
     rates: dict[str, float]
-    """Growth per second, by counter; empty at first, and after a change of masters."""
+    """Growth per second, by counter; empty at first, and after a change of the master."""
     error: str = ""
 
 
@@ -50,8 +50,8 @@ class Snapshot(NamedTuple):
 )
 @client_command()
 @click.option("--interval-s", metavar="SECONDS", type=click.FloatRange(min=0.2, max=3600),
-              default=2.0, show_default=True, help="Time between two looks.")  # fmt: skip
-@click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after so many looks.")
+              default=2.0, show_default=True, help="Refresh interval.")  # fmt: skip
+@click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N refreshes.")
 def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
     looks = _looks(invocation, interval_s, count)
     try:
@@ -75,8 +75,8 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
 
 
 def show(looks: Iterator[Snapshot], console: Console, place: str) -> None:
-    """Shows each look on a screen of its own, and leaves the last one in the terminal."""
-    from rich.live import Live  # not above: a TAB imports this module
+    """Show each snapshot on an alternate screen, and leave the last one in the terminal."""
+    from rich.live import Live  # here, because shell completion imports this module
 
     last: RenderableType | None = None
     try:
@@ -90,7 +90,7 @@ def show(looks: Iterator[Snapshot], console: Console, place: str) -> None:
 
 
 def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Snapshot]:
-    """Looks at the cluster again and again. Raises KVStoreError: the first look found no master."""
+    """Yield snapshots of the cluster. Raises KVStoreError: the first one found no master."""
     before: ClusterStatus | None = None
     then = 0.0
     with invocation.client() as client:
@@ -114,7 +114,7 @@ def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iter
 
 
 def rates(before: ClusterStatus | None, after: ClusterStatus, seconds: float) -> dict[str, float]:
-    """How much each counter has grown, per second. Counters begin again with each master."""
+    """Return the growth of each counter per second. Counters restart with each master."""
     if before is None or before.epoch != after.epoch or seconds <= 0:
         return {}
     earlier = dict(before.counters)
@@ -122,7 +122,7 @@ def rates(before: ClusterStatus | None, after: ClusterStatus, seconds: float) ->
 
 
 def page(seen: Snapshot, master: str) -> RenderableType:
-    """What the terminal shows."""
+    """Return the content of the terminal."""
     from rich.console import Group
 
     status = seen.status

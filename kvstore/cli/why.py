@@ -1,7 +1,7 @@
-"""``kvstore why``: who writes, who asks, and why nothing is found.
+"""``kvstore why``: writers, readers and the causes of cache misses.
 
-The command prints what ``kvstore.console.diagnostics`` finds. Names and keys come from strangers,
-so all of them are made safe (``sanitize``) before they reach the terminal."""
+Prints the findings of ``kvstore.console.diagnostics``. Names and keys come from peers, so they are
+escaped (``sanitize``) for the terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ CAUSES_SHOWN: Final = 6
 TEXT_WIDTH: Final = 96
 
 
-@command(epilog=EXAMPLE, help="Say who writes and who asks, and why nothing is found.")
+@command(
+    epilog=EXAMPLE, help="Explain cache misses: list the writers and readers, and why lookups miss."
+)
 @client_command()
 @click.argument("namespace", required=False, default="")
 @click.option(

@@ -1,4 +1,4 @@
-"""Settings of every kind of process, and the one place that reads them.
+"""Settings of every kind of process.
 
 The value of a setting comes from the first of these sources that has one:
 
@@ -11,21 +11,20 @@ The value of a setting comes from the first of these sources that has one:
    else ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
 4. the default written here.
 
-A value that is unreadable or out of range is refused with ``ConfigError``, which names the setting
-and where it was found; so is an unknown flag or argument. An unknown variable or key of the file
-may belong to a later release that was rolled back: a warning names it and the nearest right
-spelling, once per process; with ``KVSTORE_STRICT_CONFIG`` it is refused, too. The description of a
-field is its comment and its ``--help`` text.
+Invalid values, and unknown flags or arguments, raise ``ConfigError`` with the setting and its
+origin. Unknown variables and file keys may belong to a later release that was rolled back: they are
+logged once per process, with the nearest known name; with ``KVSTORE_STRICT_CONFIG`` they raise,
+too. The description of a field is also its ``--help`` text.
 
-``servers`` and ``clients`` hold the settings, ``values`` the types that they are made of,
-``reading`` the way from the sources to a value.
+``servers`` and ``clients`` define the settings, ``setting_types`` their types; ``loader`` reads the
+sources.
 
-pydantic-settings can neither say where a value came from nor refuse an unknown variable.
+pydantic-settings neither reports the origin of a value nor rejects unknown variables.
 """
 
 from __future__ import annotations
 
-from kvstore.config.base import *  # noqa: F403  # all that they have
+from kvstore.config.base import *  # noqa: F403  # all public names; the same below
 from kvstore.config.clients import *  # noqa: F403
 from kvstore.config.loader import *  # noqa: F403
 from kvstore.config.servers import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""What the settings of every kind of process have in common."""
+"""The base of the settings of every kind of process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ AUTH_VARIABLE = "KVSTORE_AUTH"
 TENANT_VARIABLE = "KVSTORE_TENANT"
 ENCRYPTION_VARIABLE = "KVSTORE_DATA_ENCRYPTION"
 HTTP_TOKEN_VARIABLE = "KVSTORE_HTTP_TOKEN"  # noqa: S105 - the name of a variable
-"""Not a setting: programs that ask a master over HTTP read it."""
+"""Not a setting: programs that send HTTP requests to a master read it."""
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
-"""If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
+"""If it is not empty, unknown settings are errors; ``--strict-config`` sets it."""
 NATIVE_VARIABLE = "KVSTORE_NATIVE"
 """Not a setting: ``kvstore.native`` reads it."""
 
@@ -31,13 +31,13 @@ _SHARED = {
     "tenant": TENANT_VARIABLE,
     "data_encryption": ENCRYPTION_VARIABLE,
 }
-"""Variables that several kinds of process read."""
+"""Variables read by several kinds of process."""
 
 
 class Config(BaseModel):
-    """The base class of the settings of every kind: frozen, keyword-only, checked when built.
+    """The base class of settings: frozen, keyword-only, validated when built.
 
-    Raises (all of them, when built):
+    Raises (when built):
         ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
     """
 
@@ -56,7 +56,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Setting(NamedTuple):
-    """One field, as the command line, the environment and the documentation need it."""
+    """A field, as required by the command line, the environment and the documentation."""
 
     key: str
     flag: str
@@ -66,12 +66,12 @@ class Setting(NamedTuple):
     default: str
     help: str
     many: bool = False
-    """Whether the flag may be given several times."""
+    """Whether the flag may be repeated."""
 
 
 def settings(kind: type[Config]) -> list[Setting]:
-    """The settings of a kind, in the order of their definition. Inherited ones stand behind the
-    kind's own settings of HTTP, or first if it has none of these."""
+    """Return the settings of a kind, in the order of their definition. Inherited ones follow the
+    kind's own HTTP settings, or are first if it has none."""
     fields = kind.model_fields
     keys = [key for key in fields if key in kind.__annotations__]
     behind = max((n for n, key in enumerate(keys, 1) if key.startswith("http_")), default=0)
@@ -98,7 +98,7 @@ def settings(kind: type[Config]) -> list[Setting]:
 
 
 def variables_of(kind: type[Config], key: str) -> tuple[str, ...]:
-    """The environment variables of a field; the first that is set wins."""
+    """Return the environment variables of a field; the first that is set takes precedence."""
     own = f"{PREFIX}{kind.section.upper()}_{key.upper()}"
     shared = _SHARED.get(key)
     return (own,) if shared is None else (own, shared)
@@ -121,7 +121,7 @@ def _default_text(default: object, metavar: str) -> str:
 
 
 def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
-    """The first of pydantic's errors, as a ``ConfigError``."""
+    """Return the first of pydantic's errors as a ``ConfigError``."""
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
@@ -137,7 +137,7 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
 
 
 def unknown_setting(key: str, origin: str, known: list[str]) -> ConfigError:
-    import difflib  # only for the message: 5 ms that no correct start should pay
+    import difflib  # only for the message: 5 ms
 
     fields: dict[str, str] = {"key": key} | ({"origin": origin} if origin else {})
     near = difflib.get_close_matches(key, known, n=1)

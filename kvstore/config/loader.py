@@ -1,4 +1,4 @@
-"""Reads the settings of a process: from its arguments, the environment and a TOML file."""
+"""Reads settings from arguments, the environment and a TOML file."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = logging.getLogger("kvstore.config")
 
 _NO_SETTINGS = (CONFIG_VARIABLE, HTTP_TOKEN_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
 
-# Kubernetes and Docker announce a service called "kvstore" to every container beside it in
-# variables of these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001). The user made no mistake.
+# Kubernetes and Docker announce a service called "kvstore" to other containers in variables of
+# these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001).
 _SERVICE_VARIABLE = re.compile(
     r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -58,15 +58,13 @@ def load(
     environ: Mapping[str, str] | None = None,
     origin: str = "argument {key}",
 ) -> ConfigT:
-    """The configuration of one process, from all its sources.
+    """Load the configuration of one process from all sources.
 
     Args:
-        arguments: values given by flags or by a program; ``None`` values count as not given.
-        config_path: the TOML file; an empty string: none; ``None``: ``KVSTORE_CONFIG`` or one
-            of the default places.
+        arguments: values of flags or of a program; ``None``: absent.
+        config_path: the TOML file; "": none; ``None``: ``KVSTORE_CONFIG`` or a default path.
         environ: instead of ``os.environ``.
-        origin: how errors call the source of ``arguments``; ``{key}`` and ``{flag}`` stand for
-            the field.
+        origin: the source of ``arguments`` in errors, with ``{key}`` or ``{flag}`` for the field.
 
     Raises:
         ConfigError: an unknown argument, an unreadable file, a value out of its range; with
@@ -98,7 +96,7 @@ def load(
 
 
 def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[ConfigError]:
-    """What ``load`` warns of, in the environment and in the file that it would read.
+    """Return the unknown settings of the environment and the file, which ``load`` logs.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -110,10 +108,10 @@ def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[
 
 
 def read_token(path: str, setting: str = "http_token_file") -> str:
-    """The token of a port for HTTP, or another secret, in a file: one line.
+    """Read a token or another secret from a file: one line.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no token. The error does not show it.
+        ConfigError: the file cannot be read, or contains no token. The error does not show it.
     """
     try:
         content = read_file(Path(path).expanduser(), setting, bytes_max=_TOKEN_BYTES_MAX)
@@ -124,12 +122,12 @@ def read_token(path: str, setting: str = "http_token_file") -> str:
 
 
 def http_token_given() -> str:
-    """The token in the environment, for a program that asks; empty: there is none."""
+    """Return the HTTP token in the environment; may be empty."""
     return os.environ.get(HTTP_TOKEN_VARIABLE, "").strip()
 
 
 _told: set[str] = set()
-"""The warnings that this process has logged."""
+"""Warnings already logged by this process."""
 
 
 def _complain(unknown: list[ConfigError], *, strict: bool) -> None:
@@ -187,7 +185,7 @@ def _from_file(
                 key=name,
                 origin=str(path),
             )
-        unknown += [  # also in the sections of other kinds: all kinds share one file
+        unknown += [  # all sections: all kinds share one file
             unknown_setting(key, f"{path} [{name}]", [each.key for each in settings(other)])
             for key in section
             if key not in other.model_fields

@@ -1,4 +1,4 @@
-"""The settings of masters and nodes."""
+"""Settings of masters and nodes."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
 class HttpConfig(Config):
-    """The settings of a server: its port for HTTP, and who may use it and its other ports."""
+    """Settings of a server's HTTP port, and of access to all of its ports."""
 
     auth: AuthFile = ""
     auth_revoked: File = Field(
         default="",
-        description="File with the numbers of revoked identities, which kvstore auth revoke "
-        "writes. It is looked at once a second.",
+        description="File with the numbers of revoked identities, written by kvstore auth "
+        "revoke. It is checked once a second.",
     )
 
     http_token_file: File = Field(
         default="",
-        description="File with a token. Over HTTP, requests that change something or fetch bytes "
-        "need it (Authorization: Bearer TOKEN). Empty: such requests are answered from loopback "
-        "only.",
+        description="File with a token, required for HTTP requests that change something or "
+        "fetch bytes (Authorization: Bearer TOKEN). Empty: such requests are accepted from "
+        "loopback only.",
     )
     http_reads: HttpReads = Field(
         default="all",
-        description="Who may read status, metrics and the dashboard over HTTP: all, or requests "
-        "with the token. /healthz and /readyz answer all.",
+        description="Access to status, metrics and the dashboard over HTTP: all, or requests "
+        "with the token. /healthz and /readyz are open.",
     )
     http_cert: File = Field(
         default="",
@@ -86,7 +86,7 @@ class HttpConfig(Config):
     def _http_rules(self) -> Self:
         if self.http_reads == "token" and not self.http_token_file:
             raise InvalidSettingError(
-                "is token, and there is none", "Give --http-token-file.", key="http_reads"
+                "is token, but no token is configured", "Give --http-token-file.", key="http_reads"
             )
         if bool(self.http_cert) != bool(self.http_key):
             raise InvalidSettingError(
@@ -98,15 +98,14 @@ class HttpConfig(Config):
 
 
 class MasterConfig(HttpConfig):
-    """The settings of a ``kvstore-master``."""
+    """Settings of a ``kvstore-master``."""
 
     section = "master"
 
     host: Host = Field(
         default="127.0.0.1",
-        description="Address to listen on. Loopback until you say otherwise, because a host "
-        "that reaches the master can read and write the cache. :: is every interface, 0.0.0.0 "
-        "those with IPv4.",
+        description="Address to listen on. Listens on loopback by default: any host that can "
+        "connect can read and write the cache. :: is every interface, 0.0.0.0 those with IPv4.",
     )
     port: Port = Field(
         default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."
@@ -114,30 +113,30 @@ class MasterConfig(HttpConfig):
     cluster: Cluster = ""
     lane_port: Port = Field(
         default=0,
-        description="TCP port of the lane, the fast carrier of the hot calls; 0 takes the port "
-        "after --port, or any when that is 0.",
+        description="TCP port of the lane, the low-latency RPC protocol; 0 takes the port after "
+        "--port, or any when that is 0.",
     )
     http_port: Port = Field(
         default=HTTP_PORT,
-        description="TCP port for HTTP: health, metrics (Prometheus) and a dashboard. If it is "
-        f"taken and not asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
+        description="TCP port for HTTP: health, metrics (Prometheus) and a dashboard. If the "
+        f"default is in use, the next free one up to {HTTP_PORT + 15}; 0: no HTTP.",
     )
     http_names: Annotated[str, CliType("NAME,...")] = Field(
         default="",
-        description="Names, separated by commas, by which browsers and programs may reach the page "
-        "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
-        "are refused: a web page could point a name of its own at this address.",
+        description="Host names, separated by commas, that HTTP requests may use, in addition "
+        "to addresses, localhost, --host, --advertise and this host's name (protects against "
+        "DNS rebinding).",
     )
     events: Annotated[str, CliType("on|ADDRESS,...")] = Field(
         default="",
-        description="Publish which objects become visible and which are gone: 'on': over HTTP; "
-        "'tcp://*:5557': by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': with "
+        description="Publish object events (objects stored and removed). 'on': over HTTP; "
+        "'tcp://*:5557': also by ZeroMQ, in vLLM's format; 'tcp://*:5557,tcp://*:5558': with "
         "replay at the second address. Empty: no events.",
     )
     memory: Bytes = Field(
         default=0,
-        description="Memory that this process also pools (2GiB), so that one command is a whole "
-        "store; 0 leaves that to nodes.",
+        description="Memory that this process also pools (2GiB), so that one command is a "
+        "complete store; 0: none.",
     )
     data_encryption: DataEncryption = "off"
     keep: bool = Field(
@@ -149,48 +148,47 @@ class MasterConfig(HttpConfig):
         default=10_000,
         ge=1_000,
         le=600_000,
-        description="How long found objects keep their bytes if the client does not release them, "
-        "1 s to 10 min. Clients release them after the read.",
+        description="Lease of found objects unless the client releases them earlier, 1 s to 10 "
+        "min. Clients release them after the read.",
     )
     dead_ms: Milliseconds = Field(
         default=6_000,
         ge=120,
         le=600_000,
-        description="Silence after which a node's objects are gone from every answer: longer "
-        "than a stall of a busy host. After a third of it the node is not chosen for new objects.",
+        description="Silence after which the objects of a node count as missing: longer than a "
+        "stall of a busy host. After a third of it the node gets no new objects.",
     )
     pinned_max: Share = Field(
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="Share of the pool's memory that the pins of one namespace may hold: pinned "
-        "objects are not evicted for puts. 0: pins are refused.",
+        description="Fraction of the pool that the pins of one namespace may protect from "
+        "eviction. 0: pins are refused.",
     )
     tenants: File = Field(
         default="",
-        description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
-        "what each is guaranteed, and what it may have at most. It is read again when it changes. "
-        "Empty: there are no tenants. docs/security.md has an example.",
+        description="File (TOML) with tenants: patterns of namespaces, guarantees and limits. "
+        "It is read again when it changes. Empty: no tenants. docs/security.md has an example.",
     )
     etcd: Etcd = Field(
         default="",
-        description="Members of the etcd through which several masters elect the one that leads; "
-        "or, with all that it needs: etcd://USER:PASSWORD@HOST:2379,HOST:2379/PREFIX"
-        "?ca=FILE&cert=FILE&key=FILE (with a password better as a variable: flags can be read by "
-        "every user of the host). Each cluster needs a prefix of its own. Empty: this is the only "
-        "master.",
+        description="Members of the etcd in which several masters elect a leader; or the "
+        "complete form: "
+        "etcd://USER:PASSWORD@HOST:2379,HOST:2379/PREFIX?ca=FILE&cert=FILE&key=FILE (pass a "
+        "password in the environment: every user of the host can read flags). Each cluster "
+        "needs its own prefix. Empty: single master.",
     )
     advertise: Advertise = Field(
         default="",
-        description="The address that this master announces when it leads, if that is not --host "
-        "and --port; empty: those. Clients and nodes must reach it there.",
+        description="Address that this master announces as leader, if it differs from --host "
+        "and --port. Clients and nodes must be able to connect to it.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
     log_format: LogFormat = "text"
 
     @property
     def lane_port_wanted(self) -> int:
-        """The port that the lane is to listen on; 0 takes any."""
+        """The listening port of the lane; 0 takes any."""
         return self.lane_port or (self.port + 1 if self.port else 0)
 
     @property
@@ -199,12 +197,12 @@ class MasterConfig(HttpConfig):
 
     @property
     def events_at(self) -> str:
-        """Where events are published by ZeroMQ, and replayed; empty: only HTTP serves them."""
+        """Addresses for ZeroMQ events and their replay; empty: HTTP only."""
         return "" if self.events == "on" else self.events
 
     @property
     def etcd_place(self) -> EtcdPlace | None:
-        """Where the masters meet; None for a single one."""
+        """The etcd for leader election; None for a single master."""
         return parse_etcd(self.etcd) if self.etcd else None
 
     @model_validator(mode="after")
@@ -212,8 +210,9 @@ class MasterConfig(HttpConfig):
         check_encryption(self.data_encryption, self.auth)
         if self.auth and self.events_at:
             raise InvalidSettingError(
-                f"is {self.events!r}, and ZeroMQ authenticates nobody",
-                "With --auth give 'on': events over HTTP.",
+                f"= {self.events!r} cannot be combined with --auth: ZeroMQ cannot authenticate "
+                "subscribers",
+                "Use --events on (HTTP).",
                 key="events",
             )
         if self.events and not self.http_port:
@@ -228,7 +227,7 @@ class MasterConfig(HttpConfig):
         for name in self.http_names_given:
             if not _NAME_OF_A_HOST.fullmatch(name):
                 raise InvalidSettingError(
-                    f"has {name!r}, which is no name of a host",
+                    f"has {name!r}, which is not a host name",
                     "Give names without port: kv.example.com,kv",
                     key="http_names",
                 )
@@ -268,87 +267,84 @@ class NodeConfig(HttpConfig):
     cluster: Cluster = ""
     name: Name = Field(
         default="",
-        description="The node's name, unique in the cluster; empty takes the host's name, and "
-        "-2, -3, ... after it where that is taken.",
+        description="The node's name, unique in the cluster. Default: the host's name, with -2, "
+        "-3, ... appended if it is in use.",
     )
     host: OptionalHost = Field(
         default="",
-        description="Address to serve the memory on; empty: this host's own on the way to the "
-        "master, which is loopback beside a master on loopback. :: is every interface, 0.0.0.0 "
+        description="Address to serve the memory on; empty: this host's own on the route to the "
+        "master, which is loopback for a master on loopback. :: is every interface, 0.0.0.0 "
         "those with IPv4.",
     )
     port: Port = Field(
         default=DATA_PORT,
-        description="TCP port to serve the memory on; 0 takes any. Unless it is given, the next "
-        f"free one of {DATA_PORT} to {DATA_PORT + DATA_PORTS - 1} is taken (several nodes on a "
-        "host), or any.",
+        description="TCP port to serve the memory on; 0 takes any. Default: a free one of "
+        f"{DATA_PORT} to {DATA_PORT + DATA_PORTS - 1} (several nodes on a host), or any.",
     )
     http_port: Port = Field(
         default=NODE_HTTP_PORT,
-        description="TCP port for HTTP: health and metrics (Prometheus). If it is taken and not "
-        f"asked for, the next free one up to {NODE_HTTP_PORT + 15}; 0 serves none, as do nodes "
-        "that a master or client starts.",
+        description="TCP port for HTTP: health and metrics (Prometheus). If the default is in "
+        f"use, the next free one up to {NODE_HTTP_PORT + 15}; 0: no HTTP, as in nodes started by "
+        "a master or client.",
     )
     advertise: Advertise = Field(
         default="",
-        description="The address that clients connect to, if that is not --host and --port (behind "
-        "NAT); empty: those, and with --host :: or 0.0.0.0 this host's own address on the way to "
+        description="Address for clients, if it differs from --host and --port (behind NAT). "
+        "Default: those, and with --host :: or 0.0.0.0 this host's own address on the route to "
         "the master.",
     )
     memory: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
         default=1 << 30,
-        description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
-        "set it to what the host can spare.",
+        description="Memory to pool, in /dev/shm, reserved at start.",
     )
     device: Annotated[str, CliType("DEVICE"), AfterValidator(_device)] = Field(
         default="",
-        description="Pool memory of this device, as CUDA numbers it for this process: cuda:0. It "
-        "is gone when the process ends. Empty: memory of the host.",
+        description="Pool memory of this device, in CUDA's numbering for this process: cuda:0. "
+        "It is lost when the process ends. Empty: host memory.",
     )
     huge_pages: HugePages = Field(
         default="auto",
-        description="auto: huge pages where /dev/shm gives them (mount option huge=advise), which "
-        "makes starting and first reads many times faster; transparent: those, or do not start; "
-        "reserved: those of a hugetlbfs (sysctl vm.nr_hugepages), or do not start; off: none.",
+        description="auto: huge pages if /dev/shm provides them (mount option huge=advise), "
+        "which makes starting and first reads many times faster; transparent: require those; "
+        "reserved: require those of a hugetlbfs (sysctl vm.nr_hugepages); off: none.",
     )
     numa_node: Annotated[Count, Field(ge=-1, le=1_023)] = Field(
         default=-1,
-        description="Take the memory from this NUMA node and serve it by its processors; -1: the "
-        "kernel chooses. One kvstore-node per NUMA node uses all of a host.",
+        description="Allocate the memory on this NUMA node and serve it by its processors; -1: "
+        "the kernel chooses. Run one kvstore-node per NUMA node to use all of a host.",
     )
     shm_group: Group = Field(
         default="",
-        description="Group whose members may map the memory, although they are other users: their "
-        "clients on this host read without a copy. Without --auth they may write to it; with it, "
-        "as their identities may. Empty: this user alone; others are served by tcp.",
+        description="Group whose members may map the memory: their clients on this host read "
+        "without a copy. Without --auth they may write to it; with it, as their identities may. "
+        "Empty: only this user; others use tcp.",
     )
     shm_clients: ShmClients = Field(
         default="members",
-        description="Which identities of this user, or of --shm-group, may map the memory, which "
-        "shows the bytes of all namespaces: members: those that may read in some namespace; "
-        "all-namespaces: those that may read in all of them, and others are served by tcp. Needs "
-        "--auth.",
+        description="Identities of this user, or of --shm-group, that may map the memory, which "
+        "exposes all namespaces. members: those that may read some namespace; all-namespaces: "
+        "those that may read all; others use tcp. Requires --auth.",
     )
     keep: OnOffAuto = Field(
         default=None,
         description="Leave the memory in /dev/shm at a clean stop, for the next start of this "
-        "node. auto: on for a node with --name, else off. A node that was killed, or whose start "
-        "failed, leaves what it held; one that was drained leaves nothing.",
+        "node. auto: on for a node with --name, else off. A node that was killed, or failed to "
+        "start, leaves its memory; a drained one leaves nothing.",
     )
     adopt: bool = Field(
         default=False,
-        description="Take over memory of this name although another cluster has left it, with "
-        "what it holds: for a cluster that has got another name or address.",
+        description="Take over memory of this name and its objects from another cluster, for "
+        "example after a change of the cluster's name or address.",
     )
     discard: bool = Field(
         default=False,
-        description="Throw away the memory that an earlier start of this node has left, instead of "
-        "serving what it holds.",
+        description="Discard the memory that an earlier start of this node has left, instead of "
+        "serving its objects.",
     )
     protocol: EngineProtocol = Field(
         default="",
         description="Also serve the memory by Mooncake's transfer engine (pip install "
-        "mooncake-transfer-engine-non-cuda), over this protocol; empty: without it.",
+        "mooncake-transfer-engine-non-cuda), over this protocol; empty: no transfer engine.",
     )
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
@@ -363,30 +359,31 @@ class NodeConfig(HttpConfig):
         check_encryption(self.data_encryption, self.auth, protocol=self.protocol)
         if self.shm_clients != "members" and not self.auth:
             raise InvalidSettingError(
-                "needs identities, to know what a client may read",
+                "requires authentication",
                 "Give --auth, or leave out --shm-clients.",
                 key="shm_clients",
             )
         if self.device:
             if self.shm_clients != "members":
                 raise InvalidSettingError(
-                    "does not go with --device: its memory is opened by name", key="shm_clients"
+                    "cannot be combined with --device, whose memory is opened by name",
+                    key="shm_clients",
                 )
             for key, why in (
                 ("keep", "memory of a device cannot be kept"),
                 ("protocol", "the transfer engine does not serve memory of a device"),
             ):
                 if getattr(self, key):
-                    raise InvalidSettingError(f"does not go with --device: {why}", key=key)
+                    raise InvalidSettingError(f"cannot be combined with --device: {why}", key=key)
         return self
 
     @property
     def passes_descriptors(self) -> bool:
-        """Whether clients with an identity get descriptors of the memory."""
+        """Whether authenticated clients get file descriptors of the memory."""
         return bool(self.auth) and not self.device
 
     @property
     def keeps(self) -> bool:
-        """Whether a clean stop leaves the memory. By default only a node with a name does, because
-        a later start might not find it otherwise; memory of a device is gone with the process."""
+        """Whether a clean stop leaves the memory. By default only with a name, under which the next
+        start finds it; device memory ends with the process."""
         return bool(self.name and not self.device) if self.keep is None else self.keep

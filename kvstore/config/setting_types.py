@@ -1,4 +1,4 @@
-"""The types of settings, and how each reads its value: sizes, addresses, names."""
+"""The types of settings, and their parsers: sizes, addresses, names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvstore.limits import check_namespace, check_tenant
 from kvstore.runtime.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
-"""A master's port, the same as Mooncake's: the firewalls of its users already let it through."""
+"""A master's port, the same as Mooncake's, which users' firewalls already allow."""
 
 DATA_PORT = 50003
-"""A node's port for data: the one after the master's two."""
+"""A node's data port, after the two of a master."""
 
 HTTP_PORT = 50080
 """A master's port for HTTP."""
@@ -26,7 +26,7 @@ NODE_HTTP_PORT = 50100
 """A node's port for HTTP."""
 
 DATA_PORTS = 16
-"""Ports that a node tries, from ``DATA_PORT`` on: enough for one node per NUMA node or GPU."""
+"""Ports that a node tries, from ``DATA_PORT`` on: one per NUMA node or GPU."""
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
@@ -38,7 +38,7 @@ TRANSPORTS = ("shm", "tcp")
 """The transports that are always available."""
 
 TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
-"""All transports, the best first. ``mooncake`` is used where both ends name a protocol for it."""
+"""All transports, in order of preference. ``mooncake`` requires a protocol at both ends."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -48,7 +48,8 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"`` (decimal).
+    """Parse a size in bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"``
+    (decimal).
 
     Raises:
         InvalidArgumentError: not a size, or one with an ambiguous unit (``2G``).
@@ -75,7 +76,8 @@ def parse_size(value: int | str) -> int:
 
 
 def format_size(size: int) -> str:
-    """``parse_size`` backwards, in the largest binary unit that divides it: ``2GiB``, ``4097``."""
+    """Return the inverse of ``parse_size``, in the largest binary unit that divides it: ``2GiB``,
+    ``4097``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = _UNITS[unit.lower()]
         if size and size % factor == 0:
@@ -84,13 +86,13 @@ def format_size(size: int) -> str:
 
 
 class InvalidSettingError(ValueError):
-    """A value that is not allowed; pydantic hands it through to ``config_error``."""
+    """An invalid value; pydantic passes it to ``config_error``."""
 
     def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
         super().__init__(message)
         self.advice = advice
         self.key = key
-        """The field to blame, for a rule that several fields break together."""
+        """The field to report, for a rule about several fields."""
 
 
 ValueT = TypeVar("ValueT")
@@ -98,7 +100,7 @@ ResultT = TypeVar("ResultT")
 
 
 def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]:
-    """A validator of pydantic, made of a function that raises InvalidArgumentError."""
+    """Return a pydantic validator from a function that raises InvalidArgumentError."""
 
     def checked(value: ValueT) -> ResultT:
         try:
@@ -143,7 +145,7 @@ def _master(value: str) -> str:
 
 @_refusing
 def _etcd(value: str) -> str:
-    """Takes members of an etcd, or a whole ``etcd://`` place; returns the latter."""
+    """Parse members of an etcd or a complete ``etcd://`` location; return the latter."""
     return str(parse_etcd(value)) if value.strip() else ""
 
 
@@ -153,7 +155,7 @@ def _optional_master(value: str) -> str:
 
 @_refusing
 def _addresses(value: object) -> object:
-    """Takes addresses between commas or blanks; a flag given several times is a tuple of texts."""
+    """Split addresses at commas or blanks; a repeated flag is a tuple of texts."""
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
@@ -175,7 +177,7 @@ def _advertise(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """A host without a port. The brackets of an IPv6 address are optional, and are removed."""
+    """Return a host without a port. Removes the optional brackets of an IPv6 address."""
     value = value.strip()
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if ":" in bare and not _is_ipv6(bare):
@@ -236,7 +238,7 @@ def _device_name(value: str) -> str:
 
 
 def check_token(value: str) -> str:
-    """Returns ``value``. Raises RefusedValueError, which does not show it."""
+    """Return ``value``. Raises InvalidSettingError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
         raise InvalidSettingError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",
@@ -256,11 +258,11 @@ def _lower(value: object) -> object:
 
 
 class CliType(NamedTuple):
-    """Metadata of a type: what ``--help`` calls its values."""
+    """Metadata of a type: the name of its values in ``--help``."""
 
     metavar: str
     many: bool = False
-    """Whether the flag may be given several times."""
+    """Whether the flag may be repeated."""
     is_secret: bool = False
     """Whether errors hide the value."""
 
@@ -279,9 +281,9 @@ Master = Annotated[
     CliType("HOST:PORT,..."),
     AfterValidator(_master),
     Field(
-        description="Where the master is; several, when one may take over from another, are "
-        f"separated by commas. Port {DEFAULT_PORT} when only a host is given. Or where in an etcd "
-        "it is announced: etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
+        description="Address of the master; several addresses are separated by commas. Port "
+        f"{DEFAULT_PORT} when only a host is given. Or its location in etcd: "
+        "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
     ),
 ]
 OptionalMaster = Annotated[str, CliType("HOST:PORT,..."), AfterValidator(_optional_master)]
@@ -297,8 +299,8 @@ Cluster = Annotated[
     CliType("NAME"),
     AfterValidator(_cluster),
     Field(
-        description="Name of the cluster; empty: it has none, and is known by the address of its "
-        "master. A peer that names another one, or brings memory of another one, is refused."
+        description="Cluster name. Peers and memory of another cluster are rejected. If empty, "
+        "the master's address identifies the cluster."
     ),
 ]
 NamespaceName = Annotated[str, CliType("NAME"), AfterValidator(_refusing(check_namespace))]
@@ -307,10 +309,10 @@ Tenant = Annotated[
     CliType("NAME"),
     AfterValidator(_refusing(check_tenant)),
     Field(
-        description="Namespaces that connectors of engines choose begin with NAME/, and the proxy "
-        "and kvstore why read what engines of this tenant say of themselves: one pattern, NAME/*, "
-        "is enough for a file of tenants and for an identity. Calls that name their namespace, or "
-        "use the default one, are not changed. Empty: no tenant."
+        description="Tenant of engines: namespaces chosen by connectors begin with NAME/, and "
+        "the proxy and kvstore why read the fleet records of this tenant only, so that the "
+        "pattern NAME/* suffices in a tenants file and for an identity. Calls with a namespace "
+        "of their own, or the default one, are not changed. Empty: no tenant."
     ),
 ]
 Transports = Annotated[
@@ -320,8 +322,8 @@ LogFormat = Annotated[
     Literal["text", "json"],
     BeforeValidator(_lower),
     Field(
-        description="How events are logged, one a line: text, as key=value; json, as an object "
-        "that has these as keys."
+        description="Log format, one event per line: text, as key=value; json, as an object "
+        "with these keys."
     ),
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
@@ -339,17 +341,17 @@ AdminToken = Annotated[_Token, CliType("TOKEN", is_secret=True)]
 AuthFile = Annotated[
     File,
     Field(
-        description="File that proves this process's identity (kvstore auth issue writes it), or a "
-        "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every port, "
-        "and calls are encrypted between hosts; bytes of blocks with data_encryption. Empty: no "
-        "authentication."
+        description="File with this process's certificate (kvstore auth issue writes it), or a "
+        "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every "
+        "port, and calls are encrypted between hosts; data traffic with data_encryption. Empty: "
+        "no authentication."
     ),
 ]
 Unauthenticated = Annotated[
     bool,
     Field(
-        description="With --auth, use the transfer engine all the same: whoever reaches its ports "
-        "may read and write the memory that is registered with it."
+        description="With --auth, use the transfer engine anyway: any host that can connect to "
+        "its ports may read and write the memory registered with it."
     ),
 ]
 
@@ -358,37 +360,37 @@ DataEncryption = Annotated[
     Literal["off", "tls"],
     BeforeValidator(_lower),
     Field(
-        description="How bytes of blocks travel between clients and the memory that this process "
-        "pools. tls: encrypted (TLS 1.3), between ends that prove who they are; needs --auth. off: "
-        "whoever can read the network can read them."
+        description="Encryption of data traffic between clients and the memory that this "
+        "process pools. tls: TLS 1.3 with certificates of both ends; requires --auth. off: "
+        "unencrypted."
     ),
 ]
 
 
 def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
-    """Raises RefusedValueError: not all that is to be served would be, or would be encrypted."""
+    """Raise InvalidSettingError if there is no certificate, or a path without encryption."""
     if encryption == "off":
         return
     if not auth:
         raise InvalidSettingError(
-            "is tls, and there is no identity to show",
+            "is tls, which requires a certificate",
             "Give --auth FILE (kvstore auth issue writes it).",
             key="data_encryption",
         )
     if protocol:
         raise InvalidSettingError(
-            "does not go with --protocol: the transfer engine encrypts nothing",
-            "Drop one of both.",
+            "cannot be combined with --protocol: the transfer engine has no encryption",
+            "Remove --protocol or --data-encryption.",
             key="data_encryption",
         )
 
 
 def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
-    """Raises RefusedValueError: the transfer engine would serve everybody."""
+    """Raise InvalidSettingError if the transfer engine would serve unauthenticated peers."""
     if auth and protocol and not unauthenticated:
         raise InvalidSettingError(
-            "does not go with --auth: the transfer engine authenticates nobody",
-            "Drop it, or give --engine-unauthenticated where its network is trusted.",
+            "cannot be combined with --auth: the transfer engine has no authentication",
+            "Remove --protocol, or add --engine-unauthenticated on a trusted network.",
             key="protocol",
         )
 

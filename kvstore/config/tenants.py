@@ -1,4 +1,4 @@
-"""Reads tenants and their quotas from a file of TOML, a table for each:
+"""Reads tenants and their quotas from a TOML file, one table per tenant:
 
 [acme]
 namespaces = ["acme/*"]
@@ -51,7 +51,7 @@ def load_tenants(path: str) -> list[TenantRule]:
 
 
 def parse_tenants(text: bytes, path: str) -> list[TenantRule]:
-    """As ``load_tenants``, of the text of the file."""
+    """As ``load_tenants``, from the text of the file."""
     of = ""
     try:
         rules: list[TenantRule] = []
@@ -76,6 +76,6 @@ def _rule(name: str, fields: object) -> TenantRule:
     given = _Tenant(**fields)
     if given.guarantee > given.limit:
         raise InvalidArgumentError(f"guarantee ({given.guarantee}) is above limit ({given.limit})")
-    # A bound of 0 is one of 1 byte, which nothing fits into: the status says 0 for no bound.
+    # A limit of 0 becomes 1 byte, because 0 means no limit in the status.
     limit, pin_limit = max(1, given.limit), max(1, given.pin_limit)
     return TenantRule(name, given.namespaces, given.guarantee, limit, pin_limit, given.put_share)

@@ -1,14 +1,13 @@
-"""Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
+"""Access control for HTTP ports of masters, nodes and the proxy.
 
-A request that changes something is *trusted* if it carries the token. Without a token configured,
-it is trusted if its connection comes from a loopback address. Once there is a token, loopback needs
-it as well: behind a proxy on this host every request comes from loopback.
+A request that changes something is *trusted* if it has the HTTP token. If no token is configured,
+connections from loopback are trusted. With a token loopback needs it too, because behind a proxy on
+this host every request comes from loopback.
 
-A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
-health and metrics is refused if the request came by a name that the operator does not know
-(``AllowedHosts``), and what needs trust also if the browser says that a page of another site made
-it. There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
-``Authorization``), or read an answer."""
+A browser on this host also connects from loopback, for any page. So requests other than health and
+metrics are refused under unknown host names (``AllowedHosts``), and those that need trust also if
+the browser reports another site as origin. Without CORS headers other sites can neither send JSON
+or ``Authorization``, nor read responses."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers that every answer gets."""
+"""Headers of every response."""
 
 FORGED: Final = "A page of another site has made this request.\n"
 UNKNOWN: Final = (
@@ -53,7 +52,7 @@ LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\
 
 
 class AccessHints(NamedTuple):
-    """How the operator of a port lets others in: text that refusals contain."""
+    """Hints for users whose requests are refused."""
 
     names: str
     token: str
@@ -66,24 +65,24 @@ OF_MASTER: Final = AccessHints(
 
 
 class HttpSecurity(NamedTuple):
-    """How a port is protected."""
+    """The protection of a port."""
 
     token: str = ""
     reads: str = "all"
     cert: str = ""
     key: str = ""
     auth: str = ""
-    """The file of this process's identity, if the port shows it."""
+    """The file of this process's identity, if the port uses it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
 
     @property
     def scheme(self) -> str:
-        """By which everybody who may use the port can reach it."""
+        """The scheme of the port's URLs."""
         return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context; None: plain HTTP. Raises ConfigError."""
+        """Return the TLS context; None: plain HTTP. Raises ConfigError."""
         if self.auth:
             own = {"cert": self.cert, "key": self.key} if self.cert else {}
             return Credentials(self.auth).server(is_optional=True, **own)
@@ -93,7 +92,7 @@ class HttpSecurity(NamedTuple):
         return reloading_context(lambda: shown.value, _loaded)
 
     def access(self, hosts: AllowedHosts | None) -> AccessControl:
-        """Raises ConfigError."""
+        """Return the access rules. Raises ConfigError."""
         revoked = RevocationList(self.revoked) if self.auth else None
         return AccessControl(hosts, token=self.token, reads=self.reads, revoked=revoked)
 
@@ -110,10 +109,10 @@ def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
 
 
 def load_security(config: HttpConfig) -> HttpSecurity:
-    """Reads the files that the settings name.
+    """Read the files of the settings.
 
     Raises:
-        ConfigError: a file cannot be read, or is of no use.
+        ConfigError: a file cannot be read or is invalid.
     """
     token = read_token(config.http_token_file) if config.http_token_file else ""
     secured = HttpSecurity(
@@ -126,20 +125,19 @@ def load_security(config: HttpConfig) -> HttpSecurity:
 
 
 class AllowedHosts:
-    """The names by which browsers may have reached this port.
+    """The host names that requests to this port may use.
 
-    A web page from elsewhere can have a name of its own point to this address (DNS rebinding). Its
-    browser then treats what is served here as part of that page, and lets it read it. The request
-    says by which name it came, in ``Host``; a name that the operator does not know is refused. An
-    address is no name, so nobody can have it point elsewhere.
+    A web page can point its own name to this address (DNS rebinding) to read responses as part of
+    its site. So requests with an unknown name in ``Host`` are refused. Addresses cannot be
+    redirected in this way.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        """``names``: the known names beside addresses and ``localhost``; without ports."""
+        """Create it. ``names``: names without ports besides addresses and ``localhost``."""
         self._names = {"localhost", *(name.lower() for name in names)}
 
     def allow(self, given: Sequence[str]) -> bool:
-        """Whether the name is known. ``given``: the ``Host`` headers of a request."""
+        """Return whether the name is allowed. ``given``: the ``Host`` headers of a request."""
         if len(given) != 1:
             return False
         try:
@@ -153,21 +151,20 @@ _STILL: Final[ContextVar[Callable[[], bool]]] = ContextVar("still", default=lamb
 
 
 def identity_still_valid() -> bool:
-    """Whether who has sent the request that is being answered is still one of ours. For answers
-    that last."""
+    """Return whether the requester's identity is still valid, for long responses."""
     return _STILL.get()()
 
 
 HTTP_TOKEN: Final = validated_identity("http-token", [ADMIN])
-"""Who shows the token of a port, where there are identities."""
+"""The identity of requests with a port's HTTP token, if authentication is enabled."""
 
 
 class AccessControl:
     """The rules of one port. Use it in one event loop at a time.
 
-    Where requests have identities, neither loopback nor the settings of reads count: every request
-    but those for health and for the page itself needs an identity, or the token, and its handler
-    runs for that identity (``kvstore.security.impersonation``).
+    With authentication, neither loopback nor the settings of reads matter: every request except
+    health and the page itself needs an identity or the token, and its handler runs for that
+    identity (``kvstore.security.impersonation``).
     """
 
     def __init__(
@@ -181,12 +178,12 @@ class AccessControl:
     ) -> None:
         """
         Args:
-            hosts: the names by which browsers may come; None: any. Use None only if nothing can be
-                changed, or only with a token, which no page of another site has.
-            token: the token of this port; empty: there is none.
-            reads: who may read: ``all``, or those who have the ``token``.
-            advice: advice for those who are refused.
-            revoked: the revoked identities; None: without authentication.
+            hosts: the allowed host names; None: any, only for ports without changes or with a
+                token.
+            token: the HTTP token of this port; empty: none.
+            reads: access to reads: ``all``, or requests with the ``token``.
+            advice: hints for refused requests.
+            revoked: the revoked identities; None: no authentication.
         """
         self._revoked = revoked
         self._hosts = hosts
@@ -195,35 +192,35 @@ class AccessControl:
         self._advice = advice
 
     def name_of(self, request: web.Request) -> str:
-        """The name of the identity that sends the request; empty: it has none."""
+        """Return the name of the requester's identity; empty: none."""
         who = None if self._revoked is None else self._identity_of(request)
         return "" if who is None else who.name
 
     def require_known_host(self, handler: Handler) -> Handler:
-        """Guards what is no secret, such as the page: any request that comes by a known name."""
+        """Guard public content, such as the page: any request with an allowed host name."""
         return self._guarded(handler, self._misdirected)
 
     def require_read(self, handler: Handler) -> Handler:
-        """Guards reads: the request comes by a known name, and may read."""
+        """Guard reads: the request has an allowed host name, and may read."""
         return self._guarded(self._acting(handler), self._misdirected, self._unread)
 
     def require_write(self, handler: Handler) -> Handler:
-        """Guards changes: the request is trusted."""
+        """Guard changes: the request is trusted."""
         return self._guarded(self._acting(handler), self.check_trusted)
 
     def require_all_namespaces(self, handler: Handler) -> Handler:
-        """Guards what is about all namespaces: as ``require_read``, by an identity that may see
-        that."""
+        """Guard content about all namespaces: as ``require_read``, for identities that may see
+        it."""
         return self._guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
 
     def check_trusted(self, request: web.Request) -> web.Response | None:
-        """The refusal of a request that is not trusted; None: it is."""
+        """Return the refusal of a request that is not trusted; None: it is."""
         return (
             self._misdirected(request) or _cross_site_refusal(request) or self._untrusted(request)
         )
 
     def require_metrics(self, handler: Handler) -> Handler:
-        """Guards metrics: the request may read, by whatever name it comes."""
+        """Guard metrics: the request may read, under any host name."""
         return self._guarded(handler, self._unread, self._blind)
 
     def _guarded(
@@ -255,14 +252,13 @@ class AccessControl:
         return acting
 
     def _identity_of(self, request: web.Request) -> Identity | None:
-        """Who sends the request; None: it has shown neither an identity nor the token."""
+        """Return the requester's identity; None: neither a certificate nor the token."""
         if self._has_token(request):
             return HTTP_TOKEN
         return None if self._revoked is None else self._certified(request, self._revoked)
 
     def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
-        """Whose certificate the connection of the request has shown; None: none, or a revoked
-        one."""
+        """Return the identity of the connection's certificate; None: none, or revoked."""
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         who = shown_identity(shown)
@@ -315,7 +311,7 @@ class AccessControl:
 
 
 def is_loopback(request: web.Request) -> bool:
-    """Whether the connection comes from a loopback address; headers do not count."""
+    """Return whether the connection comes from a loopback address; headers do not count."""
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
     try:
         address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if peer else None
@@ -327,7 +323,8 @@ def is_loopback(request: web.Request) -> bool:
 
 
 def _cross_site_refusal(request: web.Request) -> web.Response | None:
-    """The refusal of a request that a browser sent for a page of another site; None: it is not."""
+    """Return the refusal of a request that a browser sent for a page of another site; None:
+    allowed."""
     sites = request.headers.getall("Sec-Fetch-Site", [])
     origins = request.headers.getall("Origin", [])
     if all(site.lower() in ("none", "same-origin") for site in sites) and all(

@@ -1,9 +1,9 @@
-"""Limits the number of clients' connections to a port: a new one ends the longest idle one.
+"""Limit on client connections of a port: a new one closes the one that was idle longest.
 
-A connection is *idle* while it has no request under way: before its first request, between two
-requests, while the headers of a request arrive, and while it closes. A request is under way while
-its body arrives, and while its client reads the answer. The server bounds these to half of the
-connections, so that clients that do nothing cannot keep others out.
+A connection is *idle* without a request in progress: before its first request, between requests,
+while headers arrive, and while it closes. A request is in progress while its body arrives, and
+while its client reads the response. The server limits these to half of the connections, so that
+inactive clients cannot block others.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from kvstore.runtime.limiter import Limiter
 log = logging.getLogger("kvstore.console")
 
 CLIENT_LEFT: Final = 499
-"""The status of a request whose client left before the answer, in logs and metrics, as in nginx."""
+"""Status in logs and metrics of a request whose client disconnected before the response, as in
+nginx."""
 
 CUT_S: Final = 1.0
-"""Time that cancelled handlers get to end."""
+"""Time for cancelled handlers to end."""
 
 HANDSHAKE_S: Final = 10.0
-"""Time that the handshake of a TLS connection may take."""
+"""Timeout of a TLS handshake."""
 
 RETRY_AFTER_S: Final = 1
-"""``Retry-After`` of a 503: connections come free within a second."""
+"""``Retry-After`` of a 503: connections become free within a second."""
 
 FILES_WANTED: Final = 65_536
 FILES_OTHERWISE: Final = 96
-"""Descriptors kept for other files, and for the connections of one step of the event loop."""
+"""File descriptors for other files, and for the connections of one step of the event loop."""
 
 AT_ONCE: Final = 32
-"""Connections that one step of the event loop accepts; it closes none in that step."""
+"""Connections accepted in one step of the event loop, which closes none."""
 
 BACKLOG: Final = 1_024
-"""Connections that wait in the kernel to be accepted."""
+"""Connections that wait in the kernel."""
 
 FILES_PER_CONNECTION: Final = 2
 """One for the client, and one for an engine (in the proxy)."""
 
 SAID_MAX: Final = 200
-"""Characters of the reason of a malformed request that are logged."""
+"""Logged characters of the reason of a malformed request."""
 
 BUFFER_BYTES: Final = 64 << 10
-"""What asyncio buffers for a connection before a writer waits: a smaller answer waits for nobody.
-"""
+"""Bytes that asyncio buffers for a connection; smaller responses are written without waiting."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -70,8 +70,8 @@ _FULL: Final = (
 
 
 def connections_max(inflight_max: int) -> int:
-    """How many clients may be connected: four per request in flight, if the limit of open files
-    allows it. Raises that limit as far as this process may."""
+    """Return the maximum number of connections: four per request in flight, if the limit of open
+    files allows it. Raises that limit as far as possible."""
     files = descriptors.raise_limit(FILES_WANTED)
     return max(2, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
 
@@ -87,8 +87,8 @@ async def serving_connections(
     line_bytes_max: int,
     log: logging.Logger,
 ) -> AsyncIterator[asyncio.Server]:
-    """Inside the block, connections to ``listener``, which is bound, are served through ``doors``;
-    at its end, the listener is closed and handlers are cancelled.
+    """Serve connections to the bound ``listener`` through ``doors`` in the block; at its end close
+    it and cancel the handlers.
 
     Args:
         idle_s: a connection without a request is closed after this time.
@@ -101,7 +101,7 @@ async def serving_connections(
         handler_cancellation=True,
         shutdown_timeout=CUT_S,
         lingering_time=CUT_S,
-        auto_decompress=False,  # ``ConnectionLimiter.middleware`` refuses what would need it
+        auto_decompress=False,  # ``ConnectionLimiter.middleware`` refuses compressed bodies
         keepalive_timeout=idle_s,
         max_line_size=line_bytes_max,
         max_field_size=line_bytes_max,
@@ -121,7 +121,7 @@ async def serving_connections(
         )
         try:
             for each in server.sockets:
-                # asyncio uses one number for the kernel's queue and for the accepts of one step.
+                # asyncio uses one number for the kernel's queue and for the accepts per step.
                 with socket.socket(fileno=os.dup(each.fileno())) as same:
                     same.listen(BACKLOG)
             yield server
@@ -132,7 +132,7 @@ async def serving_connections(
 
 
 def _say_in_one_line(record: logging.LogRecord) -> bool:
-    """Logs a client's malformed request in one line; aiohttp adds a traceback."""
+    """Log a client's malformed request in one line; aiohttp adds a traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         said = " ".join(error.message.split())[:SAID_MAX]
@@ -143,7 +143,7 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
 
 
 class ConnectionLimiter:
-    """Makes the protocol of each new connection of a server, for ``loop.create_server``."""
+    """Creates the protocol of each new connection of a server, for ``loop.create_server``."""
 
     def __init__(self, connections_max: int) -> None:
         self._limiter = Limiter[web.RequestHandler]("connections", connections_max)
@@ -172,7 +172,7 @@ class ConnectionLimiter:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keeps a connection while its request is answered."""
+        """Keep a connection while its request is processed."""
         transport, protocol = request.transport, request.protocol
         try:
             self._limiter.keep(protocol)
@@ -191,7 +191,7 @@ class ConnectionLimiter:
     def _preempt(self, handler: web.RequestHandler, transport: asyncio.Transport | None) -> None:
         log.warning("connections_full limit=%d", self._connections_max)
         handler.force_close()
-        if transport is not None:  # if it is closing, it may still wait for its client to read
+        if transport is not None:  # a closing one may wait for its client to read
             transport.abort()
 
 

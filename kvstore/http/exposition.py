@@ -1,5 +1,5 @@
-"""Writes metrics as Prometheus text. The page of a master shows its answer to ``measures`` and, if
-it leads, the numbers of the store from the status."""
+"""Metrics as Prometheus text. A master's page has its reply to ``measures`` and, on the leader, the
+numbers of the store from the status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMESPACES_SHOWN: Final = 50
 NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
 Labels = tuple[str, ...]
 Rows = dict[Labels, Any]
-"""Values by labels. That of a histogram is its counts and the sum of its values, in its unit."""
+"""Values by labels. A histogram's value is its counts and the sum of its values, in its unit."""
 
 
 class _Shown(Collector):
@@ -43,12 +43,12 @@ class _Shown(Collector):
 def of_master(
     measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int, scheme: str
 ) -> bytes:
-    """The page of a master.
+    """Return the metrics page of a master.
 
     Args:
-        measured: its answer to ``measures``.
-        status: None: it does not lead, or the store could not be asked.
-        pid: the master's process, whose processor time and memory are shown, too.
+        measured: its reply to ``measures``.
+        status: None: not the leader, or the store is unavailable.
+        pid: the master's process, for its CPU time and memory.
         scheme: of this page: http or https.
     """
     files: int | None = measured["open_files"]
@@ -66,11 +66,11 @@ def page(
     pid: int,
     open_files: int | None = None,
 ) -> bytes:
-    """The text of a page.
+    """Return the text of a metrics page.
 
     Args:
-        open_files: of a process whose memory is hidden (``kvstore.runtime.memory_protection``), so
-            that others cannot count them.
+        open_files: of a process with hidden memory (``kvstore.runtime.memory_protection``), whose
+            files others cannot count.
     """
     registry = CollectorRegistry()
     registry.register(_Shown(families, values))
@@ -94,26 +94,28 @@ class _Process(ProcessCollector):
 
 
 def of_log(process: str) -> dict[str, Rows]:
-    """How many lines are missing in this process's log. ``process``: part of the metrics' names."""
+    """Return the number of lines suppressed in this process's log. ``process``: part of the
+    metrics' names."""
     return {f"kvstore_{process}_{name}_total": {(): n} for name, n in logs.counters().items()}
 
 
 def of_identity(process: str, until: float | None) -> dict[str, Rows]:
-    """When the identity of this process ends; None: it has none. ``process``: as for ``of_log``."""
+    """Return the expiry of this process's certificate; None: none. ``process``: as for
+    ``of_log``."""
     return {
         f"kvstore_{process}_auth_expiry_timestamp_seconds": {} if until is None else {(): until}
     }
 
 
 def of_files(process: str, refused: Mapping[str, int]) -> dict[str, Rows]:
-    """Which files are not used as they are now. ``refused``: as ``refused_files`` returns.
+    """Return the files whose current content is not used. ``refused``: as from ``refused_files``.
     ``process``: as for ``of_log``."""
     rows: Rows = {(setting,): value for setting, value in refused.items()}
     return {f"kvstore_{process}_file_refused": rows}
 
 
 def of_shares(process: str, refused: Mapping[str, Mapping[str, int]]) -> dict[str, Rows]:
-    """What was refused to identities that had their share. ``refused``: by door and identity.
+    """Return the refusals of identities at their limit. ``refused``: by endpoint and identity.
     ``process``: as for ``of_log``."""
     rows: Rows = {(door, who): count for door, of in refused.items() for who, count in of.items()}
     return {f"kvstore_{process}_share_refused_total": rows}
@@ -197,7 +199,7 @@ def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
 
 
 def metric(family: Family, rows: Rows) -> Metric:
-    """One family with its values."""
+    """Return one family with its values."""
     name, text_, labels = family.name, family.text, family.labels
     if family.kind != "histogram":
         kind: type[CounterMetricFamily | GaugeMetricFamily] = (

@@ -1,7 +1,7 @@
-"""Endpoints of ``/api/v1``: each is a method, and its decorator ``endpoint`` names its path.
+"""Operations of ``/api/v1``: methods, with the path in their decorator ``endpoint``.
 
-Requests are checked against the annotations of the method. Annotations and docstring are also what
-the OpenAPI 3.1 document (``OpenApiDocument``) says about the endpoint.
+Requests are validated against the annotations of the method. Annotations and docstring are also the
+source of the OpenAPI 3.1 document (``OpenApiDocument``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvstore.limits import KEY_BYTES_MAX
 PATH: Final = "/api/v1/openapi.json"
 
 ANSWER_S: Final = 10.0
-"""Time to answer one request, which may need several calls to the store."""
+"""Timeout of one request, which may need several calls to the store."""
 
 JSON: Final = "application/json"
 
@@ -52,7 +52,7 @@ STATUSES: Final[Mapping[type[KVStoreError], int]] = {
     NoSpaceError: 507,
     KVStoreError: 500,
 }
-"""The status of each error, or of the nearest class above it."""
+"""The status of each error, or of its nearest base class."""
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ _KEY: Final = f"([0-9a-fA-F]{{2}}){{1,{KEY_BYTES_MAX}}}"
 
 
 def _key_from_hex(text: object) -> bytes:
-    """Raises ValueError. ``bytes.fromhex`` would also take white space, which no key contains."""
+    """Parse a key. Raises ValueError. ``bytes.fromhex`` would accept white space."""
     if not isinstance(text, str) or re.fullmatch(_KEY, text) is None:
         shown = repr(text[:64]) if isinstance(text, str) else "this"
         raise ValueError(f"{shown} is no key of 1 to {KEY_BYTES_MAX} bytes in hexadecimal")
@@ -77,7 +77,7 @@ HexKey = Annotated[
 
 
 class ApiRequest(BaseModel):
-    """The fields of a request: its JSON body, or its query (what follows the ``?``)."""
+    """The fields of a request: its JSON body or its query."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -86,7 +86,7 @@ QuestionT = TypeVar("QuestionT", bound=ApiRequest)
 
 
 async def _body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """Raises InvalidArgumentError, BusyError."""
+    """Parse the body. Raises InvalidArgumentError, BusyError."""
     if request.content_type != JSON:  # a form on a page of another site cannot send this type
         raise InvalidArgumentError("the body must be application/json")
     text = await read_body(request)
@@ -94,7 +94,7 @@ async def _body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
 
 
 def _query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """Reads the query; a parameter that is a list may be repeated. Raises InvalidArgumentError."""
+    """Parse the query; a list parameter may be repeated. Raises InvalidArgumentError."""
     query = request.query
     lists = [
         name for name, field in kind.model_fields.items() if get_origin(field.annotation) is list
@@ -121,7 +121,7 @@ def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
 # --- answers --------------------------------------------------------------------------------------
 
 Answer = BaseModel | dict[str, Any] | web.StreamResponse | None
-"""What an endpoint returns: JSON, a response, or None (no body)."""
+"""Result of an endpoint: JSON, a response, or None (no body)."""
 
 
 class Operation(NamedTuple):
@@ -131,24 +131,24 @@ class Operation(NamedTuple):
     path: str
     summary: str
     responses: Mapping[int, str]
-    """What each status says; the document adds those that every endpoint may answer."""
+    """The meaning of each status, besides those of all endpoints."""
     response: Callable[..., Awaitable[Answer]]
     request: type[ApiRequest] | None
-    """Fields of the query (what follows the ``?``); of a POST, of the body."""
+    """Fields of the query; of a POST, of the body."""
     takes_request: bool
     content: type[BaseModel] | str | None
-    """Content of an answer that is no refusal: JSON of this shape, or a content type, or none."""
+    """Content of a successful response: JSON of this model, or a content type, or none."""
     is_trusted: bool
-    """Whether requests need the token, or to come from loopback."""
+    """Whether requests require the token or loopback."""
     is_of_all: bool
-    """Whether the answer is about all namespaces, whoever asks. All other answers come from calls
-    that are checked by the rights of the request."""
+    """Whether the response includes all namespaces regardless of the identity. Other responses come
+    from calls that are authorized for the requester."""
     has_own_bounds: bool
-    """Whether the method has bounds and deadlines of its own, because it waits for its client, or
-    answers from what this process already knows."""
+    """Whether the method has its own limits and deadlines, because it waits for its client or uses
+    only data of this process."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The answer to a request; an error becomes a status and a line of text."""
+        """Process a request; an error becomes a status and a line of text."""
         try:
             if self.has_own_bounds:
                 found = await self._respond(request)
@@ -192,11 +192,11 @@ def endpoint(
     is_of_all: bool = False,
     has_own_bounds: bool = False,
 ) -> Callable[[AnswerT], AnswerT]:
-    """Makes a method an endpoint. The method may take the ``request``, and a ``ApiRequest`` after
-    it; its docstring is the summary. The fields of ``Operation`` say what the arguments are.
+    """Decorate a method as an endpoint. It may take the ``request``, then an ``ApiRequest``; its
+    docstring is the summary. For the arguments see ``Operation``.
 
-    ``content``: the content type if the method returns no JSON. The shape of JSON is the return
-    annotation; of a ``dict``, ``Annotated[dict[str, Any], Shape]``.
+    ``content``: the content type if the method returns no JSON. The model of JSON is the return
+    annotation; of a ``dict``, ``Annotated[dict[str, Any], Model]``.
     """
 
     def described(answer: AnswerT) -> AnswerT:
@@ -215,7 +215,7 @@ def endpoint(
 
 
 def endpoints_of(owner: object) -> list[Operation]:
-    """The endpoints of an object; those of a class can only be described, and cannot answer."""
+    """Return the endpoints of an object; those of a class serve only as descriptions."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [
         each.endpoint._replace(response=getattr(owner, name))
@@ -255,7 +255,7 @@ _GUARDED: Final[Mapping[int, str]] = {
 
 
 class OpenApiDocument:
-    """The OpenAPI document of all endpoints, its own included."""
+    """The OpenAPI document of all endpoints, including its own."""
 
     def __init__(self, endpoints: Iterable[Operation]) -> None:
         schemas: dict[str, Any] = {}

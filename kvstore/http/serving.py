@@ -1,5 +1,4 @@
-"""Serves a port for HTTP: health, readiness and metrics, as ``ProcessStatus`` gives them, and
-routes."""
+"""HTTP server for health, readiness and metrics, from ``ProcessStatus``, and for routes."""
 
 from __future__ import annotations
 
@@ -45,34 +44,33 @@ log = logging.getLogger("kvstore.console")
 HEALTH: Final = ("/healthz", "/readyz")
 
 AT_WORK_MAX: Final = 8
-"""Requests that are worked on at once: more of them would only slow each other, and health, down.
-"""
+"""Requests processed at once; more would slow each other, and health, down."""
 
 _BODIES: Final = web.AppKey("bodies", Limiter[asyncio.Timeout])
 _WORK: Final = web.AppKey("work", asyncio.Semaphore)
 
 PORTS: Final = 16
-"""Ports that are tried, from the default one on: several processes may run on one host."""
+"""Ports to try, from the default one: several processes may run on one host."""
 
 TAKEN_S: Final = 2.0
-"""How long the child of a master that was killed may still hold a port."""
+"""Time for which the child of a killed master may still use a port."""
 
 REQUESTS_MAX: Final = 128
-"""Requests under way at once, streams of events among them; one more is told to come again. Health
-and readiness do not count: there is always a connection for them."""
+"""Requests in progress, including event streams; further ones are refused. Health and readiness do
+not count: they always get a connection."""
 
 BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 20)
-"""Limit of a JSON body: the most keys of one request, each of the greatest length, and names."""
+"""Limit of a JSON body: the maximum keys of one request, of maximum length, and names."""
 
 BODIES_BYTES: Final = 32 << 20
 BODY_S: Final = 5.0
-"""How many bytes of JSON bodies may be arriving at once, and how long one body may take."""
+"""Limits on the bytes of incoming JSON bodies, and on the time of one body."""
 
 UNREAD_BYTES: Final = 16 << 20
 READ_S: Final = 10.0
 READ_BYTES_PER_S_MIN: Final = 1 << 18
-"""How many bytes of answers may wait for their clients to read them. A client may take ``READ_S``,
-plus the time of the answer at ``READ_BYTES_PER_S_MIN``."""
+"""Limits on response bytes that wait for clients. A client may take ``READ_S``, plus the time of
+the response at ``READ_BYTES_PER_S_MIN``."""
 
 LINE_BYTES_MAX: Final = 1 << 13
 IDLE_CONNECTION_S: Final = 120.0
@@ -80,20 +78,20 @@ IDLE_CONNECTION_S: Final = 120.0
 
 class Readiness(NamedTuple):
     ready: bool
-    """Whether traffic may be sent here."""
+    """Whether the process can receive traffic."""
     reason: str
 
 
 class ProcessStatus(NamedTuple):
-    """What a process says of itself. Both raise UnavailableError: it does not answer in time."""
+    """State of a process. Both raise UnavailableError if it does not respond in time."""
 
     readiness: Callable[[], Awaitable[Readiness]]
     metrics: Callable[[], Awaitable[bytes]]
 
 
 def bind(host: str, port: int, *, is_given: bool, flag: str = "--http-port") -> socket.socket:
-    """A listening socket on ``port``, or on the next free port unless ``is_given``: then the user
-    has asked for this one. Blocks for up to ``TAKEN_S``. ``flag``: that of the port.
+    """Return a socket that listens on ``port``, or on the next free one unless ``is_given``. Blocks
+    for up to ``TAKEN_S``. ``flag``: that of the port.
 
     Raises:
         AddressInUseError, StartupError
@@ -146,12 +144,12 @@ async def serving(
     secured: HttpSecurity = NOT_SECURED,
     requests: Limiter[object] | None = None,
 ) -> AsyncIterator[None]:
-    """Serves health, readiness, metrics and ``routes`` inside the block. Closes ``listener``.
+    """Serve health, readiness, metrics and ``routes`` in the block. Closes ``listener``.
 
     Args:
-        access: who may read the metrics.
-        secured: whether the port speaks TLS.
-        requests: ``request_limiter()``, if its refusals are for metrics.
+        access: access to the metrics.
+        secured: TLS of the port.
+        requests: ``request_limiter()``, if its refusals are exported as metrics.
 
     Raises:
         ConfigError: as ``HttpSecurity.tls``.
@@ -169,13 +167,13 @@ async def serving(
 
 
 def request_limiter() -> Limiter[object]:
-    """For the requests under way at once on one port. Fewer than connections: there are always
-    idle ones that can make room."""
+    """Return the limiter of requests in progress on one port: fewer than connections, so that some
+    are always idle."""
     return Limiter("http", max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2)))
 
 
 class RequestLimiter:
-    """The requests under way on one port. Use it in one event loop."""
+    """The requests in progress on one port. Use it in one event loop."""
 
     def __init__(self, limiter: Limiter[object], access: AccessControl) -> None:
         self._limiter = limiter
@@ -184,9 +182,8 @@ class RequestLimiter:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuses a request that is one too many, of all or of its identity, unless it asks for
-        health. After a large answer, waits until the client has read it, and cuts a client that
-        takes too long."""
+        """Refuse a request above the limit, in total or of its identity, except health. After a
+        large response, wait until the client has read it, or close the connection at a timeout."""
         slot = object()
         try:
             if request.path not in HEALTH:
@@ -204,7 +201,7 @@ class RequestLimiter:
     async def _send(self, request: web.Request, response: web.Response) -> None:
         size = response.content_length or 0
         if size < BUFFER_BYTES:
-            return  # and aiohttp sends it
+            return  # sent by aiohttp
         with writing(request):
             async with self._unread.waiting(READ_S + size / READ_BYTES_PER_S_MIN, size):
                 await response.prepare(request)
@@ -213,8 +210,8 @@ class RequestLimiter:
 
 @contextlib.contextmanager
 def writing(request: web.Request) -> Iterator[None]:
-    """The block writes to a client. If the client does not read in time, or the rest of the answer
-    does not come, its connection is cut; if the client has left, the block just ends."""
+    """Guard writes to a client in the block. The connection is closed if the client does not read
+    in time or the response is incomplete; if the client disconnected, the block ends."""
     try:
         yield
     except (TimeoutError, WaitPreemptedError, UnavailableError):
@@ -225,11 +222,10 @@ def writing(request: web.Request) -> Iterator[None]:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body of a request for one of ``routes``, which is limited to ``BODY_BYTES_MAX``.
+    """Return the body of a request for one of ``routes``, at most ``BODY_BYTES_MAX``.
 
     Raises:
-        BusyError: the body has not come in time, or not before another body needed its place.
-        web.HTTPRequestEntityTooLarge
+        BusyError: a timeout, or the slot was given to another body. web.HTTPRequestEntityTooLarge
     """
     size = request.content_length
     weight = BODY_BYTES_MAX if size is None else min(size, BODY_BYTES_MAX)
@@ -239,16 +235,17 @@ async def read_body(request: web.Request) -> bytes:
     except WaitPreemptedError:
         raise BusyError("request body timed out: its slot was given to another request") from None
     except TimeoutError:
-        raise BusyError(f"the body did not come within {BODY_S:g} s") from None
+        raise BusyError(f"request body timed out after {BODY_S:g} s") from None
 
 
 def processing_slot(request: web.Request) -> asyncio.Semaphore:
-    """The semaphore to hold while a request is worked on, but not while waiting for its client."""
+    """Return the semaphore to hold while a request is processed, but not while waiting for its
+    client."""
     return request.app[_WORK]
 
 
 async def _protect(request: web.Request, response: web.StreamResponse) -> None:
-    """Adds the headers by which an answer tells browsers what they may do with it."""
+    """Add the security headers for browsers."""
     del request
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)

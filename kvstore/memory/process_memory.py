@@ -40,8 +40,8 @@ def memory_at(address: int, size: int) -> memoryview:
     unreadable, is_writable = _mapped(address, size)
     if unreadable is not None:
         raise InvalidArgumentError(
-            f"{size} bytes at {address:#x}: the processor cannot read the byte at {unreadable:#x}; "
-            "that is memory of a device, or no memory at all",
+            f"{size} bytes at {address:#x}: address {unreadable:#x} is not readable host memory "
+            "(GPU memory, or not mapped)",
             advice="Register host memory, and keep it allocated until unregister() has returned.",
         )
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")

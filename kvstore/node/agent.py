@@ -266,10 +266,10 @@ class NodeAgent:
                 # This master may have granted extents meanwhile; those grants must not hold.
                 self._fresh, self._unanswered = False, True
                 raise UnavailableError(
-                    f"the master at {master} has epoch {accepted.epoch}, and this node "
-                    f"has joined one "
-                    f"of epoch {self._epoch_max} before",
-                    advice="Its time is over.",
+                    f"the master at {master} has epoch {accepted.epoch}, but this node last "
+                    f"joined a master with epoch {self._epoch_max}",
+                    advice="Another master has taken over, or (older releases) the clock of "
+                    f"{master} was set back. Check the clock and kvstore status.",
                 )
             self._epoch_max = accepted.epoch
             segment.keep_epoch(accepted.epoch)

@@ -378,8 +378,8 @@ def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServ
         )
     except OSError as error:
         raise StartupError(
-            f"the memory cannot be handed to clients by {SHM_DIRECTORY}/"
-            f"{socket_name(segment.shm_name)}: {error.strerror or error}",
+            "cannot share memory descriptors with clients: "
+            f"{SHM_DIRECTORY}/{socket_name(segment.shm_name)}: {error.strerror or error}",
             advice="If it is another user's, choose another --name, or have it removed. The node's "
             "own user has to be a member of --shm-group.",
         ) from error
@@ -488,8 +488,9 @@ def _listens_on(config: NodeConfig) -> str:
     advertised, _ = split_address(_advertised(config, 0), default_port=0)
     if not accepts_family(config.host, advertised):
         raise StartupError(
-            f"clients are told to connect to {advertised}, which {config.host} does not hear",
-            advice="Give --host ::, which hears IPv6 and IPv4.",
+            f"advertised address {advertised} and listen address {config.host} have different "
+            "address families",
+            advice="Listen on ::, or advertise another address.",
             host=config.host,
         )
     only_here = loopback_reason(advertised if config.advertise else config.host)

@@ -1,4 +1,4 @@
-"""Addresses as people write them: ``host:port``, and where in an etcd a master is announced."""
+"""Addresses as users write them: ``host:port``, and ``etcd://`` for masters that etcd announces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvstore.errors import InvalidArgumentError
 ETCD_SCHEME: Final = "etcd://"
 ETCD_PORT: Final = 2379
 ETCD_PREFIX: Final = "kvstore"
-"""The prefix of a cluster's keys in etcd, unless another one is given."""
+"""The default prefix of a cluster's keys in etcd."""
 
 _FILES: Final = ("ca", "cert", "key")
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an IP address, and no name."""
+    """Return whether this is an IP address, not a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -27,10 +27,10 @@ def is_address(host: str) -> bool:
 
 
 def split_address(address: str, *, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[IPv6]:port``, the brackets taken off.
+    """Split ``host:port`` or ``[IPv6]:port``; the brackets are removed.
 
     Raises:
-        InvalidArgumentError: not of that form, or without a port where there is no default.
+        InvalidArgumentError: not of that form, or without a port and a default.
     """
     text = address.strip()
     advice = "Write HOST:PORT, and an IPv6 address in brackets: [::1]:50001."
@@ -49,41 +49,41 @@ def split_address(address: str, *, default_port: int | None = None) -> tuple[str
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse of ``split_address``."""
+    """Return the inverse of ``split_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class EtcdPlace(NamedTuple):
-    """An etcd, the credentials for it, and the prefix of one cluster's keys."""
+    """The members of an etcd, its credentials, and the prefix of one cluster's keys."""
 
     endpoints: tuple[str, ...]
-    """``host:port`` of its members, one or more."""
+    """``host:port`` of its members, at least one."""
     prefix: str = ETCD_PREFIX
     ca: str = ""
-    """File with the authority's certificates, to check etcd's own; empty: no TLS."""
+    """File with the CA certificates for etcd; empty: no TLS."""
     cert: str = ""
     key: str = ""
-    """Files with our certificate and key, where etcd asks for one."""
+    """Files with our certificate and key, if etcd requires one."""
     user: str = ""
     password: str = ""
 
     @property
     def leader_key(self) -> bytes:
-        """Holds the leader's address, for as long as its lease lives."""
+        """The key of the leader's address, attached to its etcd lease."""
         return f"{self.prefix}/leader".encode()
 
     @property
     def epoch_key(self) -> bytes:
-        """Holds the epoch of the last leader."""
+        """The key of the last leader's epoch."""
         return f"{self.prefix}/epoch".encode()
 
     @property
     def cluster_key(self) -> bytes:
-        """Holds the name of the cluster, if it has one."""
+        """The key of the cluster's name, if it has one."""
         return f"{self.prefix}/cluster".encode()
 
     def __str__(self) -> str:
-        """The inverse of ``parse_etcd``."""
+        """Return the inverse of ``parse_etcd``."""
         user = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user else ""
         files = {name: getattr(self, name) for name in _FILES if getattr(self, name)}
         query = "?" + urlencode(files, safe="/") if files else ""
@@ -91,14 +91,14 @@ class EtcdPlace(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For messages: without the password and the files."""
+        """The text for messages: without the password and the files."""
         return f"{ETCD_SCHEME}{','.join(self.endpoints)}/{self.prefix}"
 
 
 def parse_etcd(text: str) -> EtcdPlace:
     """``[etcd://][USER:PASSWORD@]HOST[:PORT],...[/PREFIX][?ca=FILE&cert=FILE&key=FILE]``.
 
-    Members are separated by commas or, as Mooncake's users write it, by semicolons.
+    Members are separated by commas or, as with Mooncake, by semicolons.
 
     Raises:
         InvalidArgumentError: not of that form, or one of the files is missing.
@@ -129,5 +129,5 @@ def parse_etcd(text: str) -> EtcdPlace:
 
 
 def shown_place(master: str) -> str:
-    """Where a master may be, for messages: an etcd without its password."""
+    """Return the address of a master for messages: an etcd without its password."""
     return parse_etcd(master).text if master.startswith(ETCD_SCHEME) else master

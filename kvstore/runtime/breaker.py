@@ -1,8 +1,8 @@
-"""A circuit breaker: when a peer that keeps failing is left alone, and when it is tried again.
+"""A circuit breaker for a peer that keeps failing.
 
     closed ──failures_max in a row──► open ──open_for──► half open ──next result──► closed or open
 
-Pure: the caller passes the time of any monotonic clock; durations are in that clock's unit.
+Pure: the caller passes the time of a monotonic clock; durations are in its unit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ BreakerState = Literal["closed", "half_open", "open"]
 class Breaker:
     """The breaker of one peer. Threads: one at a time; any for ``state`` and ``is_open``.
 
-    To let only one request test a half open breaker, ask ``allows`` and call ``begin`` before it.
+    Before a request, call ``allows`` and ``begin``, so that only one request probes a half-open
+    breaker.
     """
 
     def __init__(self, *, failures_max: int, open_for: float, open_for_max: float = 0) -> None:
         """
         Args:
-            open_for: how long the breaker stays open the first time.
-            open_for_max: if greater, each failed probe doubles that time, up to this.
+            open_for: the first open time.
+            open_for_max: if greater, each failed probe doubles the open time, up to this.
         """
         self._failures_max = failures_max
         self._open_for_first = open_for
@@ -34,7 +35,8 @@ class Breaker:
 
     @classmethod
     def of_a_store(cls) -> Breaker:
-        """For calls to a store, in seconds: opens after three failures, for 1 s, later up to 10."""
+        """Return a breaker for calls to a store, in seconds: opens after three failures, for 1 s,
+        later up to 10."""
         return cls(failures_max=3, open_for=1.0, open_for_max=10.0)
 
     def state(self, now: float) -> BreakerState:
@@ -47,13 +49,12 @@ class Breaker:
         return self.state(now) == "open"
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent now. A half open breaker allows one at a time."""
+        """Return whether a request may be sent. A half-open breaker allows one at a time."""
         state = self.state(now)
         return state == "closed" or (state == "half_open" and not self._probing)
 
     def begin(self, now: float) -> bool:
-        """Called when a request is sent. Returns whether this request is the probe of a half open
-        breaker."""
+        """Record a sent request; return whether it is the probe of a half-open breaker."""
         assert self.allows(now), "a breaker is asked before a request is sent"
         self._probing = self.state(now) == "half_open"
         return self._probing
@@ -65,9 +66,8 @@ class Breaker:
         self._probing = False
 
     def failed(self, now: float) -> bool:
-        """Counts a failure, and opens the breaker after too many; returns whether this failure has
-        opened a closed breaker. Failures while it is open, of requests sent before that, do not
-        keep it open longer."""
+        """Count a failure; return whether it has opened a closed breaker. Failures of requests sent
+        before it opened do not prolong the open time."""
         self._failures += 1
         state = self.state(now)
         if state == "half_open" or (state == "closed" and self._failures >= self._failures_max):
@@ -78,6 +78,5 @@ class Breaker:
         return False
 
     def on_abandoned(self) -> None:
-        """Called when the probe ended without a result (its client left): the next request is the
-        probe."""
+        """Record a probe without a result (its client left): the next request is the probe."""
         self._probing = False

@@ -1,11 +1,11 @@
-"""Cutting a call short from outside: its caller was cancelled, or another part of it failed.
+"""Cancellation of a call from outside: its caller was cancelled, or another part failed.
 
     with stop.here():                 # the thread that carries out the call
         transport.read(...)
     stop.set()                        # any other thread: the read fails soon
 
-Code that moves bytes gets the ``current()`` stop. It looks at ``is_set`` in its loops, and uses
-``on_cancel`` where it waits. After it has returned, the caller's memory is not touched any more.
+Transports take the ``current()`` token, check ``is_set`` in their loops, and use ``on_cancel``
+where they wait. After they return, the caller's memory is not touched any more.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kvstore.errors import ClosedError
 
 
 class CallCancelledError(Exception):
-    """A stopped call came back from a wait. Its thread gives up: the caller has control again."""
+    """A cancelled call returned from a wait; its thread abandons it, because the caller has control
+    again."""
 
 
 class CancelToken:
-    """Stops one call. Threads: any."""
+    """The cancellation of one call. Threads: any."""
 
     def __init__(self, deadline: float = math.inf) -> None:
-        """``deadline``: a ``uptime()`` value, by which the call must have ended."""
+        """Create a token for a call that ends by ``deadline``, a ``uptime()`` value."""
         self.deadline = deadline
         self.is_set = False
         self._lock = threading.Lock()
@@ -34,11 +35,11 @@ class CancelToken:
         self._cuts: list[Callable[[], object]] = []
 
     def set(self) -> bool:
-        """Lets the waits and transfers of this call fail. Idempotent.
+        """Fail the waits and transfers of this call. Idempotent.
 
         Returns:
-            Whether the caller's memory is safe from now on: the call was ``cancellable_wait``, and
-            touches none any more. Otherwise it is safe once the call's thread has ended the call.
+            Whether the caller's memory is safe from now on, because the call was in
+            ``cancellable_wait``. Otherwise it is safe once the call's thread has ended the call.
         """
         with self._lock:
             self.is_set = True
@@ -47,17 +48,16 @@ class CancelToken:
             return self._is_waiting
 
     def check(self) -> None:
-        """Raises ClosedError: the call was stopped."""
+        """Raise ClosedError if the call was cancelled."""
         if self.is_set:
             raise ClosedError("the call was cancelled", settled=1)
 
     @contextmanager
     def cancellable_wait(self) -> Iterator[None]:
-        """For the call's thread while it touches no memory of the caller, such as while the master
-        has its request.
+        """Mark a block that touches no memory of the caller, such as a wait for the master's reply.
 
         Raises:
-            CallStoppedError: the call is stopped, at the beginning or at the end of the block.
+            CallCancelledError: the call is cancelled, at the beginning or at the end of the block.
         """
         with self._lock:
             if self.is_set:
@@ -73,10 +73,10 @@ class CancelToken:
 
     @contextmanager
     def on_cancel(self, cut: Callable[[], object]) -> Iterator[None]:
-        """Calls ``cut`` when the call is stopped within this block, and never after it.
+        """Call ``cut`` if the call is cancelled within this block, never after it.
 
         Raises:
-            ClosedError: the call is stopped already.
+            ClosedError: the call is already cancelled.
         """
         with self._lock:
             self.check()
@@ -89,7 +89,7 @@ class CancelToken:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Makes this the ``current`` stop of the thread."""
+        """Make this the ``current`` token of the thread."""
         before, _HERE.stop = current(), self
         try:
             yield
@@ -105,12 +105,12 @@ _HERE = _Here()
 
 
 def current() -> CancelToken | None:
-    """The stop of the call that this thread carries out; None: nothing can stop it."""
+    """Return the token of the call that this thread executes; None: it cannot be cancelled."""
     return _HERE.stop
 
 
 def check_current() -> None:
-    """Raises ClosedError: the call that this thread carries out was stopped."""
+    """Raise ClosedError if the call that this thread executes was cancelled."""
     stop = current()
     if stop is not None:
         stop.check()

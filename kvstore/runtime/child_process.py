@@ -1,15 +1,14 @@
-"""Child processes, which live no longer than the process that started them.
+"""Child processes that end with their parent.
 
-Memory that a master or a client contributes is served by a child, not by a thread, so that it does
-not compete with the parent for an interpreter. Parent and child share a socket pair. The child
-reports in one line of JSON that it serves, or why it cannot. After that the pair is silent. Its
-end, which comes however the parent dies, tells the child to stop cleanly and leave nothing behind.
-A parent that stops its child sends ``STOP`` first. A child without ``STOP`` knows that the parent
-was killed, and a master's node then leaves its memory to the node of the next master.
+A child process serves the memory of a master or a client, so that it does not compete with the
+parent for an interpreter. Over a socket pair the child reports readiness or its error in one line
+of JSON. After that, end of file tells the child to stop cleanly and leave nothing behind. A parent
+that stops its child sends ``STOP`` first. Without ``STOP`` the parent was killed, and a master's
+node leaves its memory to the node of the next master.
 
-A child imports what its parent would import, and nothing from the working folder
-(``kvstore.runtime.interpreter``). It has a process group of its own: a Ctrl-C in a terminal reaches
-the parent only, which may still need the child, and ends it. It starts with no signal blocked.
+A child imports the same modules as its parent, none from the working folder
+(``kvstore.runtime.interpreter``). It has its own process group, so that Ctrl-C in a terminal
+reaches only the parent, which ends it. It starts with no signal blocked.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ START_TIMEOUT_S: Final = 60.0
 """Time for a child to join its master, and to reserve little memory."""
 
 RESERVE_BYTES_PER_S: Final = 256 << 20
-"""The slowest rate of reserving memory that is waited for: usually 2 GiB/s, less on a busy host."""
+"""The slowest acceptable rate of reserving memory: usually 2 GiB/s, less on a busy host."""
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16
 _MAY_BE_SECRET: Final = {"master", "metadata_server"}
-"""Settings of a node that may hold a password, in an ``etcd://...``."""
+"""Settings of a node that may contain a password, in an ``etcd://...``."""
 
 STOP: Final = b"stop\n"
-"""What a parent that stops its child says, before it closes its end."""
+"""The message of a parent that stops its child, before it closes its end."""
 
 
 class Child:
-    """A child process, as its parent has it. Threads: any."""
+    """The parent's handle of a child process. Threads: any."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], link: socket.socket, said: dict[str, Any]
@@ -55,7 +54,7 @@ class Child:
         self._process = process
         self._link = link
         self.said: Final = said
-        """What the child reported of itself: a node its ``name``, a master its ``port``."""
+        """The child's report: a node its ``name``, a master its ``port``."""
 
     @classmethod
     def start(
@@ -66,17 +65,17 @@ class Child:
         timeout_s: float = START_TIMEOUT_S,
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """Run ``python -P -m module`` and wait until it serves.
+        """Start ``python -P -m module`` and wait until it serves.
 
-        The child inherits the descriptors ``pass_fds``, by their numbers.
+        The child inherits the file descriptors ``pass_fds``, by their numbers.
 
-        Its standard output is dropped, what it logs goes to our standard error. Settings in the
-        environment or a file do not reach it: ``flags`` and ``environ`` are all it gets. What may
-        hold a password is in ``environ``, because every user of the host can read the flags.
+        Its standard output is dropped; it logs to our standard error. It gets no settings from the
+        environment or a file except ``flags`` and ``environ``. Pass passwords in ``environ``: every
+        user of the host can read the flags.
 
         Raises:
             KVStoreError: the child's own error; StartupError: it could not be started, or ended
-            without a word, for example because the thread's ``CancelToken`` was set;
+            without a report, for example because the thread's ``CancelToken`` was set;
             DeadlineExceededError: it did not report in time. The child has ended then.
         """
         try:
@@ -146,22 +145,21 @@ class Child:
         return self._process.pid
 
     def close_after_fork(self) -> None:
-        """Called in the child of a fork: closes our end of the link, which would hide that the
-        parent has ended."""
+        """Close our end of the link in the child of a fork, which would hide the parent's end."""
         self._link.close()
 
     def wait(self) -> int:
-        """Blocks until the child ends. Returns its exit status."""
+        """Block until the child ends; return its exit status."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """Ends it at once, also if it is stopped or hangs. Does not block."""
+        """Kill it at once, even if it is stopped or hangs. Does not block."""
         self._process.kill()
 
     def stop(self, *, orphaned: bool = False) -> None:
-        """Lets it clean up, and kills it after ``STOP_TIMEOUT_S``. Idempotent.
+        """Stop it cleanly, or kill it after ``STOP_TIMEOUT_S``. Idempotent.
 
-        ``orphaned``: end it as if we were killed, so that it may keep its memory for our successor.
+        ``orphaned``: as if we were killed, so that it may keep its memory for our successor.
         """
         with contextlib.suppress(OSError):
             if not orphaned:
@@ -176,8 +174,8 @@ class Child:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without our supervisor's socket and without settings, because a child gets only
-    those that it is given. But ``KVSTORE_NATIVE`` stays: it runs compiled code if we do."""
+    """Return ``environ`` without our supervisor's socket and without settings, except
+    ``KVSTORE_NATIVE``: the child runs compiled code if we do."""
     return {
         variable: value
         for variable, value in environ.items()
@@ -189,10 +187,10 @@ def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
 def start_node(
     *, memory: int, keep_orphaned: bool = False, **settings: str | int | bool | None
 ) -> Child:
-    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
+    """Start a node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
 
-    ``keep_orphaned``: it is the node of a master, and leaves its memory when we are killed.
-    ``settings``: other fields of ``NodeConfig``; ``port`` is free by default, None: the usual one.
+    ``keep_orphaned``: it is a master's node, and leaves its memory if we are killed. ``settings``:
+    other fields of ``NodeConfig``; ``port`` is any free one by default, None: the usual one.
     """
     given: dict[str, str | int | bool | None]
     given = {"host": "127.0.0.1", "port": 0, "keep": False, "memory": memory, **settings}
@@ -206,7 +204,7 @@ def start_node(
 
 
 def start_master(*, memory: int) -> Child:
-    """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
+    """Start a complete store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
     return Child.start(
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
         "--http-port", "0",
@@ -215,7 +213,7 @@ def start_master(*, memory: int) -> Child:
 
 
 def _ended(status: int) -> str:
-    """How a process ended: its return code in words."""
+    """Describe the return code of a process."""
     if status >= 0:
         return f"ended with status {status}"
     return f"was ended by signal {-status} ({signal.strsignal(-status)})"
@@ -233,8 +231,8 @@ def _start_timeout_s(memory: int) -> float:
 
 
 def _wake_on_parent_death() -> None:
-    """Makes the kernel wake this process when its parent dies. A stopped process (SIGSTOP, a
-    debugger) would keep the port and the memory that the parent's successor needs."""
+    """Make the kernel wake this process when its parent dies. If stopped (SIGSTOP, a debugger), it
+    would keep the port and the memory that the parent's successor needs."""
     import ctypes  # here, because few processes are children
 
     pr_set_pdeathsig = 1
@@ -242,25 +240,25 @@ def _wake_on_parent_death() -> None:
 
 
 class ParentLink:
-    """The child's side of the pair; all methods do nothing where there is no parent."""
+    """The child's side of the pair; all methods do nothing without a parent."""
 
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         if fd is not None:
             _wake_on_parent_death()
         self.waits = fd is not None
-        """Whether a parent waits for our report, and tells its user why we cannot start."""
+        """Whether a parent waits for our report, and shows the user our errors."""
 
     @property
     def fd(self) -> int | None:
-        """Readable when the parent is gone, or stops us."""
+        """A file descriptor that is readable when the parent has ended or stops us."""
         return None if self._socket is None else self._socket.fileno()
 
     def notify_ready(self, **what: str | int) -> None:
         self._send(what)
 
     def notify_progress(self, step: str) -> None:
-        """Tells the parent what takes so long ("waits for ..."), for its error after a time-out."""
+        """Report the current step ("waits for ...") for the parent's error after a timeout."""
         if self.waits:
             self._send({"step": step})
             self.waits = True
@@ -277,7 +275,7 @@ class ParentLink:
 
     @property
     def parent_died(self) -> bool:
-        """Whether the parent is gone without having stopped us."""
+        """Return whether the parent ended without stopping us."""
         if self._socket is None:
             return False
         try:
@@ -288,7 +286,7 @@ class ParentLink:
             return True
 
     def __enter__(self) -> Self:
-        """The block is all that a child does: a parent that still waits is told why it ends."""
+        """Enter the whole work of a child: a waiting parent receives its error."""
         return self
 
     def __exit__(
@@ -297,7 +295,7 @@ class ParentLink:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Returns whether the parent was told the error, so that it needs no word on stderr."""
+        """Return whether the parent received the error, so that stderr need not show it."""
         told = False
         if self.waits and isinstance(error, KVStoreError):
             self.notify_error(error)
@@ -311,9 +309,9 @@ class ParentLink:
     def _send(self, what: dict[str, Any]) -> None:
         self.waits = False
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the parent is gone; its end is noticed elsewhere
+            with contextlib.suppress(OSError):  # the parent has ended, which is detected elsewhere
                 self._socket.sendall(json.dumps(what).encode() + b"\n")
 
 
 NO_PARENT: Final = ParentLink(None)
-"""The link of a process that a user or a service manager has started."""
+"""The link of a process started by a user or a service manager."""

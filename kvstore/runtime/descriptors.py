@@ -1,4 +1,4 @@
-"""Descriptors: each connection takes one; a process with none left can neither accept nor log."""
+"""File descriptors: a process without free ones can neither accept connections nor log."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from typing import Final
 
 RESERVE: Final = 256
-"""Descriptors for everything but clients' connections: files, listeners, pipes, libraries."""
+"""File descriptors for everything except clients' connections: files, listeners, pipes,
+libraries."""
 
 NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
-"""What the system says if this process, or the whole host, has no descriptor left."""
+"""The error numbers if this process, or the host, has no free file descriptors."""
 
 STDERR: Final = 2
 
 
 def raise_limit(wanted: int) -> int:
-    """Raises this process's limit to ``wanted`` descriptors, as far as the hard limit lets. Returns
-    the resulting limit."""
+    """Raise this process's limit to ``wanted`` file descriptors, as far as the hard limit allows;
+    return the result."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -31,32 +32,32 @@ def raise_limit(wanted: int) -> int:
 
 
 def keep_standard() -> None:
-    """Opens ``/dev/null`` in the place of closed standard input, output and error. Without that
-    (cron, ``>&-``) the next socket takes the number, and what a library prints goes to a peer."""
+    """Open ``/dev/null`` as standard input, output and error where they are closed (cron, ``>&-``).
+    Otherwise the next socket takes the number, and a peer receives what a library prints."""
     for fd in range(STDERR + 1):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Every socket of this process, as a duplicate that is closed with the next step."""
+    """Yield every socket of this process, as a duplicate that the next step closes."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed since
+        except OSError:  # closed meanwhile
             continue
         with duplicate:
             yield duplicate
 
 
 def open_now() -> int | None:
-    """How many descriptors this process has open; None: none is left, with which to look."""
+    """Return the number of open file descriptors; None: no free one to list them."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # one is of the listing itself
+        return len(os.listdir("/proc/self/fd")) - 1  # one belongs to the listing
     except OSError as error:
         if error.errno not in NONE_LEFT:
             raise

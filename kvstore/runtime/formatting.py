@@ -1,4 +1,4 @@
-"""How sizes, times, keys and names are written for people."""
+"""Text forms of sizes, times, keys and names."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from kvstore.errors import InvalidKeyError
 from kvstore.limits import Key, check_key
 
 HEX = "hex:"
-"""Prefix of the written form of a key that is not printable text, or that begins with "hex:"."""
+"""Prefix of the text form of keys that are not printable, or that begin with "hex:"."""
 
 
 def name_text(name: str) -> str:
-    """A name that a program chose, on one line and without control characters."""
+    """Return a program's name on one line and without control characters."""
     return name if name.isprintable() else ascii(name)
 
 
 def field_text(value: object) -> str:
-    """The value in a ``key=value`` of the log: quoted unless it is printable and one word, so that
-    a peer's text can neither end the value nor add fields."""
+    """Return the value of a ``key=value`` in the log, quoted unless it is one printable word, so
+    that text of a peer cannot end the value or add fields."""
     text = str(value)
     return text if text.isprintable() and " " not in text and "'" not in text else repr(text)
 
 
 def key_text(key: bytes) -> str:
-    """A key as text where that is unambiguous, else ``hex:`` and its hexadecimal form."""
+    """Return a key as text if that is unambiguous, else ``hex:`` and its hexadecimal form."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
         return HEX + key.hex()
-    # Spaces would hide where a column ends, and a leading "-" would be read as an option.
+    # Spaces would hide the ends of columns, and a leading "-" would look like an option.
     plain = text.isprintable() and " " not in text and not text.startswith((HEX, "-"))
     return text if plain else HEX + key.hex()
 
 
 def sanitize(text: str, most: int = 80) -> str:
-    """A text with words of a stranger, for a terminal: control characters are escaped, and at most
-    ``most`` characters are shown. Unlike ``name_text`` it leaves the rest of the text as it is."""
+    """Escape control characters in text of a peer for a terminal, and truncate it to ``most``
+    characters. Unlike ``name_text`` it leaves the rest as it is."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -42,10 +42,10 @@ def sanitize(text: str, most: int = 80) -> str:
 
 
 def key_from_text(text: str, *, as_hex: bool = False) -> Key:
-    """The inverse of ``key_text``.
+    """Return the inverse of ``key_text``.
 
     Raises:
-        InvalidKeyError: not hexadecimal, or a key that no object can have.
+        InvalidKeyError: not hexadecimal, or an invalid key.
     """
     if not as_hex and not text.startswith(HEX):
         return check_key(text)
@@ -60,7 +60,7 @@ def key_from_text(text: str, *, as_hex: bool = False) -> Key:
 
 
 def size_text(size: float) -> str:
-    """Three digits and a binary unit: ``1.50 GiB``; bytes below 1 KiB are exact."""
+    """Return three digits and a binary unit: ``1.50 GiB``; bytes below 1 KiB are exact."""
     if size < 1024:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
@@ -71,7 +71,7 @@ def size_text(size: float) -> str:
 
 
 def duration_text(milliseconds: int) -> str:
-    """``450 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 20 min``, ``5 d 2 h``."""
+    """Return a duration: ``450 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 20 min``, ``5 d 2 h``."""
     if milliseconds < 1000:
         return f"{milliseconds} ms"
     seconds = milliseconds / 1000

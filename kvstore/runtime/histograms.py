@@ -1,4 +1,4 @@
-"""Histograms whose bounds are powers of two, so that to count a value costs one ``bit_length``."""
+"""Histograms whose bounds are powers of two, so that counting costs one ``bit_length``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from itertools import accumulate
 from typing import Final
 
 BUCKETS: Final = 28
-"""Bucket ``i`` counts the values from ``2**(i-1)`` to below ``2**i``, bucket 0 those below 1, and
-the last one all that are larger: of microseconds, those above 67 s; of milliseconds, above 18 h."""
+"""Bucket ``i`` counts values from ``2**(i-1)`` to below ``2**i``, bucket 0 those below 1, the last
+one all larger ones: of microseconds, above 67 s; of milliseconds, above 18 h."""
 
 
 class Histogram:
-    """Counts of values that are not negative. One thread."""
+    """Counts of non-negative values. One thread."""
 
     __slots__ = ("counts", "total")
 
     def __init__(self) -> None:
         self.counts = [0] * BUCKETS
         self.total = 0.0
-        """The sum of all values."""
 
     def add(self, value: float, times: int = 1) -> None:
         self.total += value * times
@@ -28,8 +27,7 @@ class Histogram:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """The value that ``share`` of the values are below. Within a bucket, values are taken to be
-    spread evenly. None: there are no values."""
+    """Return the quantile ``share``, with values spread evenly within a bucket; None: no values."""
     wanted = share * sum(counts)
     if not wanted:
         return None
@@ -43,6 +41,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 def cumulative(counts: Sequence[int], unit: float = 1.0) -> list[tuple[str, int]]:
-    """As Prometheus wants it: each bound, multiplied by ``unit``, and how many values are below."""
+    """Return the buckets for Prometheus: each bound, multiplied by ``unit``, and the count of
+    values below."""
     bounds = [*(repr((1 << index) * unit) for index in range(BUCKETS - 1)), "+Inf"]
     return list(zip(bounds, accumulate(counts), strict=True))

@@ -1,8 +1,7 @@
-"""What others need to know of this host: whether they share its memory, and its address.
+"""The identity of this host's shared memory, and its addresses.
 
-A node announces ``host_id()``, and a client compares it with its own before it tries to map a
-segment. This is a hint that saves a futile attempt, not a proof: the uuid in the superblock settles
-whether a segment is really there (``kvstore.memory.mapping.Mapping``).
+A client maps segments of nodes with its own ``host_id()`` only. This only avoids futile attempts:
+the uuid in the superblock identifies a segment (``kvstore.memory.mapping.Mapping``).
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is fo
 
 @cache
 def host_id() -> str:
-    """Equal in two processes when they run under one kernel and one mount of ``/dev/shm``.
+    """Return an id that is equal in processes with the same kernel and mount of ``/dev/shm``.
 
-    The boot id names the running kernel (host names repeat, and containers invent their own); the
-    device number tells apart containers that have a ``/dev/shm`` of their own. Where either cannot
-    be read the answer is unique to this process, so that it uses tcp.
+    The boot id identifies the running kernel (host names are not unique), the device number a
+    container's own ``/dev/shm``. If either cannot be read the id is unique to this process, which
+    then uses tcp.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -40,10 +39,10 @@ def host_id() -> str:
 
 
 def places_of(masters: str) -> tuple[str, ...]:
-    """The addresses in ``host:port,...`` or ``etcd://...``, each in a form that is equal for all
-    nodes that were given it. They identify a cluster without a name.
+    """Return the addresses in ``host:port,...`` or ``etcd://...`` in a normal form. They identify a
+    cluster without a name.
 
-    A loopback address gets the name of its host: two containers may share a ``/dev/shm``.
+    Loopback addresses include the host name: two containers may share a ``/dev/shm``.
     """
     if masters.startswith(ETCD_SCHEME):
         place = parse_etcd(masters)
@@ -60,7 +59,7 @@ def _placed(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address is one that only this host itself can reach."""
+    """Return whether the address is reachable from this host only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -68,24 +67,24 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_reason(host: str) -> str:
-    """Why only this host itself can reach a server that listens on ``host``; empty: others can.
+    """Return the reason if a server that listens on ``host`` is reachable from this host only; else
+    "".
 
-    On Debian a host's own name is 127.0.1.1 in /etc/hosts, so a server that listens on its name
-    hears no other host.
+    On Debian a host's own name is 127.0.1.1 in /etc/hosts.
     """
     if is_loopback(host):
         return f"{host} is this host alone"
     try:
         found = resolve(host, 0, uptime() + RESOLVE_S).addresses
     except OSError:
-        return ""  # the server that is to listen there says what is wrong
+        return ""  # the server that listens there reports the error
     if not is_loopback(found[0].place[0]):
         return ""
     return f"{host} is {found[0].place[0]} here, by /etc/hosts or the name service"
 
 
 def own_address() -> str:
-    """The address of this host on its default route; a loopback address without such a route."""
+    """Return this host's address on the default route; without one, a loopback address."""
     for somewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # reserved for documentation
         with contextlib.suppress(StartupError):
             return address_towards(somewhere)
@@ -93,9 +92,9 @@ def own_address() -> str:
 
 
 def address_towards(masters: str) -> str:
-    """Our own address on the route to the first of ``host:port,...``, or to the etcd that names the
-    master. Clients near the master can most likely reach it. It is a loopback address if the master
-    is on this host.
+    """Return our address on the route to the first of ``host:port,...`` or to the etcd, which
+    clients near the master can most likely reach. It is a loopback address if the master is on this
+    host.
 
     Raises:
         StartupError: there is no route.

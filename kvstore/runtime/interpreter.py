@@ -1,9 +1,8 @@
-"""Python processes that run our code: with our interpreter, its flags and our ``sys.path``.
+"""Python child processes with our interpreter, its flags and our ``sys.path``.
 
-``python -m`` puts the working folder in front of ``sys.path``, and ``python -c`` does, too. A file
-there that is named as a package (``click.py``, ``token.py``) would be executed in its place, also
-in a child of a program that does not import from that folder. So our processes run with ``-P`` and
-get the path of their parent in ``PYTHONPATH``.
+``python -m`` and ``python -c`` prepend the working folder to ``sys.path``, so that a file there
+(``click.py``, ``token.py``) could shadow a package. Our processes therefore run with ``-P`` and get
+the path of their parent in ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -20,25 +19,24 @@ HOME: Final = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir,
 
 
 def command(*arguments: str) -> list[str]:
-    """``python -P arguments``, with our own ``-O``, ``-W``, ``-X`` and so on."""
+    """Return ``python -P arguments``, with our own ``-O``, ``-W``, ``-X`` and so on."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    # With these flags the child would not read the path that ``environment`` hands over.
+    # With these flags the child would ignore the path from ``environment``.
     ours = [flag for flag in flags if flag not in ("-E", "-I", "-P")]
     return [sys.executable, *ours, *(["-s"] if sys.flags.isolated else []), "-P", *arguments]
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``environ`` with our ``sys.path`` in ``PYTHONPATH``. Without variables that Python reads, if
-    we ignore them ourselves (``-E``, ``-I``)."""
+    """Return ``environ`` with our ``sys.path`` in ``PYTHONPATH``, and without variables for Python
+    if we ignore them (``-E``, ``-I``)."""
     ignored = "PYTHON" if sys.flags.ignore_environment else "PYTHONPATH"
     kept = {name: value for name, value in environ.items() if not name.startswith(ignored)}
     return kept | {"PYTHONPATH": path()}
 
 
 def path() -> str:
-    """Our ``sys.path`` for ``PYTHONPATH``, without the folder that Python put there by itself: that
-    of the script, or the working folder. It stays if kvstore is in it, or if ``PYTHONPATH`` names
-    it."""
+    """Return our ``sys.path`` for ``PYTHONPATH``, without the folder of the script or the working
+    folder that Python added, unless kvstore is in it or ``PYTHONPATH`` names it."""
     return os.pathsep.join(dict.fromkeys(_entries()))
 
 
@@ -57,7 +55,7 @@ def _entries() -> Iterator[str]:
 
 
 def _absolute(entry: str) -> str:
-    """The absolute path of ``entry``; empty: the working folder does not exist any more."""
+    """Return the absolute path of ``entry``; empty: the working folder does not exist any more."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.abspath(entry)
     return ""

@@ -1,4 +1,4 @@
-"""Log lines as objects of JSON (``--log-format json``)."""
+"""Log lines as JSON objects (``--log-format json``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.runtime.log_lines import PIECE_BYTES_MAX, TEXT_MAX, time_text
 
 class JsonFormatter(BaseJsonFormatter):
     """Writes one JSON object per record: ``time``, ``level``, ``logger``, ``event``, each
-    ``key=value`` of the line as a key, and ``message``, the line itself."""
+    ``key=value`` of the line as a key, and the line as ``message``."""
 
     def add_fields(
         self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
@@ -37,7 +37,7 @@ class JsonFormatter(BaseJsonFormatter):
             log_data["exception"] = message_dict["exc_info"]
 
     def jsonify_log_record(self, log_data: dict[str, Any]) -> str:
-        """As ``BaseJsonFormatter``. Where a line is too long, its texts are cut."""
+        """As ``BaseJsonFormatter``. Texts of an overlong line are truncated."""
         text_max = TEXT_MAX
         while len(line := super().jsonify_log_record(_cut(log_data, text_max))) >= PIECE_BYTES_MAX:
             text_max //= 4
@@ -45,7 +45,7 @@ class JsonFormatter(BaseJsonFormatter):
 
 
 def _event(form: str, message: str) -> str:
-    """The first word of a line that is an event; empty: it is a sentence."""
+    """Return the event at the beginning of a line; empty: it is a sentence."""
     first, *others = form.split(maxsplit=2)[:2] or [""]
     is_event = first.endswith(":") or "=" in (others or ["="])[0]
     return message.partition(" ")[0].rstrip(":") if is_event else ""
@@ -62,8 +62,8 @@ _CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """The ``key=value`` pairs of a line, by its format and arguments, so that no text of a peer can
-    add one. Numbers stay numbers."""
+    """Return the ``key=value`` pairs of a line from its format and arguments, so that text of a
+    peer cannot add one. Numbers stay numbers."""
     arguments: list[object] = list(record.args) if isinstance(record.args, tuple) else []
     found: dict[str, object] = {}
     at = 0
@@ -83,7 +83,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _value(shape: str, argument: object) -> object:
-    """The argument as JSON has it."""
+    """Return the JSON value of an argument."""
     if isinstance(argument, bool | str):
         return argument
     if isinstance(argument, int | float) and math.isfinite(argument):

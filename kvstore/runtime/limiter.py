@@ -1,13 +1,13 @@
-"""Limits what one endpoint holds for its peers: connections, requests, bytes.
+"""Limits on the connections, requests and bytes of one endpoint.
 
-A limiter has slots. A slot is *kept* from the time at which its peer has proved something until the
-peer leaves. An identity gets one more while more are free than it keeps: alone it gets half of
-them, each of n greedy ones gets 1/(n + 1), and as many stay free for the next one. No kept slot is
-taken away: a transfer or a call in progress would fail.
+A slot is *kept* from the authentication of its peer until the peer leaves. An identity gets another
+slot while more are free than it keeps: alone it gets half of them, each of n greedy ones gets 1/(n
++ 1), and as many stay free. Kept slots are never preempted, because a transfer or call in progress
+would fail.
 
-All other slots *wait* for their peer: for its handshake, for the rest of a message, until it reads
-a reply. These count as free: when a slot is needed, the longest wait is preempted. A peer that does
-its part has done it within milliseconds.
+Other slots *wait* for their peer: for its handshake, for the rest of a message, until it reads a
+reply. These count as free: when a slot is needed, the longest wait is preempted. A correct peer
+needs milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.runtime.formatting import name_text
 log = logging.getLogger("kvstore.runtime")
 
 NAMED_MAX: Final = 64
-"""Identities whose refusals are counted apart; those of further ones are counted as one."""
+"""Identities whose refusals are counted separately; further ones are counted together."""
 
 OTHERS: Final = ""
 
@@ -34,11 +34,11 @@ SlotT = TypeVar("SlotT")
 
 
 class WaitPreemptedError(Exception):
-    """This wait was the longest when another one needed its slot."""
+    """This wait, the longest one, was preempted for another peer."""
 
 
 class Limiter(Generic[SlotT]):
-    """The slots of one endpoint, each named by what has it. Threads: any."""
+    """The slots of one endpoint, each named by its user. Threads: any."""
 
     def __init__(self, name: str, size: int) -> None:
         """``name``: for logs, errors and metrics. ``size``: at least 1."""
@@ -49,14 +49,14 @@ class Limiter(Generic[SlotT]):
         self._waiting: dict[SlotT, tuple[int, Callable[[], object]]] = {}
         """Weight and callback of each other slot, the longest wait first."""
         self._weight = 0
-        """That of all waits."""
+        """Total weight of the waits."""
         self._held: dict[str, int] = {}
-        """Kept slots of each identity."""
+        """Number of kept slots of each identity."""
         self._refused: Counter[str] = Counter()
         self._changing = threading.RLock()  # ``on_preempted`` may release
 
     def __iter__(self) -> Iterator[SlotT]:
-        """The slots in use at the time of the call."""
+        """Iterate over the slots in use at the time of the call."""
         with self._changing:
             return iter([*self._kept, *self._waiting])
 
@@ -64,8 +64,8 @@ class Limiter(Generic[SlotT]):
         return len(self._kept) + len(self._waiting)
 
     def wait(self, slot: SlotT, on_preempted: Callable[[], object], weight: int = 1) -> None:
-        """Takes a slot for a wait, unless it waits already. It is released when ``on_preempted`` is
-        called. A ``weight`` above the size preempts all other waits.
+        """Acquire a slot for a wait, unless it already waits. It is released when ``on_preempted``
+        is called. A ``weight`` above the size preempts all other waits.
 
         Raises:
             BusyError: all slots are kept.
@@ -80,7 +80,7 @@ class Limiter(Generic[SlotT]):
             self._weight += weight
 
     def keep(self, slot: SlotT, identity: str = "") -> None:
-        """Makes a wait a kept slot.
+        """Turn a wait into a kept slot.
 
         Raises:
             BusyError: the identity has reached its limit, or the wait was preempted.
@@ -92,7 +92,7 @@ class Limiter(Generic[SlotT]):
             self._end_wait(slot)
 
     def acquire(self, slot: SlotT, identity: str = "") -> None:
-        """Takes a slot, and keeps it. Raises BusyError: the identity has reached its limit."""
+        """Acquire a slot and keep it. Raises BusyError: the identity has reached its limit."""
         with self._changing:
             self._keep(slot, identity)
             self._preempt(0)
@@ -111,7 +111,7 @@ class Limiter(Generic[SlotT]):
     async def waiting(
         self: Limiter[asyncio.Timeout], timeout_s: float, weight: int = 1
     ) -> AsyncIterator[None]:
-        """The block is one wait.
+        """Hold a waiting slot for the block.
 
         Raises:
             WaitPreemptedError
@@ -135,7 +135,7 @@ class Limiter(Generic[SlotT]):
             self.release(limit)
 
     def refusals(self) -> dict[str, int]:
-        """How often each identity was refused since the start; ``OTHERS``: those without a row."""
+        """Return the refusals of each identity since the start; ``OTHERS``: those without a row."""
         with self._changing:
             return dict(self._refused)
 
@@ -156,7 +156,7 @@ class Limiter(Generic[SlotT]):
         return on_preempted
 
     def _preempt(self, weight: int) -> None:
-        """Ends waits until there is space for ``weight``."""
+        """Preempt waits until there is space for ``weight``."""
         while self._waiting and self._weight + weight > self._free:
             self._end_wait(next(iter(self._waiting)))()
 

@@ -1,4 +1,4 @@
-"""Sockets that servers listen on, and what their addresses mean."""
+"""Listening sockets of servers, and their addresses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.resolver import RESOLVE_S, resolve
 
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
-"""What ``--host`` may be for all interfaces: ``::`` for IPv6 and IPv4, where the host has both."""
+"""Values of ``--host`` for all interfaces: ``::`` for IPv6 and IPv4, if the host has both."""
 
 
 def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
-    """A socket that listens on ``host:port``.
+    """Return a socket that listens on ``host:port``.
 
     Args:
         host: an address or a name of this host. ``::`` and the empty one: all interfaces, by IPv6
@@ -22,7 +22,7 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
         port: 0 for any that is free.
 
     Raises:
-        OSError: the address cannot be had; UnknownNameError: ``host`` has no address.
+        OSError: the address is unusable; UnknownNameError: ``host`` has no address.
     """
     if host in ("", "::"):
         if not _has_ipv6():
@@ -35,15 +35,15 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
 
 
 def local_connect_address(host: str) -> str:
-    """Where a process of this host reaches a server that listens on ``host``."""
+    """Return the address at which local processes reach a server that listens on ``host``."""
     if host == "0.0.0.0" or (host in EVERY_INTERFACE and not _has_ipv6()):
         return "127.0.0.1"
     return "::1" if host in EVERY_INTERFACE else host
 
 
 def accepts_family(host: str, address: str) -> bool:
-    """Whether a server that listens on ``host`` can hear what is sent to ``address``, as far as
-    their families say. Names may have addresses of both."""
+    """Return whether a server that listens on ``host`` accepts connections to ``address``, judged
+    by their address families. Names may have addresses of both."""
     try:
         wanted, listens = ip_address(address).version, ip_address(host or "::")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Log lines as text, and what JSON has in common with them."""
+"""Text format of log lines, and helpers shared with JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Final
 from kvstore.runtime.formatting import sanitize
 
 PIECE_BYTES_MAX: Final = 1 << 14
-"""A longer line, or traceback, is cut."""
+"""Longer lines and tracebacks are truncated."""
 
 TEXT_MAX: Final = 4_000
-"""Characters of a message, and of a line of a traceback."""
+"""Maximum characters of a message, and of a line of a traceback."""
 
 
 class LineFormatter(logging.Formatter):
-    """Writes one line per record: characters that begin another line, or control a terminal, are
-    escaped. Lines of a traceback are indented, so that none looks like a record."""
+    """Writes one line per record. Line breaks and control characters are escaped, and lines of a
+    traceback indented, so that none looks like a record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s %(message)s")
@@ -25,7 +25,7 @@ class LineFormatter(logging.Formatter):
     def formatTime(  # noqa: N802  # logging's own name
         self, record: logging.LogRecord, datefmt: str | None = None
     ) -> str:
-        """As ``2026-11-27T03:02:51.123+01:00``."""
+        """Format as ``2026-11-27T03:02:51.123+01:00``."""
         del datefmt
         return time_text(record)
 

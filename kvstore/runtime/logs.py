@@ -1,14 +1,13 @@
-"""What our servers write to standard output and standard error.
+"""Output of our servers to standard output and standard error.
 
 One line per event: ``key=value``, or an object of JSON (``--log-format json``). Times are ISO 8601
-with the offset from UTC. A server writes to a disk that may be full, a pipe that its reader has
-closed, or one that is not read: none of that may stop or end it. ``configure`` puts both
-streams behind a bounded queue and a thread of their own: a write never blocks and never fails. What
-does not fit, or cannot be written, is dropped and counted, and a line says so once lines can be
-written again. Prints, progress bars and tracebacks take the same way.
+with the offset from UTC. A full disk, or a pipe that is closed or not read, must not stop or end a
+server. ``configure`` puts a bounded queue and a thread in front of both streams, so that a write
+never blocks or fails. Excess or unwritable lines are dropped and counted, and a later line reports
+their number. This includes prints, progress bars and tracebacks.
 
-Lines of one kind (one format of one logger) are limited in rate, because strangers cause many of
-them. No text of a peer begins a line of its own.
+The rate of lines of one kind (one format of one logger) is limited, because unauthenticated peers
+can cause them. Text of a peer never begins a line.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from kvstore.runtime.log_lines import PIECE_BYTES_MAX, LineFormatter
 from kvstore.runtime.token_buckets import TokenBuckets
 
 PIECES_MAX: Final = 2_000
-"""Lines that wait to be written; a traceback counts as one."""
+"""Queued lines; a traceback counts as one."""
 
 DRAIN_S: Final = 1.0
-"""How long the end of the process waits for what is still to be written."""
+"""Maximum time that the end of the process waits for queued lines."""
 
 BURST: Final = 100
 PER_S: Final = 1.0
-"""Lines of one kind that are written: so many at once, and then so many a second."""
+"""Lines of one kind: a burst, then a rate per second."""
 
 KINDS_MAX: Final = 2_000
-"""Kinds of lines whose rate is known; if there are more, all rates begin anew."""
+"""Kinds of lines whose rate is known; beyond that, all rates are reset."""
 
 EACH: Final = {"each": True}
-"""With ``extra=EACH`` a call of ``log`` is not limited: each of its lines is wanted."""
+"""``extra=EACH`` exempts a call of ``log`` from the rate limit."""
 
 
 FORMATS: Final = ("text", "json")
 
 HANDLER: Final = "kvstore-"
-"""Begins the name of our log handler; the format follows."""
+"""Prefix of our log handler's name; the format follows."""
 
 
 def configure(level: str, form: str = "text") -> None:
-    """Sets up the logging of a process of ours. A library leaves this to its program.
+    """Set up the logging of a process of ours. Programs that use the library do this themselves.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
@@ -73,13 +72,13 @@ def configure(level: str, form: str = "text") -> None:
 
 
 def form_in_use() -> str:
-    """In which of ``FORMATS`` this process logs, for its children."""
+    """Return the log format of this process (one of ``FORMATS``), for its children."""
     is_json = any(each.name == HANDLER + "json" for each in logging.getLogger().handlers)
     return "json" if is_json else "text"
 
 
 def counters() -> dict[str, int]:
-    """Lines since the start that were not written, by name of a metric."""
+    """Return the number of lines not written since the start, by metric name."""
     return {
         "log_lines_dropped": sum(writer.dropped for writer in _writers),
         "log_lines_suppressed": limit.left_out,
@@ -87,19 +86,19 @@ def counters() -> dict[str, int]:
 
 
 class RateLimit(logging.Filter):
-    """Bounds the rate of lines of one kind. The next line of that kind says how many were left
-    out. Lines with ``extra={"whose": ...}`` are of a kind for each of these names, so that none
-    hides what another does."""
+    """Limits the rate of lines of one kind. The next line of that kind reports how many were
+    suppressed. Lines with ``extra={"whose": ...}`` have a separate limit for each of these
+    names."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.left_out = 0
-        """Lines since the start."""
+        """Lines suppressed since the start."""
         self._clock = clock
         self._buckets = TokenBuckets(BURST, PER_S, KINDS_MAX)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """As ``logging.Filter``: whether to write it. Never blocks."""
+        """Return whether to write the record. Never blocks."""
         if record.levelno <= logging.DEBUG or getattr(record, "each", False):
             return True
         kind = record.name, str(record.msg), getattr(record, "whose", "")
@@ -116,10 +115,10 @@ limit: Final = RateLimit()
 
 
 class LogWriter:
-    """Writes to a descriptor in a thread of its own. Threads: any."""
+    """Writes to a file descriptor in its own thread. Threads: any."""
 
     def __init__(self, fd: int, formatter: logging.Formatter | None = None) -> None:
-        """``formatter``: of the line that says what was dropped.
+        """Start the writer. ``formatter``: for the line that reports dropped lines.
 
         Raises RuntimeError: the system has no thread left.
         """
@@ -129,13 +128,13 @@ class LogWriter:
         self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
         self._told = 0
         self._is_cut = False
-        """Whether the last line was written in part."""
+        """Whether the last line was written partially."""
         from kvstore.runtime.tasks import start_thread  # not above: it imports asyncio
 
         start_thread(f"kvstore-output-{fd}", self._write_forever)
 
     def write(self, piece: bytes) -> None:
-        """Never blocks. Takes no lock: a finalizer or a handler of a signal may call it."""
+        """Queue a line. Never blocks. Takes no lock: finalizers and signal handlers may call it."""
         if self._queue.qsize() >= PIECES_MAX:
             self.dropped += 1
         elif len(piece) > PIECE_BYTES_MAX:
@@ -144,8 +143,8 @@ class LogWriter:
             self._queue.put(piece)
 
     def drain(self, deadline: float) -> bool:
-        """Waits until everything that was given to ``write`` before is written, or dropped. Returns
-        whether that was so by ``deadline``, a ``time.monotonic()`` value."""
+        """Wait until all queued lines are written or dropped; return whether that was done by
+        ``deadline``, a ``time.monotonic()`` value."""
         done = threading.Event()
         self._queue.put(done)
         return done.wait(max(0.0, deadline - time.monotonic()))
@@ -162,7 +161,7 @@ class LogWriter:
                 self.dropped += 1
 
     def _report_suppressed(self) -> None:
-        """Writes a line that says how many lines were dropped, once it can be written."""
+        """Write a line with the number of dropped lines, once possible."""
         dropped = self.dropped
         if dropped == self._told:
             return
@@ -189,7 +188,7 @@ class LogWriter:
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
-            except OSError:  # a full disk, a reader that is gone
+            except OSError:  # a full disk, a closed reader
                 self._is_cut = self._is_cut or len(rest) < len(piece)
                 return False
         self._is_cut = False
@@ -202,10 +201,10 @@ class _StandardStream(io.RawIOBase):
     def __init__(self, fd: int, writer: LogWriter) -> None:
         self._fd = fd
         self._writer = writer
-        self.name = fd  # as that of a file without a path
+        self.name = fd  # as a file without a path
 
     def write(self, data: Any, /) -> int:
-        """Takes all of it."""
+        """Accept all of ``data``."""
         piece = bytes(data)
         self._writer.write(piece)
         return len(piece)
@@ -224,7 +223,7 @@ _writers: Final[list[LogWriter]] = []
 
 
 def _take_over(formatter: logging.Formatter) -> None:
-    """Puts both streams behind writers. A closed or replaced stream stays as it is."""
+    """Redirect both streams to writers. A closed or replaced stream stays as it is."""
     shared: LogWriter | None = None
     for name, fd in (("stderr", 2), ("stdout", 1)):
         stream: TextIO | None = getattr(sys, name)

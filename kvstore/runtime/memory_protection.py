@@ -1,7 +1,6 @@
-"""What a core file must not hold, and other processes of the same user must not read: keys.
+"""Protection of keys from core files and from other processes of the same user.
 
-Only for processes of our own commands. A library does not decide this for the program that it is
-in: the memory of an engine is its own.
+Only for processes of our own commands, not for programs that use the library.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ import os
 log = logging.getLogger("kvstore.runtime")
 
 _SET_DUMPABLE = 4
-"""``PR_SET_DUMPABLE`` of ``prctl``."""
 
 
 def hide_memory() -> None:
-    """From now on the kernel writes no core file of this process, and lets only root trace it or
-    look into ``/proc/PID/mem``, ``environ`` and ``fd``. Programs that this process starts are not
-    hidden.
-    """
+    """Disable core files of this process, and access of users except root to ``ptrace`` and to
+    ``/proc/PID/mem``, ``environ`` and ``fd``. Child programs are not affected."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         log.warning("memory_not_hidden reason=%s", os.strerror(ctypes.get_errno()))

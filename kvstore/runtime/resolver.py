@@ -1,12 +1,10 @@
-"""Names of hosts, and connections to them, within a deadline.
+"""Resolution of host names, and connections to hosts, within a deadline.
 
-``getaddrinfo`` takes no deadline: while the name server is silent, it blocks for ten seconds and
-more. So it runs in a thread of its own, one for each name, and callers wait for it as long as they
-want. When the name server is silent or says that it has a problem, a name has the addresses that
-it had before. An address in digits needs no thread and no name server.
+``getaddrinfo`` has no deadline: if the name server is silent, it blocks for ten seconds and more.
+So it runs in a thread per name, and callers wait until their deadlines. If the name server is
+silent or fails, the last known addresses are used. Numeric addresses need no thread.
 
-A thread that asks a silent name server ends when the resolver gives up; until then the process
-can end without it.
+A lookup thread ends when the resolver gives up; the process can end before.
 """
 
 from __future__ import annotations
@@ -26,40 +24,40 @@ from kvstore.runtime.cancellation import check_current, current
 from kvstore.runtime.clock import uptime
 
 PATIENCE_S: Final = 0.3
-"""How long a name server may be silent before the addresses of the last answer are used. A name
-server of a cluster answers within milliseconds; a lost datagram is sent again after 5 s."""
+"""Time until a silent name server is ignored and the last known addresses are used. A name server
+in a cluster answers within milliseconds; a lost datagram is sent again after 5 s."""
 
 RESOLVE_S: Final = 5.0
-"""How long a program that starts waits for the addresses of a name."""
+"""Time that a starting program waits for the addresses of a name."""
 
 REMEMBERED_MAX: Final = 1_024
-"""Names whose addresses are remembered; nodes are advertised by names of their own choice."""
+"""Names whose addresses are remembered; nodes choose the names that they advertise."""
 
 LOOKUPS_MAX: Final = 64
-"""Names that are looked up at once, each by a thread."""
+"""Names looked up at once, each by a thread."""
 
 
 class NameResolutionError(OSError):
-    """A name without addresses, or no answer in time. ``str`` is the reason, for people."""
+    """A name without addresses, or a timeout. ``str`` is the reason."""
 
 
 class Address(NamedTuple):
-    """What ``socket`` needs to connect."""
+    """An address for ``socket.connect``."""
 
     family: socket.AddressFamily
     place: tuple[str, int] | tuple[str, int, int, int]
 
     @property
     def text(self) -> str:
-        """``host:port`` in digits."""
+        """Numeric ``host:port``."""
         return join_address(self.place[0], self.place[1])
 
 
 class ResolvedAddresses(NamedTuple):
     addresses: list[Address]
-    """At least one, the best first."""
+    """At least one, best first."""
     is_old: bool
-    """Whether they are of an earlier answer, because the name server does not answer now."""
+    """Whether they are from an earlier lookup, because the name server does not answer."""
 
 
 class _Resolved(NamedTuple):
@@ -68,16 +66,16 @@ class _Resolved(NamedTuple):
 
 
 class _Resolver:
-    """The names that are being looked up, and the addresses found before. Threads: any."""
+    """Pending lookups, and the addresses of earlier ones. Threads: any."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: dict[str, list[SimpleQueue[_Resolved | None]]] = {}
-        """The callers that wait, by the name that a thread looks up."""
+        """The waiting callers of each pending lookup."""
         self.found: OrderedDict[str, list[Address]] = OrderedDict()
 
     def request(self, host: str) -> SimpleQueue[_Resolved | None]:
-        """A queue that gets the answer. Raises UnknownNameError: too many lookups wait."""
+        """Return a queue for the result. Raises NameResolutionError: too many pending lookups."""
         answer: SimpleQueue[_Resolved | None] = SimpleQueue()
         with self.lock:
             waiting = self.waiting.get(host)
@@ -89,8 +87,8 @@ class _Resolver:
                     f"{host!r} is not looked up: the name server has not answered for "
                     f"{LOOKUPS_MAX} other names"
                 )
-            # Started under the lock: a signal cannot leave an entry without its thread behind. Not
-            # by ``Thread.start``, which waits for the thread in Python code that a signal can cut.
+            # Started under the lock, so that a signal cannot leave an entry without a thread.
+            # ``Thread.start`` waits in Python code, which a signal can interrupt.
             self.waiting[host] = [answer]
             try:
                 _thread.start_new_thread(self._resolve, (host,))
@@ -122,8 +120,8 @@ _lookups = _Resolver()
 
 
 def _begin_anew() -> None:
-    """Called in the child of a fork: no thread looks names up, a lock may be held for ever."""
-    global _lookups  # noqa: PLW0603  # the parent's is of no use
+    """Reset in the child of a fork: there are no lookup threads, and a lock may be held forever."""
+    global _lookups  # noqa: PLW0603  # the parent's is unusable
     _lookups = _Resolver()
 
 
@@ -131,15 +129,16 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
-    """The addresses of ``host``, each with ``port``. Threads: any; a stopped call ends the wait.
+    """Return the addresses of ``host``, each with ``port``. Threads: any; a cancelled call ends the
+    wait.
 
     Args:
-        host: a name, or an address in digits, without brackets.
+        host: a name or a numeric address, without brackets.
         deadline: a ``uptime()`` value.
 
     Raises:
-        UnknownNameError: it has no address, or no name server answered by the deadline.
-        ClosedError: the call was stopped.
+        NameResolutionError: it has no address, or no name server answered by the deadline.
+        ClosedError: the call was cancelled.
     """
     digits = _in_digits(host)
     if digits is not None:
@@ -167,7 +166,7 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
 
 
 def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
-    """The answer; None: there was none by ``until``."""
+    """Return the result; None: none by ``until``."""
     left_s = max(0.0, until - uptime())
     stop = current()
     try:
@@ -182,14 +181,14 @@ def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | No
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """A tcp connection to the first address of ``host`` that accepts one; it has a time-out of
-    ``socket``, which the caller changes.
+    """Connect to the first address of ``host`` that accepts a TCP connection. The socket has a
+    timeout, which the caller changes.
 
-    Each address has its share of the time that is left.
+    The remaining time is divided among the addresses.
 
     Raises:
-        TimeoutError: the name is known, and no address accepted a connection in time.
-        OSError: none can be connected to; UnknownNameError: as ``resolve``.
+        TimeoutError: no address accepted a connection in time.
+        OSError: every connection failed; NameResolutionError: as ``resolve``.
         ClosedError: as ``resolve``.
     """
     addresses = resolve(host, port, deadline).addresses
@@ -218,11 +217,11 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def grpc_target(address: str, deadline: float) -> str:
-    """What a gRPC channel is given for ``host:port``: the address itself, or, while the name server
-    is silent, the addresses that it had before.
+    """Return the gRPC target for ``host:port``: the address itself, or its last known addresses
+    while the name server is silent.
 
     Raises:
-        UnknownNameError, ClosedError: as ``resolve``.
+        NameResolutionError, ClosedError: as ``resolve``.
     """
     host, port = split_address(address)
     found = resolve(host, port, deadline)
@@ -234,7 +233,7 @@ def grpc_target(address: str, deadline: float) -> str:
 
 
 def _in_digits(host: str) -> Address | None:
-    """The address that ``host`` is in digits; None: it is a name."""
+    """Return the numeric address in ``host``; None: it is a name."""
     try:
         version = ip_address(host.partition("%")[0]).version
     except ValueError:
@@ -255,4 +254,4 @@ def _in_digits(host: str) -> Address | None:
 
 def _with_port(address: Address, port: int) -> Address:
     host, _, *rest = address.place
-    return Address(address.family, (host, port, *rest))  # type: ignore[arg-type]  # as before
+    return Address(address.family, (host, port, *rest))  # type: ignore[arg-type]  # as above

@@ -1,4 +1,4 @@
-"""What a server tells the program that supervises it: systemd's protocol of ``Type=notify``."""
+"""Notifications to a supervisor: systemd's protocol of ``Type=notify``."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Final
 
 SOCKET_VARIABLE: Final = "NOTIFY_SOCKET"
 SEND_S: Final = 1.0
-"""How long a supervisor that does not read may hold us up."""
+"""Maximum delay by a supervisor that does not read."""
 
 EXTENDED_S: Final = 60
-"""How long a start counts as alive after each sign of progress."""
+"""Extension of the start timeout after each sign of progress."""
 
 
 def ready(status: str) -> None:
-    """Says that the server serves from now on. ``status``: for people, on one line."""
+    """Notify that the server serves. ``status``: for people, on one line."""
     _tell("READY=1", f"STATUS={status}")
 
 
 def still_starting(status: str) -> None:
-    """Says that the start makes progress: the supervisor's patience begins anew."""
+    """Notify progress of the start, which extends the supervisor's timeout."""
     _tell(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={EXTENDED_S * 1_000_000}")
 
 
 def stopping() -> None:
-    """Says that the server ends, because it was told to."""
+    """Notify that the server stops as requested."""
     _tell("STOPPING=1")
 
 
 def _tell(*lines: str) -> None:
-    """Does nothing without a supervisor that listens."""
+    """Send lines to the supervisor, if there is one."""
     address = os.environ.get(SOCKET_VARIABLE, "")
     if not address.startswith(("/", "@")):
         return

@@ -1,8 +1,7 @@
-"""A connected socket whose every operation ends by a deadline; both ends of tcp use it.
+"""A connected socket whose operations end by a deadline; used by both ends of tcp.
 
-The socket itself stays blocking and the kernel counts the time (``SO_RCVTIMEO``, ``SO_SNDTIMEO``):
-Python's own time-outs make the socket non-blocking, which rules out ``MSG_WAITALL`` and costs a
-``poll`` per call.
+The socket is blocking, with timeouts of the kernel (``SO_RCVTIMEO``, ``SO_SNDTIMEO``): Python's
+timeouts make it non-blocking, which rules out ``MSG_WAITALL`` and costs a ``poll`` per call.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("@ii", 1, 0)
 
 _SILENCE_MS: Final = 10_000
-"""A connection breaks if the other host does not take sent bytes, or does not answer keep-alives,
-for so long: a cut network is noticed even while no call waits."""
+"""Time without acknowledgements of data or keep-alives after which a connection breaks: a network
+failure is detected even without calls."""
 
 
 MOVED_MIN: Final = 64 << 10
-"""If so many bytes are acknowledged within ``stall_s``, the connection makes progress."""
+"""Bytes that must be acknowledged within ``stall_s`` to count as progress."""
 
 
 class StalledError(TimeoutError):
-    """The deadline passed, or no byte moved for ``stall_s``. ``received``: bytes that had come by
-    then."""
+    """The deadline passed, or no byte was transferred for ``stall_s``. ``received``: bytes so
+    far."""
 
     def __init__(self, received: int) -> None:
         super().__init__(f"stalled after {received} bytes")
@@ -42,7 +41,7 @@ class StalledError(TimeoutError):
 
 
 class ConnectionEndedError(ConnectionError):
-    """The peer closed the connection. ``received``: bytes that had come by then."""
+    """The peer closed the connection. ``received``: bytes so far."""
 
     def __init__(self, received: int) -> None:
         super().__init__(f"closed by the peer after {received} bytes")
@@ -50,17 +49,17 @@ class ConnectionEndedError(ConnectionError):
 
 
 class Stream:
-    """Sends and receives whole sequences of buffers. One thread at a time; ``shutdown`` any."""
+    """Sends and receives complete sequences of buffers. One thread at a time; ``shutdown`` any."""
 
     def __init__(self, sock: socket.socket, *, stall_s: float = math.inf) -> None:
-        """Takes over ``sock``, a connected tcp socket. ``stall_s``: the longest that no byte may
-        move, in either direction, while a call waits."""
+        """Take over ``sock``, a connected TCP socket. ``stall_s``: the longest time without a
+        transferred byte, in either direction, while a call waits."""
         self._sock = sock
         self._stall_s = stall_s
         self._unsent = 0
         self._ending = threading.Lock()
         self.peer = _peer(sock)
-        """The peer's address, for logs."""
+        """The peer's address for logs."""
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
@@ -70,28 +69,28 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
 
     def fileno(self) -> int:
-        """The descriptor, for code elsewhere that sets time-outs itself and keeps to a deadline."""
+        """Return the file descriptor, for code that sets timeouts and keeps deadlines itself."""
         return self._sock.fileno()
 
     @property
     def is_plain(self) -> bool:
-        """Whether bytes are on the socket as they are, so that other code may use ``fileno``."""
+        """Whether bytes are sent unencrypted, so that other code may use ``fileno``."""
         return True
 
     @property
     def certificate(self) -> object:
-        """What the peer has shown to prove who it is, as ``ssl`` describes it; None: nothing."""
+        """The peer's certificate, as ``ssl`` describes it; None: none."""
         return None
 
     def begin(self, deadline: float) -> None:
-        """Call it once, before any other exchange: agrees with the other end on encryption. Here
-        there is none."""
+        """Negotiate encryption with the peer; here there is none. Call it once, before any other
+        exchange."""
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill all of ``buffers`` (``B``-formatted, writable, at most ``IOV_MAX`` of them).
 
         Raises:
-            StalledError, EndedError: with the number of bytes that had come.
+            StalledError, ConnectionEndedError: with the number of received bytes.
             OSError: the connection broke.
         """
         wanted = sum(map(len, buffers))
@@ -110,14 +109,14 @@ class Stream:
             if count == 0:
                 raise ConnectionEndedError(received)
             received += count
-            if received < wanted:  # a signal, the deadline or the end: the next round tells
+            if received < wanted:  # a signal, the deadline or the end
                 buffers = _behind(buffers, count)
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
         """Send all of ``buffers`` (at most ``IOV_MAX`` of them).
 
         Raises:
-            StalledError: the peer does not take the bytes.
+            StalledError: the peer does not accept the bytes.
             OSError: the connection broke.
         """
         wanted = sum(map(len, buffers))
@@ -136,9 +135,9 @@ class Stream:
                 buffers = _behind(buffers, count)
 
     def is_idle(self) -> bool:
-        """Whether the connection is open and nothing is waiting to be read."""
+        """Return whether the connection is open and has nothing to read."""
         try:
-            # Of the class: within TLS the object's own method would decrypt.
+            # Of the class: with TLS the object's own method would decrypt.
             socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
@@ -147,35 +146,36 @@ class Stream:
         return False
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
-        """End both directions (or one); wakes a thread that is waiting here. From any thread."""
+        """Shut down both directions (or one), which wakes a waiting thread. From any thread."""
         with self._ending, contextlib.suppress(OSError):
-            # Of the class: within TLS the object's own method would go on without TLS.
+            # Of the class: with TLS the object's own method would continue without TLS.
             socket.socket.shutdown(self._sock, how)
 
     def close(self) -> None:
-        """Call it in the thread that uses the stream: the descriptor may be reused at once."""
+        """Close it in the thread that uses the stream: the file descriptor may be reused at
+        once."""
         with self._ending:
             self._sock.close()
 
     def close_after_fork(self) -> None:
-        """In the child of a fork: give up our descriptor. The connection is the parent's."""
+        """Close our file descriptor in the child of a fork. The connection stays the parent's."""
         self._sock.close()
 
     def __del__(self) -> None:
-        # A signal may have cut a call short: none of its unsent bytes may leave this host.
+        # A signal may have interrupted a call: none of its unsent bytes may leave this host.
         if (sock := getattr(self, "_sock", None)) is not None and sock.fileno() >= 0:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             sock.close()
 
     def reset(self) -> None:
-        """As ``close``, but sent bytes that have not left this host yet are dropped."""
+        """As ``close``, but drop sent bytes that have not left this host yet."""
         with self._ending, contextlib.suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.close()
 
     def _remaining_s(self, deadline: float, received: int) -> float:
-        """How long the next bytes may take. Raises StalledError: it is too late."""
+        """Return the time for the next bytes. Raises StalledError: the deadline passed."""
         remaining = deadline - uptime()
         if remaining <= 0:
             raise StalledError(received)
@@ -184,13 +184,13 @@ class Stream:
     def _arm(self, option: int, deadline: float, received: int) -> None:
         remaining = self._remaining_s(deadline, received)
         seconds = int(remaining)
-        micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean for ever
+        micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean no timeout
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
 
     def _moves(self, deadline: float) -> bool:
-        """After a time-out of the kernel: whether to go on waiting, because the other end has
-        acknowledged earlier bytes meanwhile. (A few bytes are acknowledged at once, even by the
-        kernel of a stopped process.)"""
+        """Return whether to continue after a timeout of the kernel, because the peer has
+        acknowledged earlier bytes meanwhile. (A few bytes are acknowledged even by the kernel of a
+        stopped process.)"""
         if self._stall_s == math.inf or uptime() >= deadline:
             return False
         unsent, before = self._unsent_bytes(), self._unsent
@@ -209,12 +209,12 @@ class Stream:
 def _peer(sock: socket.socket) -> str:
     try:
         return str(sock.getpeername()[0])
-    except OSError:  # it has left already
+    except OSError:  # already disconnected
         return "unknown"
 
 
 def _behind(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
-    """What remains of ``buffers`` behind their first ``count`` bytes."""
+    """Return ``buffers`` without their first ``count`` bytes."""
     remaining: list[memoryview] = []
     for buffer in buffers:
         if count >= len(buffer):

@@ -1,16 +1,16 @@
-"""Background tasks and threads of a process, none of which ends unseen.
+"""Background tasks and threads whose failures are always reported.
 
     work = start_task("tick", self._tick_forever(), died=self._died)
     thread = start_thread("kvstore-leases", self._renew_forever, died=self._died)
 
-When one ends by an exception, the exception is logged once with its traceback, and ``died`` is
-called with it: the owner knows whether the process can go on without it. ``ShutdownRequest`` is for
-an owner that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
-``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
+An exception is logged once with its traceback, and passed to ``died``: the owner decides whether
+the process can continue. If not, ``ShutdownRequest`` ends it with ``EXIT_BROKEN``, so that its
+supervisor restarts it. ``watch_loop`` and ``watch_threads`` log the failures of tasks and threads
+without an owner.
 
-Signal handlers run in the main thread and may raise: Ctrl-C, a time-out by SIGALRM, ``sys.exit`` on
-SIGTERM. A client that this happens to begins anew. What it must not leave half done, because others
-share it or nothing would release it, is done ``uninterrupted``, by another thread.
+Signal handlers run in the main thread and may raise: Ctrl-C, a timeout by SIGALRM, ``sys.exit`` on
+SIGTERM. Work that must not stay half done, because other threads share it or nothing would release
+it, runs ``uninterrupted``, in another thread.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from kvstore.runtime.clock import uptime
 log = logging.getLogger("kvstore.background")
 
 Died = Callable[[BaseException], None]
-"""Tells the owner that its task or thread has failed. Called once, in the loop's thread for a task,
-and in the dying thread for a thread."""
+"""Callback of a failed task or thread. Called once, in the loop's thread for a task, in the failed
+thread for a thread."""
 
 EXIT_BROKEN: Final = 70
-"""The exit status of a process that ends because of a bug or for want of memory (EX_SOFTWARE)."""
+"""Exit status after a bug or lack of memory (EX_SOFTWARE)."""
 
 CLOSE_S: Final = 10.0
-"""How long a ``close`` waits for threads of its own that end soon, unless a system call hangs."""
+"""Maximum time that a ``close`` waits for its own threads, which end soon unless a system call
+hangs."""
 
 AnyResult = TypeVar("AnyResult")
 
 _running: Final[set[asyncio.Task[Any]]] = set()
-"""Keeps running tasks alive: a loop refers to its tasks weakly."""
+"""References that keep running tasks alive: a loop refers to its tasks weakly."""
 
 
 def start_task(
@@ -54,13 +55,13 @@ def start_task(
     died: Died | None = None,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> asyncio.Task[AnyResult]:
-    """Runs ``work`` in the running loop. A cancellation does not count as a failure.
+    """Run ``work`` in the running loop. A cancellation does not count as a failure.
 
     Args:
         name: the task's name in the log.
-        work: what the task runs.
-        died: None: the task that awaits it is its owner.
-        expected: exceptions by which it may end: they are neither logged nor given to ``died``.
+        work: the coroutine.
+        died: None if a task awaits it.
+        expected: exceptions that are neither logged nor passed to ``died``.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     _running.add(task)
@@ -82,7 +83,7 @@ def start_thread(
     died: Died | None = None,
     daemon: bool = True,
 ) -> threading.Thread:
-    """Runs ``work`` in a thread, which has started when this returns.
+    """Run ``work`` in a thread, which has started when this returns.
 
     Raises:
         RuntimeError: the system has no thread left.
@@ -91,15 +92,15 @@ def start_thread(
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  # that is what this function is for
+        except BaseException as error:  # noqa: BLE001  # the purpose of this function
             _tell(name, error, died)
 
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     if not _is_main():
         thread.start()
         return thread
-    # ``start`` waits for the new thread with a ``threading.Event``. An exception in there would
-    # leave a thread that never begins.
+    # ``start`` waits for the new thread with a ``threading.Event``; an exception there would leave
+    # a thread that never begins.
     started: SimpleQueue[Exception | None] = SimpleQueue()
 
     def start() -> None:
@@ -121,15 +122,15 @@ def start_thread(
 
 
 def start_from_finalizer(name: str, work: Callable[[], object]) -> None:
-    """As ``start_thread``, where the present thread may hold any lock: waits for nothing. Does
-    nothing when the interpreter is ending."""
+    """As ``start_thread``, but without waiting, because the current thread may hold any lock. Does
+    nothing if the interpreter is ending."""
     with contextlib.suppress(RuntimeError):
         _thread.start_new_thread(start_thread, (name, work))
 
 
 def uninterrupted(work: Callable[[], AnyResult]) -> AnyResult:
-    """Returns the result of ``work``, which runs to its end even if a signal handler raises in this
-    thread meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
+    """Run ``work`` to its end even if a signal handler raises in this thread; return its result.
+    Costs the main thread some 100 us; other threads run it directly."""
     if not _is_main():
         return work()
     job = Job(work)
@@ -145,17 +146,18 @@ def _is_main() -> bool:
 
 
 class Job(Generic[AnyResult]):
-    """One piece of work for another thread. Threads: any."""
+    """A unit of work for another thread. Threads: any."""
 
     def __init__(
         self, work: Callable[[], AnyResult], ended: Callable[[], object] | None = None
     ) -> None:
-        """``ended``: called when the work has ended or was cancelled, in the thread that did so."""
+        """Create a job. ``ended``: called after the work or its cancellation, in the thread that
+        did it."""
         self._work: Callable[[], AnyResult] | None = work
         self._tell = ended
         self._unclaimed: list[None] = [None]
         self._running = threading.Lock()
-        """Released when the work has ended or was cancelled."""
+        """Released after the work or its cancellation."""
         self._running.acquire()
         self.is_done = False
         self._result: AnyResult | None = None
@@ -163,7 +165,7 @@ class Job(Generic[AnyResult]):
         self.is_cancelled = False
 
     def run(self) -> None:
-        """Does the work, unless it was cancelled."""
+        """Do the work, unless it was cancelled."""
         work, self._work = self._work, None
         if work is None or not self._try_start():
             return
@@ -175,7 +177,7 @@ class Job(Generic[AnyResult]):
         self._end()
 
     def cancel(self) -> bool:
-        """Cancels the work, unless it has begun. Returns whether it has been cancelled."""
+        """Cancel the work unless it has begun; return whether it is cancelled."""
         if self._try_start():
             self.is_cancelled = True
             self._work = None
@@ -183,12 +185,12 @@ class Job(Generic[AnyResult]):
         return self.is_cancelled
 
     def wait(self) -> None:
-        """Returns when the work has ended, or was cancelled."""
+        """Wait until the work has ended or was cancelled."""
         with self._running:
             pass
 
     def result(self) -> AnyResult:
-        """Waits, and returns or raises what the work did."""
+        """Wait, and return or raise the result of the work."""
         self.wait()
         error, self._error = self._error, None
         if error is not None:
@@ -215,7 +217,7 @@ class Job(Generic[AnyResult]):
 
 
 class _WorkerPool:
-    """What the threads of ``ThreadPool`` share. They do not refer to ``ThreadPool``."""
+    """State shared by the threads of ``ThreadPool``, which do not refer to it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -233,7 +235,7 @@ class _WorkerPool:
         try:
             while (job := self.jobs.get()) is not None:
                 job.run()
-                del job  # it refers to its caller's memory
+                del job  # it refers to memory of its caller
                 with self.lock:
                     self.idle += 1
             self.jobs.put(None)  # for the next thread
@@ -243,10 +245,10 @@ class _WorkerPool:
 
 
 class ThreadPool:
-    """A bounded number of threads, made when they are needed, which do jobs.
+    """A bounded number of threads, started on demand, that run jobs.
 
-    Used instead of ``ThreadPoolExecutor``: a signal handler that raises can leave a lock of that
-    taken. Threads: any.
+    Replaces ``ThreadPoolExecutor``, whose lock stays acquired if a signal handler raises. Threads:
+    any.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -255,8 +257,7 @@ class ThreadPool:
         self._is_closed = False
 
     def begin(self, job: Job[Any]) -> None:
-        """Lets one of the threads do the job, at once or as soon as one is free. If this raises,
-        ``cancel`` the job.
+        """Queue the job for a thread. If this raises, ``cancel`` the job.
 
         Raises:
             ClosedError
@@ -272,12 +273,12 @@ class ThreadPool:
             start_thread(self._name, crew.serve)
 
     def end(self) -> None:
-        """Lets the threads end after the jobs that have begun. Finalizers may call it."""
+        """Let the threads end after the queued jobs. Finalizers may call it."""
         self._is_closed = True
         self._crew.jobs.put(None)
 
     def close(self, patience_s: float) -> None:
-        """As ``end``, and waits for the threads, but at most ``patience_s``. Idempotent."""
+        """As ``end``, then wait for the threads, at most ``patience_s``. Idempotent."""
         self.end()
         with self._crew.lock:
             threads = list(self._crew.threads)
@@ -285,8 +286,8 @@ class ThreadPool:
 
 
 def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
-    """Waits until these threads have ended, but not longer than ``patience_s`` in all. One that has
-    not is named in the log. The present thread is left out."""
+    """Wait for these threads, at most ``patience_s`` in total, except for the current one; log
+    those that have not ended."""
     until = uptime() + patience_s
     for thread in threads:
         if thread is threading.current_thread():
@@ -303,7 +304,8 @@ def _tell(name: str, error: BaseException, died: Died | None) -> None:
 
 
 class ShutdownRequest:
-    """Why a process has to end; the first reason counts. Threads: any. Make it in the loop."""
+    """The reason for which a process must end; the first one counts. Threads: any. Create it in the
+    loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -323,8 +325,7 @@ class ShutdownRequest:
 
 
 def shutdown_signals() -> list[signal.Signals]:
-    """The signals that end a server cleanly. SIGHUP comes from a terminal that is closed; a server
-    that ``nohup`` has started outlives it."""
+    """Return the signals that stop a server cleanly. SIGHUP, unless ``nohup`` ignores it."""
     ends = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ends.append(signal.SIGHUP)
@@ -332,11 +333,10 @@ def shutdown_signals() -> list[signal.Signals]:
 
 
 def install_signal_handlers() -> None:
-    """Called in the main thread of a server when the signals that end it have their handlers.
+    """Prepare the signals of a server in its main thread, after its handlers are installed.
 
-    A process inherits what its parent, or the one thread that started it, blocks and ignores: a
-    server would not hear SIGTERM, or not how its children end. A server in the background of a
-    terminal that stops such programs when they write (``stty tostop``) goes on.
+    Signals that the parent blocks or ignores are inherited: unblocks them, so that SIGTERM and
+    SIGCHLD arrive. Ignores SIGTTOU, by which a terminal stops background programs that write.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -344,7 +344,7 @@ def install_signal_handlers() -> None:
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs what goes wrong in callbacks, and in tasks that ``start_task`` has not started."""
+    """Log failures of callbacks, and of tasks that ``start_task`` has not started."""
     loop.set_exception_handler(_log_context)
 
 
@@ -352,14 +352,14 @@ def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     del loop
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in descriptors.NONE_LEFT:
-        # ``socket.accept``: asyncio tries again in a second, when descriptors may be free.
+        # ``socket.accept``: asyncio tries again after a second, when file descriptors may be free.
         log.warning("connection_not_accepted reason=%r", error.strerror)
         return
     log.error("loop_error what=%r error=%r", context.get("message"), error, exc_info=error)
 
 
 def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> None:
-    """Logs the death of any other thread of this process by name, and calls ``died`` then."""
+    """Log the failure of any other thread by name, and call ``died`` then."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value

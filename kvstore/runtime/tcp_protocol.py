@@ -1,6 +1,6 @@
-"""What a client and a node's data server say to each other over tcp.
+"""Data protocol between a client and a node's data server over tcp.
 
-A connection is for one segment, and for one request at a time:
+A connection serves one segment, and one request at a time:
 
     client                                               server
     hello   magic, version, 0, uuid, token,
@@ -11,16 +11,16 @@ A connection is for one segment, and for one request at a time:
     WRITE   all ranges end to end                    ->
                                                      <-  status
 
-Any status but OK is the last message of the server: it closes the connection. It answers a WRITE
-when it has done with the segment, so after a status no byte of the request can still land.
+After any status except OK the server closes the connection. It replies to a WRITE when it has
+finished with the segment, so after a status the request is quiesced.
 
-The uuid names the segment and the generation its mount; the token proves that the master has told
-the client of the segment. The client chooses the numbers of client and connection: by them the
-master orders a node to end the connections that may still carry bytes of abandoned puts
-(``DataServer.close_writers``). Ranges are checked before any byte moves: they lie behind the
-superblock and within the segment, and sum up to no more than its size. Numbers are little-endian.
+The uuid names the segment and the generation its mount; the token proves that the client has the
+segment's description from the master. The client chooses the numbers of client and connection, by
+which the master requests a node to close connections that may still carry bytes of abandoned puts
+(``DataServer.close_writers``). Ranges are checked before any transfer: they are after the
+superblock, within the segment, and in total not larger than it. Numbers are little-endian.
 
-With capabilities (docs/transports.md says what they are for) two places differ:
+With capabilities (docs/transports.md) two messages differ:
 
     hello   as above, with 1 behind the version; in
             the token's place 8 bytes with the
@@ -30,19 +30,19 @@ With capabilities (docs/transports.md says what they are for) two places differ:
                                                      <-  status
     request magic, op, count; count x record         ->
 
-Where the segment's description says so, all of this is within TLS 1.3, which begins the connection
-(``kvstore.security.data_port_tls``). A server that has no connection left sends an
-alert of TLS (``kvstore.security.tls_stream.BUSY``) instead of a handshake.
+If the segment's description says so, the connection uses TLS 1.3
+(``kvstore.security.data_port_tls``). A server without free connections sends a TLS alert
+(``kvstore.security.tls_stream.BUSY``) instead of a handshake.
 
-A holder is an identity that the master has authenticated. Its clients prove that they have the
-holder's key of the segment (``holder_key``), which the master tells to no other identity. A record
-is a range with the capability for it: offset, length; offset and length of its extent; expiry in ms
-of the node's clock (``kvstore.runtime.clock.uptime``); order; rights; MAC. The MAC is SipHash-2-4,
-of 128 bits, of what ``sealed`` packs, under the segment's token. So each capability is for one
+A holder is an authenticated identity. Its clients prove that they have the holder's key of the
+segment (``holder_key``), which the master sends to no other identity. A record is a range with its
+capability: offset, length; offset and length of its extent; expiry in ms of the node's clock
+(``kvstore.runtime.clock.uptime``); wipe sequence number; rights; MAC. The MAC is SipHash-2-4 (128
+bits) over the output of ``sealed``, with the segment's token as key, so a capability is for one
 holder, mount and extent.
 
-The order is the number of the last order to wipe that the master had made when it made the
-capability. A later order for the extent ends the right to write there: ``slow.call_back``.
+The wipe sequence number is the last one at the issue of the capability. A later wipe request for
+the extent revokes the right to write: ``pure_python.call_back``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from typing import Final, NamedTuple
 from kvstore.limits import DATA_PROTOCOL_VERSION
 
 RANGES_MAX: Final = 4096
-"""Ranges in one request: 64 KiB of them, or 288 with capabilities. A client splits longer calls."""
+"""Ranges in one request: 64 KiB, or 288 with capabilities. A client splits longer calls."""
 
 NONCE_BYTES: Final = 16
 PROOF_BYTES: Final = 16
@@ -88,20 +88,20 @@ class Op(enum.IntEnum):
 class TransferStatus(enum.IntEnum):
     OK = 0
     BUSY = 1
-    """More connections than the server takes; try again later."""
+    """The server has no free connection; try again later."""
     DENIED = 2
-    """Wrong token or proof; or a token where capabilities are required."""
+    """Wrong token or proof; or a token instead of a required capability."""
     GONE = 3
-    """No such segment here, or mounted anew since."""
+    """No such segment here, or it was mounted again since."""
     INVALID_RANGE = 4
     BAD_REQUEST = 5
-    """Not this protocol, or another version of it."""
+    """Not this protocol or version."""
     NOT_ALLOWED = 6
-    """A range without a valid capability for it."""
+    """A range without a valid capability."""
 
 
 class RefusedTransferError(Exception):
-    """The server ends the connection with this status; None: with something that is no status."""
+    """The server closes the connection with this status; None: an invalid status."""
 
     def __init__(self, status: TransferStatus | None) -> None:
         super().__init__(status)
@@ -109,39 +109,39 @@ class RefusedTransferError(Exception):
 
 
 LOWER_HALF: Final = 0xFFFF_FFFF
-"""Of a client's number: the part that it chooses. The upper half follows from its identity."""
+"""The part of a client number that the client chooses. The upper half follows from its identity."""
 
 
 class Hello(NamedTuple):
     uuid: bytes
     token: bytes
-    """Of the segment; not sent by a holder."""
+    """Token of the segment; not sent by a holder."""
     generation: int
     client: int = 0
-    """Number of the client, which it shows to the master, too; 0: it writes nothing."""
+    """Client number, as known to the master; 0: it writes nothing."""
     connection: int = 0
     """Number of this connection among those of the client."""
     holder: int = 0
-    """The number that the master has given the client's identity; 0: the client has no
-    capabilities, and shows the token."""
+    """Number of the client's identity, assigned by the master; 0: the client has no capabilities,
+    and presents the token."""
 
 
 class Extent(NamedTuple):
-    """An extent, and a capability for it."""
+    """An extent, and its capability."""
 
     offset: int
     length: int
-    """Bytes, the header included."""
+    """Bytes, header included."""
     capability: bytes
-    """``CAPABILITY_BYTES``: expiry, order and MAC."""
+    """``CAPABILITY_BYTES``: expiry, wipe sequence number and MAC."""
 
 
 NO_EXTENT: Final = Extent(0, 0, bytes(_CAPABILITY.size))
-"""Stands for the extent of a range for which the client has no capability."""
+"""The extent of a range without a capability."""
 
 
 class CapabilityRange(NamedTuple):
-    """One range of a request, with its capability."""
+    """A range of a request, with its capability."""
 
     offset: int
     length: int
@@ -150,11 +150,11 @@ class CapabilityRange(NamedTuple):
     expires_ms: int
     wipe_seq: int
     rights: int
-    """One bit for each ``Op``, of that value."""
+    """One bit for each ``Op``, with its value."""
     mac: bytes
 
     def covers(self) -> bool:
-        """Whether the range is within the extent."""
+        """Return whether the range is within the extent."""
         start = self.offset - self.extent_offset
         return 0 <= start and start + self.length <= self.extent_length
 
@@ -169,7 +169,7 @@ def pack_hello(hello: Hello) -> bytes:
 
 
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
-    """The hello; None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
+    """Parse a hello of ``HELLO_BYTES``; return None if it is not this protocol."""
     magic, version, form, uuid, token, generation, client, connection = _HELLO.unpack(raw)
     if magic != _MAGIC or version != DATA_PROTOCOL_VERSION or form > 1:
         return None
@@ -182,20 +182,20 @@ def unpack_hello(raw: bytes | bytearray) -> Hello | None:
 
 
 def holder_key(token: bytes, uuid: bytes, generation: int, holder: int) -> bytes:
-    """The key of one holder for one mount of a segment, which follows from the segment's token."""
+    """Derive the key of one holder for one mount of a segment from the segment's token."""
     said = _HOLDER_TAG + uuid + struct.pack("<QQ", generation, holder)
     return hmac.digest(token, said, "sha256")[:16]
 
 
 def prove(key: bytes, nonce: bytes, hello: bytes) -> bytes:
-    """Proves that a client has the holder's key, for this hello and nonce alone."""
+    """Return the proof that a client has the holder's key, for this hello and nonce."""
     return hmac.digest(key, nonce + hello, "sha256")[:PROOF_BYTES]
 
 
 def sealed(
     generation: int, holder: int, offset: int, length: int, expires_ms: int, order: int, rights: int
 ) -> bytes:
-    """What the MAC of a capability is of."""
+    """Return the bytes that the MAC of a capability signs."""
     return _SEALED.pack(_SEAL_TAG, generation, holder, offset, length, expires_ms, order, rights)
 
 
@@ -206,8 +206,8 @@ def pack_capability(expires_ms: int, order: int, mac: bytes) -> bytes:
 def pack_request(
     op: Op, ranges: Sequence[tuple[int, int]], extents: Sequence[Extent] | None = None
 ) -> bytes:
-    """``ranges`` are (offset, length) in bytes, at most ``RANGES_MAX``; ``extents`` those around
-    them, on a connection with capabilities."""
+    """Pack (offset, length) ``ranges``, at most ``RANGES_MAX``, with ``extents`` around them if the
+    connection uses capabilities."""
     head = _REQUEST.pack(_MAGIC, op, 0, len(ranges))
     if extents is None:
         numbers = [number for pair in ranges for number in pair]
@@ -220,7 +220,8 @@ def pack_request(
 
 
 def unpack_request(raw: bytes | bytearray) -> tuple[Op, int] | None:
-    """The op and the number of ranges; None: not this protocol. ``raw`` has ``REQUEST_BYTES``."""
+    """Parse the op and the number of ranges from ``REQUEST_BYTES``; return None if it is not this
+    protocol."""
     magic, op, reserved, count = _REQUEST.unpack(raw)
     if magic != _MAGIC or reserved or op not in (Op.READ, Op.WRITE) or not 0 < count <= RANGES_MAX:
         return None
@@ -241,7 +242,7 @@ def pack_status(status: TransferStatus) -> bytes:
 
 
 def unpack_status(raw: bytes | bytearray | memoryview) -> TransferStatus | None:
-    """The status; None: not this protocol."""
+    """Parse a status; return None if it is not this protocol."""
     magic, status = _STATUS.unpack(raw)
     try:
         return TransferStatus(status) if magic == _MAGIC else None

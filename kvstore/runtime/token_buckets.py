@@ -1,4 +1,4 @@
-"""Limits how often something happens: lines of a log, ends of terms."""
+"""Rate limits for events, such as log lines and ends of terms."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Hashable
 
 
 class TokenBuckets:
-    """A token bucket for each key. Pure: the caller passes the time, in seconds of any monotonic
-    clock. Threads: any, without a lock; two at once may count as one."""
+    """A token bucket per key. Pure: the caller passes the time, in seconds of a monotonic clock.
+    Threads: any, without a lock; two at once may count as one."""
 
     def __init__(self, burst: float, per_s: float, keys_max: int) -> None:
         """
         Args:
-            burst: how often it may happen at once; ``per_s``: how often a second after that.
-            keys_max: if there are more, all begin again.
+            burst: events allowed at once; ``per_s``: events per second after that.
+            keys_max: with more keys, all are reset.
         """
         self._burst = burst
         self._per_s = per_s
         self._keys_max = keys_max
         self._buckets: dict[Hashable, tuple[float, float, int]] = {}
-        """Tokens after the last time that it was not refused, when that was, and refusals since."""
+        """Tokens after the last accepted event, its time, and refusals since."""
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, key: Hashable, now_s: float) -> int | None:
-        """How often this key was refused since the last time that it was not; None: it is refused
-        now."""
+        """Return the number of refusals of this key since the last accepted event; None:
+        refused."""
         bucket = self._buckets.get(key)
         if bucket is None and len(self._buckets) >= self._keys_max:
             self._buckets.clear()

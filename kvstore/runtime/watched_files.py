@@ -1,9 +1,9 @@
-"""Files that others replace while this process runs: identities, tenants, who is revoked.
+"""Files that are replaced while this process runs: identities, tenants, revocation lists.
 
-A file that is written in place is empty and then incomplete for a moment, and stays so on a full
-disk. So new content counts once its file is at rest and it passes the checks of a start; until then
-the content of before stays in use. Servers read in a thread (``watching``), because a disk that
-hangs must not stop an event loop. Other processes read when they need the content.
+A file that is written in place is empty or incomplete for a moment, or permanently on a full disk.
+New content is used once the file no longer changes and the content passes the checks of a start;
+until then the previous content stays in use. Servers read in a thread (``watching``), so that a
+hanging disk does not stop the event loop. Other processes read on demand.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ StrPath = str | os.PathLike[str]
 LOOK_S: Final = 0.5
 
 REST_S: Final = 0.5
-"""For how long a file has not changed that is at rest. So new content is in use within a second."""
+"""Time without changes after which a file is read. New content is in use within a second."""
 
 AGAIN_S: Final = 60.0
-"""After which a file that cannot be used is read, and reported, again."""
+"""Interval at which an unusable file is read, and reported, again."""
 
 _files: Final[weakref.WeakValueDictionary[int, WatchedFile[Any]]] = weakref.WeakValueDictionary()
 _threads: Final[set[object]] = set()
-"""Not empty while a thread reads all files of this process."""
+"""Not empty while a thread reads the files of this process."""
 
 
 def read_file(path: StrPath, setting: str, *, bytes_max: int = 1 << 20, advice: str = "") -> bytes:
-    """The bytes of a regular file, which the setting names. Does not wait for a pipe's other end.
+    """Return the bytes of a regular file that the setting names. Does not block on pipes.
 
     Raises:
-        ConfigError: it cannot be read (``advice`` is for this), is longer, or changes meanwhile.
+        ConfigError: it cannot be read (with ``advice``), is longer, or changes meanwhile.
     """
     try:
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as f:
@@ -66,12 +66,12 @@ def read_file(path: StrPath, setting: str, *, bytes_max: int = 1 << 20, advice: 
 
 
 def write_file(path: Path, content: bytes | memoryview, mode: int = 0o600) -> None:
-    """Replaces the file: others read the old content or the new one.
+    """Replace the file atomically: other processes read the old content or the new one.
 
     Raises:
         OSError: the old file is still there.
     """
-    import tempfile  # not above: who only reads files does not wait for it
+    import tempfile  # here, because readers do not need it
 
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 600
     try:
@@ -104,9 +104,9 @@ class WatchedFile(Generic[T]):
     ) -> None:
         """
         Args:
-            setting: the setting that names ``path``, for the log and the metrics.
+            setting: the name of the setting, for the log and the metrics.
             load: reads (``read_file``), parses and checks the content.
-            files: what ``load`` reads; None: ``path``.
+            files: the files that ``load`` reads; None: ``path``.
             accept: returns the content to use after the one in use and the new one; raises
                 ConfigError if the new one must not replace it.
 
@@ -130,8 +130,7 @@ class WatchedFile(Generic[T]):
         return self._used[0]
 
     def look(self) -> None:
-        """Uses the content of the file from now on if it is new, at rest and right. Takes as long
-        as the disk does."""
+        """Switch to new content if it is stable and valid. Blocks on the disk."""
         now = uptime()
         self._look_at = now + LOOK_S
         if (marks := self._marks()) != self._seen:
@@ -155,7 +154,8 @@ class WatchedFile(Generic[T]):
             log.info("file_loaded setting=%s file=%s", self._setting, self._path)
 
     def report(self, reason: str) -> None:
-        """Logs, every ``AGAIN_S`` at most, why the file does not count; empty: it does."""
+        """Log the reason for which the file is unusable, at most every ``AGAIN_S``; "": it is
+        usable."""
         if reason and (reason != self._reason or uptime() >= self._remind_at):
             self._remind_at = uptime() + AGAIN_S
             log.warning(
@@ -164,8 +164,8 @@ class WatchedFile(Generic[T]):
         self._reason = reason
 
     def _marks(self) -> tuple[tuple[int, ...], ...]:
-        """Differs once a file was replaced, changed, or given another mode. Follows links, as those
-        by which Kubernetes replaces secrets. Empty for a file that cannot be found."""
+        """Return a value that differs after a replacement, change or new mode of the file. Follows
+        links, with which Kubernetes replaces secrets. Empty for a missing file."""
         marks: list[tuple[int, ...]] = []
         for path in self._paths():
             try:
@@ -177,9 +177,9 @@ class WatchedFile(Generic[T]):
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """In the block a thread reads the files of this process, and nothing else does."""
+    """Run a thread that reads the files of this process in the block; nothing else reads them."""
     from kvstore.runtime.tasks import (
-        start_thread,  # needs asyncio, which a command that reads its settings does not wait for
+        start_thread,  # imports asyncio, which is slow for commands
     )
 
     ended = threading.Event()
@@ -202,7 +202,7 @@ def watching() -> Iterator[None]:
 
 
 def refused_files() -> dict[str, int]:
-    """By setting: 1 if its file does not count, or its disk hangs; else 0."""
+    """Return by setting: 1 if its file is unusable, or its disk hangs; else 0."""
     found: dict[str, int] = {}
     for file in _all():
         is_refused = bool(file._reason) or (bool(_threads) and uptime() > file._look_at + AGAIN_S)
@@ -211,5 +211,5 @@ def refused_files() -> dict[str, int]:
 
 
 def _all() -> list[WatchedFile[Any]]:
-    """In one step: other threads may open files meanwhile."""
+    """Return a copy in one step: other threads may open files meanwhile."""
     return [file for ref in _files.valuerefs() if (file := ref()) is not None]

@@ -1,2 +1,1 @@
-"""Authentication and authorization: certificates, identities, permissions, TLS, and the passing of
-file descriptors to authenticated clients."""
+"""Authentication and authorization: certificates, permissions, TLS, descriptor passing."""

@@ -6,7 +6,7 @@
     revoked    numbers of revoked certificates, for the servers
     (``kvstore.security.revocation_list``)
 
-A certificate is in ``issued/`` before its file is written, so each one can be revoked.
+A certificate is recorded in ``issued/`` before its file is written, so it can be revoked.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ PUBLIC: Final = 0o644
 
 
 def create(folder: Path, now: datetime) -> SigningAuthority:
-    """Writes a new CA.
+    """Create a CA.
 
     Raises:
-        UsageError: the folder has one.
+        UsageError: the folder has a CA.
         OSError: it cannot be written.
     """
     if (folder / KEY_NAME).exists() or (folder / CERTIFICATE_NAME).exists():
         raise UsageError(
             f"{folder} has an authority already",
-            advice="Nothing was changed. Name another folder: --authority DIR.",
+            advice="Nothing was changed. Name another folder: --ca DIR.",
         )
     signer = certificates.new_ca(now)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,13 +59,13 @@ def create(folder: Path, now: datetime) -> SigningAuthority:
 
 
 def issue(folder: Path, wanted: CertificateRequest, now: datetime) -> IssuedCertificate:
-    """Issues a certificate, and records it.
+    """Issue and record a certificate.
 
     Raises:
         ConfigError: there is no CA, or it cannot be read.
-        InvalidArgumentError: the CA has ended, or there can be no such certificate.
+        InvalidArgumentError: the CA has expired, or the request is invalid.
     """
-    advice = "kvstore auth init writes one; --authority DIR names another folder."
+    advice = "kvstore auth init writes one; --ca DIR names another folder."
     key, certificate = (
         read_file(folder / name, "authority", advice=advice)
         for name in (KEY_NAME, CERTIFICATE_NAME)
@@ -78,7 +78,7 @@ def issue(folder: Path, wanted: CertificateRequest, now: datetime) -> IssuedCert
 
 
 def revoke(folder: Path, which: str, now: datetime) -> list[str]:
-    """Revokes the certificate of a number, or all of a name, and returns their numbers."""
+    """Revoke the certificate with a number, or all of a name; return their numbers."""
     paths = sorted((folder / ISSUED_NAME).glob("*.crt"))
     issued = [path.name.rsplit(".", 2)[:2] for path in paths]
     found = [number for name, number in issued if which == number or file_name(which) == name]
@@ -90,7 +90,7 @@ def revoke(folder: Path, which: str, now: datetime) -> list[str]:
         path = folder / REVOKED_NAME
         before = path.read_bytes() if path.exists() else b""
         if before and not before.endswith(b"\n"):
-            before += b"\n"  # an editor may leave it out
+            before += b"\n"  # an editor may have removed it
         given = before.decode(errors="replace").splitlines()
         known = {normalize_serial(line.split("#")[0]) for line in given}
         note = f"# {quote(which, safe='')}, {now:%Y-%m-%dT%H:%M:%SZ}"
@@ -102,13 +102,13 @@ def revoke(folder: Path, which: str, now: datetime) -> list[str]:
 
 
 def file_name(name: str) -> str:
-    """The name of an identity, as part of a file's name."""
+    """Return the name of an identity in the form for file names."""
     return name.replace("%", "%25").replace("/", "%2F")
 
 
 def content_of(leaf: IssuedCertificate, command: str) -> bytes:
-    """A file that proves an identity. ``command``: the one that was called, for people."""
-    # Text must not look like a part of the file. URIs cannot: spaces are %20 there.
+    """Return the content of an identity's file. ``command``: the command line, for people."""
+    # The text must not look like a part of the file. URIs cannot: they have no spaces.
     command = "".join(each if each.isprintable() else "?" for each in command)
     text = (
         f"{leaf.identity.uri}\n"

@@ -1,5 +1,5 @@
-"""Certificates of identities: how they are issued, and read. Needs ``cryptography``, which only
-``kvstore auth`` needs. Keys are of the curve P-256, signatures ECDSA with SHA-256."""
+"""Certificates of identities: issue and inspection. Requires ``cryptography``, as only ``kvstore
+auth`` does. Keys use the curve P-256, signatures ECDSA with SHA-256."""
 
 from __future__ import annotations
 
@@ -43,39 +43,37 @@ except ModuleNotFoundError:
     ) from None
 
 EARLIER: Final = timedelta(minutes=10)
-"""How much earlier than now certificates begin: clocks of hosts differ."""
+"""Start of validity before the current time: clocks of hosts differ."""
 
 Key = ec.EllipticCurvePrivateKey
 PEM: Final = serialization.Encoding.PEM
 
 
 class CertificateRequest(NamedTuple):
-    """The content of a certificate."""
-
     name: str
     roles: tuple[str, ...]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ALL
     hosts: tuple[str, ...] = ()
-    """Names and addresses at which browsers and Prometheus find the process."""
+    """Names and addresses that browsers and Prometheus use for the process."""
     days: int = 365
 
     @property
     def serves(self) -> bool:
-        """Whether others connect to it."""
+        """Whether the process is a server."""
         return not SERVED.keys().isdisjoint(self.roles)
 
 
 class SigningAuthority(NamedTuple):
-    """A certificate authority (CA) with its key."""
+    """A CA with its key."""
 
     key: Key
     certificate: x509.Certificate
 
 
 class IssuedCertificate(NamedTuple):
-    """An issued certificate with its key. The number of ``identity`` is its serial number."""
+    """A certificate with its key. The number of ``identity`` is its serial number."""
 
     identity: Identity
     until: datetime
@@ -91,10 +89,10 @@ def new_ca(now: datetime) -> SigningAuthority:
 
 
 def issue(signer: SigningAuthority, wanted: CertificateRequest, now: datetime) -> IssuedCertificate:
-    """A key, and its certificate, which ends with its CA at the latest.
+    """Create a key and its certificate, which expires with its CA at the latest.
 
     Raises:
-        InvalidArgumentError: the CA has ended, or there can be no such certificate.
+        InvalidArgumentError: the CA has expired, or the request is invalid.
     """
     end = signer.certificate.not_valid_after_utc
     serial = secrets.randbits(63) | 1 << 63  # always sixteen hexadecimal digits
@@ -122,11 +120,11 @@ def issue(signer: SigningAuthority, wanted: CertificateRequest, now: datetime) -
 
 
 def _check(wanted: CertificateRequest, who: Identity, *, has_ended: bool) -> None:
-    """Raises InvalidArgumentError: there can be no such certificate, or it would be of no use."""
+    """Raise InvalidArgumentError if the certificate is impossible or useless."""
     is_engine, patterns = ENGINE in wanted.roles, wanted.reads or wanted.writes
     for is_wrong, what, advice in (
         (has_ended, "the authority has ended",
-         "Write another one: kvstore auth init --authority DIR."),
+         "Write another one: kvstore auth init --ca DIR."),
         (len(who.uri) > URI_BYTES_MAX,
          f"its name and patterns take more than {URI_BYTES_MAX} bytes",
          "Give fewer patterns, or shorter ones that end in a star."),
@@ -146,11 +144,11 @@ def _check(wanted: CertificateRequest, who: Identity, *, has_ended: bool) -> Non
 
 
 def _host(host: str) -> x509.GeneralName:
-    """Raises InvalidArgumentError."""
+    """Return the host as an alternative name. Raises InvalidArgumentError."""
     if is_address(host):
         return x509.IPAddress(ipaddress.ip_address(host))
     is_name = re.fullmatch(r"(\*\.)?[\w-][\w.-]{0,250}", host, re.ASCII)
-    if not is_name or host.lower().endswith(".kvstore"):  # *.kvstore would be a name of masters
+    if not is_name or host.lower().endswith(".kvstore"):  # *.kvstore are names of roles
         raise InvalidArgumentError(
             f"{host[:80]!r} is neither a host's name nor an address",
             advice="Give each as --host cache-1.example or --host 10.0.0.7, without a port. "
@@ -198,7 +196,7 @@ def pem_of_key(key: Key) -> bytes:
 
 
 def signer_of(key: bytes, certificate: bytes) -> SigningAuthority:
-    """Raises ConfigError: they cannot be read, or do not belong together."""
+    """Raise ConfigError if they cannot be read or do not belong together."""
     [found, *_] = loaded(certificate)
     try:
         read = serialization.load_pem_private_key(key, None)
@@ -210,7 +208,7 @@ def signer_of(key: bytes, certificate: bytes) -> SigningAuthority:
 
 
 def loaded(pem: bytes) -> list[x509.Certificate]:
-    """Raises ConfigError."""
+    """Parse certificates. Raises ConfigError."""
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
@@ -231,7 +229,7 @@ def names_of(certificate: x509.Certificate, kind: type[Any]) -> list[str]:
 
 
 def inspect(path: str) -> dict[str, Any]:
-    """Describes the file of an identity, with its problems: ``kvstore auth show``.
+    """Describe the file of an identity, with its problems, for ``kvstore auth show``.
 
     Raises:
         ConfigError: it cannot be read, or has no key, certificate or CA.

@@ -1,13 +1,13 @@
-"""The file that proves an identity: a key, its certificate, and the authorities to trust.
+"""Credentials of an identity: a key, its certificate, and the trusted CAs.
 
-``KVSTORE_AUTH`` names one file of PEM (``kvstore auth issue`` writes it: the key, the chain of the
-certificate, and behind the line ``Authorities:`` the certificates of the authorities), or a folder
-with ``tls.key``, ``tls.crt`` and ``ca.crt``, as cert-manager writes them. New connections use what
-is there then (``kvstore.runtime.watched_files``). Nothing is written, logged or shown of a key.
+``KVSTORE_AUTH`` names one PEM file (written by ``kvstore auth issue``: the key, the certificate
+chain, and after the line ``Authorities:`` the CA certificates), or a folder with ``tls.key``,
+``tls.crt`` and ``ca.crt``, as cert-manager writes them. New connections use the current content
+(``kvstore.runtime.watched_files``). Keys are never written or logged.
 
-A peer proves its role by a name in its certificate, not by its address: masters have the name
-``master.kvstore``, nodes ``node.kvstore``, as ``kvstore auth issue`` writes them. So a node or an
-engine cannot pass for a master, wherever it runs, and certificates need no addresses.
+A peer proves its role by a name in its certificate, not by its address: ``master.kvstore`` or
+``node.kvstore``. So a node or an engine cannot impersonate a master on any host, and certificates
+need no addresses.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ log = logging.getLogger("kvstore.security")
 MASTER_NAME: Final = "master.kvstore"
 NODE_NAME: Final = "node.kvstore"
 SERVED: Final = {MASTER: MASTER_NAME, NODE: NODE_NAME}
-"""The name that peers look for in the certificate of each role."""
+"""The required name in the certificate of each role."""
 
 AUTHORITIES: Final = "Authorities:"
-"""The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
+"""The line in a file of ``kvstore auth issue`` before the CA certificates."""
 
 LOOK_S: Final = 3_600.0
-"""How often a server looks whether its certificate ends soon."""
+"""Interval at which a server checks whether its certificate expires soon."""
 
 _KEY: Final = re.compile(
     rb"-----BEGIN (?:EC |RSA )?PRIVATE KEY-----.+?-----END (?:EC |RSA )?PRIVATE KEY-----\s*",
@@ -60,7 +60,7 @@ _AUTHORITIES: Final = re.compile(rb"^%b[ \t\r]*$" % AUTHORITIES.encode(), re.MUL
 
 
 class PemBundle(NamedTuple):
-    """What the file holds, as PEM."""
+    """The content of the file, as PEM."""
 
     key: bytes
     chain: bytes
@@ -91,16 +91,15 @@ class Credentials:
         self._remind_at = -math.inf
 
     def pems(self) -> PemBundle:
-        """What the file holds now; what it held before, if it cannot be used now."""
+        """The PEM data of the file; the last valid data if the file is unusable."""
         return self._file.value
 
     def validity(self) -> ValidityPeriod:
-        """Until when peers accept what the file holds now."""
+        """The validity of the certificate."""
         return validity_of(self.pems().chain.decode("ascii"))
 
     def warn_if_expiring(self) -> None:
-        """Logs that the certificate ends soon, once a day. Takes some 200 ns if it was called
-        today: call it at any time."""
+        """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
         if uptime() < self._remind_at:
             return
         self._remind_at = uptime() + DAY_S
@@ -114,13 +113,13 @@ class Credentials:
             )  # fmt: skip
 
     async def keep_reminding(self) -> None:
-        """As ``warn_if_expiring``, as long as this process runs."""
+        """Call ``warn_if_expiring`` regularly while this process runs."""
         while True:
             self.warn_if_expiring()
             await asyncio.sleep(LOOK_S)
 
     def client(self) -> ssl.SSLContext:
-        """For connections that this process makes. The name to check is ``MASTER_NAME`` or
+        """Return the context for outgoing connections, which check for ``MASTER_NAME`` or
         ``NODE_NAME``."""
         pems = self.pems()
         with self._lock:
@@ -129,12 +128,11 @@ class Credentials:
             return self._client[1]
 
     def server(self, *, is_optional: bool = False, cert: str = "", key: str = "") -> ssl.SSLContext:
-        """For a port of this process. Each handshake uses what the files hold then.
+        """Return the context for a port of this process. Each handshake uses the current files.
 
         Args:
-            is_optional: whether peers may show no certificate.
-            cert, key: PEM files with what the port itself shows instead, for browsers that trust
-                another authority.
+            is_optional: whether peers may omit a certificate.
+            cert, key: PEM files of the port's own certificate, for browsers that trust another CA.
 
         Raises:
             ConfigError: ``cert`` or ``key`` cannot be used.
@@ -152,11 +150,11 @@ class Credentials:
         )
 
     def check_serves(self, name: str) -> None:
-        """Finds out whether peers would accept this process as a server of this name, by a
-        handshake with itself.
+        """Check, by a handshake with itself, that peers accept this process as a server of this
+        name.
 
         Raises:
-            ConfigError: they would not.
+            ConfigError: they do not.
         """
         if why := refusal_of(self.pems(), name):
             raise ConfigError(
@@ -168,12 +166,12 @@ class Credentials:
             )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For a gRPC channel. The channel needs ``channel_options``, too."""
+        """Return the credentials of a gRPC channel, which also needs ``channel_options``."""
         pems = self.pems()
         return grpc.ssl_channel_credentials(pems.authorities, pems.key, pems.chain)
 
     def grpc_server(self) -> grpc.ServerCredentials:
-        """For a gRPC server, whose peers must show a certificate."""
+        """Return the credentials of a gRPC server whose peers must present a certificate."""
 
         def configuration(pems: PemBundle) -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration(
@@ -183,8 +181,9 @@ class Credentials:
         used = self.pems()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """What to use from now on; None: what is used already. gRPC asks at each handshake, and
-            a process in which it got something new each time was aborted after some thousand."""
+            """Return a new configuration, or None if it is unchanged. gRPC calls it at each
+            handshake, and a process that returned a new one each time was aborted after some
+            thousand."""
             nonlocal used
             pems = self.pems()
             if pems is used:
@@ -194,7 +193,7 @@ class Credentials:
 
         return grpc.dynamic_ssl_server_credentials(
             configuration(used),
-            changed,  # type: ignore[arg-type]  # its stubs do not know of None
+            changed,  # type: ignore[arg-type]  # its stubs lack None
             require_client_authentication=True,
         )
 
@@ -202,7 +201,7 @@ class Credentials:
 def open_channel(
     target: str, credentials: Credentials | None, options: Sequence[tuple[str, str | int]]
 ) -> grpc.Channel:
-    """A channel to a master; ``credentials``: None: without authentication."""
+    """Open a channel to a master; ``credentials``: None: without authentication."""
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
     return grpc.secure_channel(
@@ -211,18 +210,18 @@ def open_channel(
 
 
 def channel_options(name: str = MASTER_NAME) -> tuple[tuple[str, str], ...]:
-    """Options of a gRPC channel whose server must have this name in its certificate."""
+    """Return the options of a gRPC channel whose server must have this name in its certificate."""
     return (("grpc.ssl_target_name_override", name),)
 
 
 def alternative_names(certificate: object) -> list[str]:
-    """The URIs of a peer's certificate, as ``ssl`` describes it (``getpeercert``)."""
+    """Return the URIs of a peer's certificate, as ``ssl`` describes it (``getpeercert``)."""
     names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     return [value for kind, value in names if kind == "URI"]
 
 
 def shown_identity(certificate: object) -> Identity | None:
-    """The identity that such a certificate names; None: it names none, or several."""
+    """Return the identity in such a certificate; None: none, or several."""
     try:
         return identity_of(alternative_names(certificate))
     except InvalidArgumentError:
@@ -232,18 +231,19 @@ def shown_identity(certificate: object) -> Identity | None:
 def _loaded(
     pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
 ) -> ssl.SSLContext:
-    """``shown``: as ``Certificate.value``, instead of the own key and certificate.
+    """Return the TLS context. ``shown``: as ``Certificate.value``, instead of the own key and
+    certificate.
 
     Raises:
-        ConfigError: key and certificate do not belong together, or are none.
+        ConfigError: key and certificate do not belong together, or are invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    # A name of an identity is free text, and may be "master.kvstore".
+    # The name of an identity is free text, and may be "master.kvstore".
     context.hostname_checks_common_name = False
     if is_server:
-        context.num_tickets = 0  # who resumes shows no certificate, so it may have expired since
+        context.num_tickets = 0  # a resumed session presents no certificate, which may have expired
     try:
         context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
         load_chain(context, *(shown or pems[:2]))
@@ -255,11 +255,11 @@ def _loaded(
 
 
 def refusal_of(pems: PemBundle, name: str = "") -> str:
-    """Says why peers that trust the same authorities refuse the certificate, by a handshake with
-    itself; empty: they accept it. ``name``: of the server that it is for; empty: for a client.
+    """Return the reason why peers with the same CAs refuse the certificate, found by a handshake
+    with itself; "": they accept it. ``name``: of the server; "": a client.
 
     Raises:
-        ConfigError: key and certificate do not belong together, or are none.
+        ConfigError: key and certificate do not belong together, or are invalid.
     """
     client, server = _loaded(pems), _loaded(pems, is_server=True)
     if name:
@@ -280,12 +280,12 @@ def refusal_of(pems: PemBundle, name: str = "") -> str:
 
 
 def key_file(path: str) -> Path:
-    """The file that holds the key."""
+    """Return the file that contains the key."""
     return Path(path, "tls.key") if os.path.isdir(path) else Path(path)
 
 
 def read(path: str, *, check_mode: bool = True) -> PemBundle:
-    """What a file or a folder holds.
+    """Read the PEM data of a file or folder.
 
     Raises:
         ConfigError: it cannot be read, others may read it, or it is not complete.
@@ -321,8 +321,8 @@ def read(path: str, *, check_mode: bool = True) -> PemBundle:
 
 
 def check_mode_of(path: Path, setting: str = "auth") -> None:
-    """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
-    of mode 440 for the group of a pod."""
+    """Raise ConfigError if other users may read the key. Its group may: Kubernetes mounts secrets
+    with mode 440 for the group of a pod."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:

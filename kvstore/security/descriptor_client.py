@@ -1,5 +1,5 @@
-"""The client's end of ``kvstore.security.descriptor_protocol``: asks a node for a descriptor of its
-memory."""
+"""The client's end of ``kvstore.security.descriptor_protocol``: requests a file descriptor of a
+node's memory."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from kvstore.security import descriptor_protocol as protocol
 from kvstore.security.descriptor_protocol import WHY, HandoverHello, HandoverStatus
 
 ANSWER_S: Final = 1.0
-"""How long a node may take over each of its two messages; an idle one takes 0.1 ms."""
+"""Timeout of each of a node's two messages; an idle one takes 0.1 ms."""
 
 _FD: Final = struct.Struct("i")
 
 
 class NoDescriptorError(Exception):
-    """There is no descriptor; ``str`` says why."""
+    """The node passed no file descriptor; ``str`` is the reason."""
 
     def __init__(self, why: str, *, is_for_now: bool = False) -> None:
-        """``is_for_now``: the socket does not answer as one of a node, so that another try at once
-        costs little and may succeed, such as after a restart of the node."""
+        """Create it. ``is_for_now``: the socket does not respond as a node's, so another attempt is
+        cheap and may succeed, for example after a restart of the node."""
         super().__init__(why)
         self.is_for_now = is_for_now
 
 
 def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
-    """A descriptor of the segment's memory, which the caller owns: to read and write, or to read.
+    """Return a file descriptor of the segment's memory, owned by the caller: read-write or
+    read-only.
 
-    Takes twice ``ANSWER_S`` at most.
+    Takes up to twice ``ANSWER_S``.
 
     Raises:
-        NotHandedError
+        NoDescriptorError
     """
     if not handover.rights & MapRight.READ:
         raise NoDescriptorError(WHY[HandoverStatus.NO_RIGHT])
@@ -71,7 +72,7 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
 
 
 def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) -> int:
-    """Raises OSError, NotHandedError."""
+    """Exchange the messages. Raises OSError, NoDescriptorError."""
     nonce = _taken(sock.recv(protocol.HEAD_BYTES + 1))
     hello = HandoverHello(
         segment.uuid,
@@ -103,11 +104,10 @@ def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) 
 
 
 def _taken(raw: bytes) -> bytes:
-    """What a greeting or an answer has besides its status.
+    """Return the content of a greeting or an answer after its status.
 
     Raises:
-        ConnectionError: the node has ended the connection.
-        NotHandedError
+        ConnectionError: the node closed the connection. NoDescriptorError
     """
     if not raw:
         raise ConnectionResetError("connection closed")

@@ -1,7 +1,7 @@
-"""How a client gets a descriptor of a segment's memory from the node on its host.
+"""Passing of a file descriptor of a segment's memory from a node to a client on its host.
 
-Both talk over a Unix socket in ``/dev/shm`` (SOCK_SEQPACKET: a message is a datagram), so a client
-that sees the memory's directory sees the socket, also from another container:
+They use a Unix socket in ``/dev/shm`` (SOCK_SEQPACKET: a message is a datagram), which is also
+visible in other containers that share the directory:
 
     node                                                  client
     greeting magic, version, status, nonce            ->
@@ -10,16 +10,15 @@ that sees the memory's directory sees the socket, also from another container:
     answer   magic, version, status, proof            ->
              with the descriptor (SCM_RIGHTS)
 
-Any status but OK is the last message. The kernel lets the node's own user, root and the members of
-``--shm-group`` connect.
+Any status except OK is the last message. The kernel allows the node's user, root and the members of
+``--shm-group`` to connect.
 
-The master knows the client's identity. It tells the client what that identity may (``MapRight``),
-and the key for exactly these rights (``map_key``), which follows from the segment's token. The node
-knows the token, and the master tells it to no client. So a proof that is right says which rights
-the master saw, and the node decides by its own settings what to hand over.
+The master sends the client the rights of its identity (``MapRight``) and a key for exactly these
+rights (``map_key``), derived from the segment's token, which only master and node know. A valid
+proof therefore certifies the rights, and the node's settings decide which descriptor it passes.
 
-Each end proves that it has the key, for the other's nonce. A client does not ask whose process the
-other end is: with ``--shm-group`` it is another user's.
+Each end proves that it has the key, for the other's nonce. A client does not check the user of the
+other process: with ``--shm-group`` it is another one.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ _BY_CLIENT: Final = b"client"
 _BY_NODE: Final = b"node"
 
 HEAD_BYTES: Final = _HEAD.size
-"""Bytes of a greeting, and of an answer."""
+"""Bytes of a greeting or an answer."""
 HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
 
 
 class HandoverStatus(enum.IntEnum):
     OK = 0
     BAD_REQUEST = 1
-    """Not this protocol, or another version of it."""
+    """Not this protocol or version."""
     OTHER_USER = 2
     DENIED = 3
     """A wrong proof."""
     GONE = 4
-    """Another segment, or mounted anew since."""
+    """Another segment, or mounted again since."""
     NO_RIGHT = 5
-    """The identity may read in no namespace."""
+    """The identity cannot read any namespace."""
     NOT_ALL = 6
-    """The node lets those map its memory who may read all namespaces."""
+    """The node requires permission to read all namespaces."""
 
 
 WHY: Final = {
@@ -72,7 +71,7 @@ WHY: Final = {
     HandoverStatus.NOT_ALL: "this identity may not read all namespaces, which its node asks for "
     "(--shm-clients)",
 }
-"""Why a client got no descriptor, as the end of a sentence about a segment."""
+"""Reasons for a missing file descriptor, as the end of a sentence about a segment."""
 
 
 class HandoverHello(NamedTuple):
@@ -84,7 +83,7 @@ class HandoverHello(NamedTuple):
 
 
 def map_key(token: bytes, uuid: bytes, generation: int, holder: int, rights: int) -> bytes:
-    """The key with which a holder proves that its identity has these rights."""
+    """Return the key with which a holder proves that its identity has these rights."""
     said = _TAG + uuid + struct.pack("<3Q", generation, holder, rights)
     return hmac.digest(token, said, "sha256")[:PROOF_BYTES]
 
@@ -94,13 +93,13 @@ def pack_greeting(status: HandoverStatus, nonce: bytes) -> bytes:
 
 
 def pack_hello(hello: HandoverHello, key: bytes, nonce: bytes) -> bytes:
-    """``nonce``: of the greeting."""
+    """Pack a hello. ``nonce``: of the greeting."""
     raw = _HELLO.pack(_MAGIC, VERSION, *hello)
     return raw + _proof(key, _BY_CLIENT, nonce, raw)
 
 
 def unpack_hello(raw: bytes) -> HandoverHello | None:
-    """The hello; None: not this protocol."""
+    """Parse a hello; return None if it is not this protocol."""
     if len(raw) != HELLO_BYTES:
         return None
     magic, version, *fields = _HELLO.unpack_from(raw)
@@ -108,24 +107,25 @@ def unpack_hello(raw: bytes) -> HandoverHello | None:
 
 
 def is_proven(raw: bytes, key: bytes, nonce: bytes) -> bool:
-    """Whether the client that sent this hello has the key."""
+    """Return whether the sender of this hello has the key."""
     said, proof = raw[: _HELLO.size], raw[_HELLO.size :]
     return hmac.compare_digest(proof, _proof(key, _BY_CLIENT, nonce, said))
 
 
 def pack_answer(status: HandoverStatus, key: bytes = b"", raw: bytes = b"") -> bytes:
-    """``key``, ``raw``: if the status is OK, of the hello that is answered."""
+    """Pack an answer. ``key``, ``raw``: of the answered hello, if the status is OK."""
     proof = _proof(key, _BY_NODE, b"", raw) if key else bytes(PROOF_BYTES)
     return _HEAD.pack(_MAGIC, VERSION, status, proof)
 
 
 def is_of_node(proof: bytes, key: bytes, raw: bytes) -> bool:
-    """Whether the peer that answered this hello has the key."""
+    """Return whether the peer that answered this hello has the key."""
     return hmac.compare_digest(proof, _proof(key, _BY_NODE, b"", raw))
 
 
 def unpack_head(raw: bytes) -> tuple[HandoverStatus, bytes] | None:
-    """Status, and nonce or proof, of a greeting or an answer; None: not this protocol."""
+    """Parse status, and nonce or proof, of a greeting or an answer; return None if it is not this
+    protocol."""
     if len(raw) != HEAD_BYTES:
         return None
     magic, version, status, rest = _HEAD.unpack(raw)
@@ -139,11 +139,11 @@ def _proof(key: bytes, by: bytes, nonce: bytes, said: bytes) -> bytes:
 
 
 def access(rights: int, *, needs_all: bool) -> tuple[HandoverStatus, bool]:
-    """What to hand to a client with these rights, and whether it may write.
+    """Return the status for a client with these rights, and whether it may write.
 
     Args:
         rights: ``MapRight``.
-        needs_all: whether the rights have to cover every namespace, because a mapping does.
+        needs_all: whether the rights must include every namespace, as a mapping does.
     """
     if not rights & MapRight.READ:
         return HandoverStatus.NO_RIGHT, False

@@ -1,8 +1,7 @@
-"""Hands descriptors of the node's memory to clients on its host that the master has authenticated.
+"""Passing of file descriptors of the node's memory to authenticated clients on its host.
 
-``kvstore.security.descriptor_protocol`` has the protocol, ``kvstore.memory.shared_descriptors``
-says what a descriptor can do. A peer costs one task that ends within ``PEER_S``; of too many the
-oldest makes room."""
+``kvstore.memory.shared_descriptors`` defines the access of a descriptor. A peer costs one task that
+ends within ``PEER_S``; if there are too many, the oldest is preempted."""
 
 from __future__ import annotations
 
@@ -28,42 +27,41 @@ from kvstore.security.descriptor_protocol import HandoverStatus
 log = logging.getLogger("kvstore.node")
 
 PEERS_MAX: Final = 64
-"""Peers at once. An honest one stays for less than a millisecond."""
+"""Concurrent peers. A correct one stays for less than a millisecond."""
 
 PEER_S: Final = 2.0
-"""How long a peer may take over its hello."""
+"""Timeout of a peer's hello."""
 
 BACKLOG: Final = 128
 
 ACCEPT_AGAIN_S: Final = 0.1
-"""Pause after a failure to accept: no descriptor is left."""
+"""Pause after a failed accept: there is no free file descriptor."""
 
 
 class DescriptorServer:
-    """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
+    """Create it, run ``serving`` in an event loop, then ``close``. Threads: one."""
 
     def __init__(self, segment: OwnedSegment, *, group: int = -1, needs_all: bool = False) -> None:
-        """Binds its socket; peers wait until it serves.
+        """Bind the socket; peers wait until it serves.
 
         Args:
-            segment: stays the caller's, who owns its name until after ``close``.
-            group: id of the group whose members may connect, besides its own user and root; -1:
-                none.
-            needs_all: as ``handover.access``.
+            segment: owned by the caller until after ``close``.
+            group: id of a group whose members may connect, besides the own user and root; -1: none.
+            needs_all: as ``descriptor_protocol.access``.
 
         Raises:
-            OSError: there is no socket, or the memory cannot be opened again.
+            OSError: the socket cannot be created, or the memory cannot be opened again.
         """
         self.handed = 0
-        """Descriptors that were handed over since the start."""
+        """File descriptors passed since the start."""
         self.refused = 0
-        """Peers that got none."""
+        """Refused peers."""
         self._segment = segment
         self._needs_all = needs_all
         self._peers = Limiter[asyncio.Task[None]]("handover", PEERS_MAX)
         self._again: asyncio.TimerHandle | None = None
         self._refused: set[int] = set()
-        """Holders that were revoked since the mount ``_refused_in``, whose keys end with it."""
+        """Holders revoked since the mount ``_refused_in``, whose keys end with it."""
         self._refused_in = segment.generation
         self._lent = segment.share()
         self.name: Final = socket_name(segment.shm_name)
@@ -92,15 +90,14 @@ class DescriptorServer:
             await asyncio.gather(*peers, return_exceptions=True)
 
     def reject_holders(self, holders: Iterable[int]) -> None:
-        """Hands nothing to these holders any more. Their keys have no end of their own, so they are
-        remembered until the segment is mounted anew."""
+        """Refuse these holders until the segment is mounted again; their keys do not expire."""
         if self._refused_in != self._segment.generation:
             self._refused_in = self._segment.generation
             self._refused.clear()
         self._refused.update(holders)
 
     def close(self) -> None:
-        """Not while ``serving``. Descriptors that were handed over stay valid."""
+        """Close the socket, not while ``serving``. Passed file descriptors stay valid."""
         unlink_own(self._path)
         self._listener.close()
         self._lent.close()
@@ -127,10 +124,10 @@ class DescriptorServer:
 
     def _served(self, sock: socket.socket, peer: asyncio.Task[None]) -> None:
         self._peers.release(peer)
-        sock.close()  # a task that is cancelled before its first step has not done so
+        sock.close()  # a task that is cancelled before its first step has not closed it
 
     async def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # also TimeoutError; or the peer has gone
+        with contextlib.suppress(OSError):  # also TimeoutError; or the peer has disconnected
             nonce = secrets.token_bytes(protocol.NONCE_BYTES)
             sock.send(protocol.pack_greeting(HandoverStatus.OK, nonce))
             async with asyncio.timeout(PEER_S):
@@ -148,7 +145,7 @@ class DescriptorServer:
                 sock.send(protocol.pack_answer(status))
 
     def _authorize(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
-        """The answer to a hello, the peer's key, and whether it may write."""
+        """Return the status for a hello, the peer's key, and whether it may write."""
         segment = self._segment
         hello = protocol.unpack_hello(raw)
         if hello is None:
@@ -164,13 +161,13 @@ class DescriptorServer:
 
 
 def _listening(path: str, group: int) -> socket.socket:
-    """A socket to which the own user, and the members of ``group`` unless that is -1, may connect.
-    Takes the place of one that a killed process has left. Raises OSError."""
+    """Return a socket to which the own user, and the members of ``group`` unless that is -1, may
+    connect. Replaces one that a killed process has left. Raises OSError."""
     unlink_entry(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
-        os.fchmod(listener.fileno(), 0o600)  # the mode with which ``bind`` makes the entry
+        os.fchmod(listener.fileno(), 0o600)  # the mode of the entry created by ``bind``
         listener.bind(path)
         try:
             if group >= 0:

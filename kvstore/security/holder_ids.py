@@ -1,4 +1,4 @@
-"""The number by which a data server knows an identity: the holder of capabilities."""
+"""Holder ids: the numbers by which data servers know identities."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _REMEMBERED: Final = 2_048
 
 
 def holder_of(who: Identity) -> int:
-    """It follows from the number of the certificate, so a master knows the holders that it
+    """Derive it from the number of the certificate, so that a master knows the holders that it
     revokes."""
     return holder_by(normalize_serial(who.number) or who.uri)
 
 
 @functools.lru_cache(_REMEMBERED)
 def holder_by(said: str) -> int:
-    """The holder whose certificate has this number, in the form of ``normalize_serial``."""
+    """Return the holder for a certificate number in the form of ``normalize_serial``."""
     digest = hmac.digest(b"holder", said.encode(), "sha256")
     return int.from_bytes(digest[:8], "little") >> 1 | 1
 
 
 def shown(holder: int) -> str:
-    """For logs, metrics and ``kvstore auth show``."""
+    """Format a holder for logs, metrics and ``kvstore auth show``."""
     return f"{holder:016x}"

@@ -1,12 +1,12 @@
-"""An ``Identity``: the name, roles and namespaces of one process, as its certificate says them.
+"""Name, roles and namespaces of a process, as in its certificate.
 
-A certificate of a cluster's authority carries them as one URI among its subject's alternative
-names, so any authority can make such certificates (``kvstore auth issue``, cert-manager, openssl):
+They are one URI among the subject's alternative names, so any CA can issue such certificates
+(``kvstore auth issue``, cert-manager, openssl):
 
     kvstore:engine/decode-7?id=3f0a&read=llama/*&write=llama/*
 
 Several roles are joined by ``+``; ``read``, ``write`` and ``node`` may be repeated. A pattern is a
-name, or the beginning of names and ``*``.
+name, or a prefix of names and ``*``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALL: Final = ("*",)
 
 
 class Identity(NamedTuple):
-    """Who a peer is. Hashable; equal to another one only if all of it is equal."""
+    """An authenticated identity. Hashable; equal if all fields are equal."""
 
     name: str
     roles: frozenset[str]
@@ -43,23 +43,23 @@ class Identity(NamedTuple):
     writes: tuple[str, ...] = ()
     """Patterns of the namespaces that it may write, remove from and pin in."""
     nodes: tuple[str, ...] = ALL
-    """Patterns of the names that it may have as a node."""
+    """Patterns of the names that it may use as a node."""
     number: str = ""
-    """Names this certificate among those of one name, for its revocation; empty: not known."""
+    """Number of the certificate, for its revocation; empty: unknown."""
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may do everything. A master may: it is the one that decides."""
+        """Whether it has all permissions, as masters have."""
         return not self.roles.isdisjoint((ADMIN, MASTER))
 
     @property
     def display_name(self) -> str:
-        """For logs and errors: ``engine decode-7``."""
+        """Name for logs and errors: ``engine decode-7``."""
         return f"{'+'.join(sorted(self.roles))} {self.name}"
 
     @property
     def certified(self) -> str:
-        """What its certificate says of it, and each one says that is issued in its place."""
+        """The certified attributes, which reissued certificates share."""
         return f"{SCHEME}{self.name}"
 
     @property
@@ -77,7 +77,7 @@ class Identity(NamedTuple):
         return self.is_admin or NODE in self.roles or self._is_engine(self.reads, namespace)
 
     def may_read_prefix(self, beginning: str) -> bool:
-        """Whether it may read in all namespaces whose names begin so."""
+        """Return whether it may read all namespaces with this prefix."""
         patterns = self.reads if ENGINE in self.roles else ()
         covers = any(each.endswith("*") and beginning.startswith(each[:-1]) for each in patterns)
         return self.is_admin or NODE in self.roles or covers
@@ -89,11 +89,12 @@ class Identity(NamedTuple):
         return self.may_read(namespace) or self.may_write(namespace)
 
     def _is_engine(self, patterns: Sequence[str], namespace: str) -> bool:
-        """Patterns give no rights to other roles: an observer sees numbers, and no names."""
+        """Return whether it is an engine with a matching pattern; other roles get no permissions by
+        patterns."""
         return ENGINE in self.roles and matches(patterns, namespace)
 
     def may_be_node(self, name: str) -> bool:
-        """A master may: it starts a node of its own."""
+        """Return whether it may join under this node name. A master may: it starts its own node."""
         return MASTER in self.roles or (NODE in self.roles and matches(self.nodes, name))
 
 
@@ -106,10 +107,10 @@ def validated_identity(
     nodes: Sequence[str] = ALL,
     number: str = "",
 ) -> Identity:
-    """A checked identity.
+    """Return a checked identity.
 
     Raises:
-        InvalidArgumentError: an unknown role, a name or a pattern that is none.
+        InvalidArgumentError: an unknown role, an invalid name or pattern.
     """
     known = frozenset(roles)
     if not known or not known <= set(ROLES):
@@ -130,7 +131,7 @@ def validated_identity(
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises InvalidArgumentError: a star that is not the last character, or no text."""
+    """Raise InvalidArgumentError if a star is not the last character, or the text is invalid."""
     if not pattern or "*" in pattern[:-1] or len(pattern.encode()) > NAMESPACE_BYTES_MAX:
         raise InvalidArgumentError(
             f"{pattern[:80]!r} is no pattern of names",
@@ -146,10 +147,10 @@ def matches(patterns: Sequence[str], name: str) -> bool:
 
 
 def parse(uri: str) -> Identity:
-    """The identity that a URI of a certificate names.
+    """Parse the URI of a certificate.
 
     Raises:
-        InvalidArgumentError: it is not such a URI.
+        InvalidArgumentError: the URI is invalid.
     """
     if not uri.startswith(SCHEME) or len(uri) > URI_BYTES_MAX:
         raise InvalidArgumentError(f"{uri[:80]!r} names no identity")
@@ -157,7 +158,7 @@ def parse(uri: str) -> Identity:
     roles, _, name = path.partition("/")
     found: dict[str, list[str]] = {"id": [], "read": [], "write": [], "node": []}
     try:
-        # A blank field counts: "node=" is no pattern, and must not mean all nodes.
+        # Blank fields are errors: "node=" must not mean all nodes.
         for key, value in parse_qsl(
             query,
             keep_blank_values=True,
@@ -182,10 +183,10 @@ def parse(uri: str) -> Identity:
 
 
 def identity_of(names: Iterable[str]) -> Identity:
-    """The identity among the alternative names of a certificate's subject.
+    """Return the identity among the alternative names of a certificate's subject.
 
     Raises:
-        InvalidArgumentError: none of them names one, or several do.
+        InvalidArgumentError: none, or several, name an identity.
     """
     ours = [name for name in names if name.startswith(SCHEME)]
     if len(ours) != 1:

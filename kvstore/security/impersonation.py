@@ -1,5 +1,5 @@
-"""For whom a server makes its own calls: it checks each call by the rights of the peer that has
-asked for it, before it makes it with its own."""
+"""The identity for which a server makes calls: each is checked by the permissions of the requesting
+peer, then made with the server's own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ACTING: Final[ContextVar[Identity | None]] = ContextVar("impersonated", default
 
 @contextlib.contextmanager
 def impersonate(who: Identity | None) -> Iterator[None]:
-    """Calls inside the block, and in threads and tasks that it starts, are made for ``who``; None:
-    for this process itself."""
+    """Make calls in the block, and in threads and tasks started there, for ``who``; None: for this
+    process."""
     before = _ACTING.set(who)
     try:
         yield
@@ -27,7 +27,7 @@ def impersonate(who: Identity | None) -> Iterator[None]:
 
 
 def impersonated() -> Identity | None:
-    """For whom calls are made here; None: for this process itself."""
+    """Return the identity for which calls are made here; None: this process."""
     return _ACTING.get()
 
 

@@ -1,7 +1,7 @@
-"""The table of rights: which call needs which right, and in which namespaces.
+"""The permission table: the permission and namespaces that each call requires.
 
-``RULES`` has one row per call; a call without a row stops the import, and so every process.
-``kvstore.security.identity`` says what a role has. ``docs/security.md`` shows the table.
+``RULES`` has one row per call; a missing row fails the import. ``docs/security.md`` shows the
+table.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from kvstore.security.identity import ADMIN, ALL, ENGINE, MASTER, NODE, OBSERVER
 
 
 class Right(enum.Enum):
-    """What a call needs."""
+    """The permission that a call requires."""
 
     ENTER = "enter"
     """An identity, whatever its role."""
     HOLD = "hold"
-    """To be one of those that move bytes: an admin, a node or an engine."""
+    """A role that transfers bytes: admin, node or engine."""
     READ = "read"
-    """To read in each namespace that the call names; a node may, since it holds the bytes."""
+    """To read each namespace of the call; a node may, since it stores the bytes."""
     WRITE = "write"
-    """To write in each namespace that the call names."""
+    """To write each namespace of the call."""
     KEEP = "keep"
-    """To read or to write in each namespace that the call names, if it names keys there; tokens
-    belong to their puts."""
+    """To read or write each namespace of the call that contains keys; tokens belong to their
+    puts."""
     DOUBT = "doubt"
-    """To write in each namespace that the call names, or to be a node: who may only read must not
-    have objects removed by saying that they are damaged."""
+    """To write each namespace of the call, or to be a node: a read-only identity must not have
+    objects removed by reporting them as damaged."""
     PUT = "put"
-    """To write in some namespace, or to copy objects as a node: the call names a token, which
-    belongs to its put."""
+    """To write some namespace, or to copy objects as a node: the call names a token, which belongs
+    to its put."""
     NODE = "node"
-    """To be the node that the call names, or an admin."""
+    """To be the node of the call, or an admin."""
 
 
 class Rule(NamedTuple):
     right: Right
     fields: tuple[str, ...] = ()
-    """The fields of the request that name namespaces. An empty namespace means all of them, which
-    only an admin may."""
+    """The fields of the request with namespaces. An empty namespace means all of them, which
+    requires an admin."""
 
 
 _SPACE: Final = ("namespace",)
@@ -62,7 +62,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.Allocate: Rule(Right.WRITE, _SPACE),
     calls.Commit: Rule(Right.WRITE, _SPACE),
     calls.Renew: Rule(Right.KEEP, _SPACE),
-    calls.Release: Rule(Right.ENTER),  # the number is known to the client that chose it alone
+    calls.Release: Rule(Right.ENTER),  # only the client that chose the number knows it
     calls.Pin: Rule(Right.WRITE, _SPACE),
     calls.Unpin: Rule(Right.WRITE, _SPACE),
     calls.Remove: Rule(Right.WRITE, _SPACE),
@@ -163,8 +163,8 @@ def check_node(who: Identity, name: str) -> None:
 
 
 def map_rights(who: Identity | None) -> MapRight:
-    """What an identity may do with memory that shows all namespaces. A node holds all bytes, but
-    writes copies with capabilities, as any client."""
+    """Return the rights of an identity to memory with all namespaces. A node may read everything,
+    but writes copies with capabilities, like any client."""
     if who is None:
         return MapRight(0)
     reads, writes = (ALL, ALL) if who.is_admin else (ALL if NODE in who.roles else (), ())
@@ -192,7 +192,7 @@ def check_numbers(who: Identity) -> None:
 
 
 def check_events(who: Identity, namespace: str, under: str) -> None:
-    """For events of one namespace, of those whose names begin so, or (both are empty) of all.
+    """Check access to the events of one namespace, of a prefix of names, or (both empty) of all.
 
     Raises:
         PermissionDeniedError
@@ -207,8 +207,8 @@ def check_events(who: Identity, namespace: str, under: str) -> None:
 
 
 def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
-    """What this identity may see of it: an engine sees its own namespaces only, and nothing that
-    counts what others do, but for how full the nodes are."""
+    """Return the part of the status visible to this identity: an engine sees its own namespaces and
+    the usage of nodes, but no counters of others."""
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
         return status
     mine = [each for each in status.namespaces if who.may_read(each.name)]
@@ -218,7 +218,7 @@ def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterS
 
 
 def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:
-    """Whether a namespace of the tenant is one of this engine. The tenant without a name has
-    namespaces of strangers, too."""
+    """Return whether this engine may use a namespace of the tenant. The unnamed tenant also has
+    namespaces of others."""
     own = (*who.reads, *who.writes) if ENGINE in who.roles else ()
     return any(patterns_overlap(pattern, each) for pattern in own for each in tenant.namespaces)

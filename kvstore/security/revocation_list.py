@@ -1,9 +1,7 @@
-"""The identities that are revoked: a file with a number per line, which ``kvstore auth revoke``
-writes.
+"""Revoked identities: a file with one number per line, written by ``kvstore auth revoke``.
 
-A list that is missing, cut, unreadable or older than the one before must not let in a revoked
-identity. No process starts with a list that cannot be read; one that runs keeps the list in use,
-and reports the other one.
+A missing, truncated, unreadable or older list must not admit a revoked identity: no process starts
+with it, and a running one reports it and keeps the previous list.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ class RevocationList:
     def __init__(self, path: str, *, kept_s: float = 0.0) -> None:
         """
         Args:
-            path: the file. Empty: nothing is ever revoked.
-            kept_s: for how long ``recent`` names a number.
+            path: the file; empty: nothing is revoked.
+            kept_s: time for which ``recent`` returns a number.
 
         Raises:
-            ConfigError: the file cannot be read, is cut, or has something else than numbers.
+            ConfigError: the file cannot be read, is truncated, or has lines that are no numbers.
         """
         self._file = (
             WatchedFile("auth_revoked", path, lambda: _read(path), accept=_accept) if path else None
         )
         self._kept_s = kept_s
         self._lately: dict[str, float] = {}
-        """Until when each is named, in their order."""
+        """Time until which each is returned, in order."""
         self._named = self._numbers()
 
     def has(self, who: Identity) -> bool:
@@ -46,8 +44,7 @@ class RevocationList:
         return bool(numbers) and normalize_serial(who.number) in numbers
 
     def recent(self) -> list[str]:
-        """The numbers that came into the file within ``kept_s``, the newest last; not those that
-        were there at the first look."""
+        """The numbers added within ``kept_s``, newest last, without those of the first read."""
         now, numbers = uptime(), self._numbers()
         if numbers is not self._named:
             self._lately |= dict.fromkeys(sorted(numbers - self._named), now + self._kept_s)
@@ -61,14 +58,14 @@ class RevocationList:
 
 
 def _accept(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
-    """Raises ConfigError: numbers are missing in the new list."""
+    """Raise ConfigError if numbers are missing in the new list."""
     if lacking := len(before - now):
         raise ConfigError(f"it lacks {lacking} numbers of the list in use, so it may be older")
     return now
 
 
 def _read(path: str) -> frozenset[str]:
-    """The numbers of a file. Raises ConfigError."""
+    """Read the numbers of a file. Raises ConfigError."""
     content = read_file(
         path, "auth_revoked", bytes_max=FILE_BYTES_MAX,
         advice="Copy it from the folder of the authority (kvstore auth init), where it is empty "
@@ -92,5 +89,5 @@ def _read(path: str) -> frozenset[str]:
 
 
 def normalize_serial(number: str) -> str:
-    """One form of what tools write differently: ``0A:1B`` (openssl), ``0xa1b``, ``a1b``."""
+    """Normalize a serial number: ``0A:1B`` (openssl), ``0xa1b``, ``a1b``."""
     return number.strip().lower().removeprefix("0x").replace(":", "").lstrip("0")

@@ -1,4 +1,4 @@
-"""TLS of servers whose files are replaced while they serve."""
+"""TLS of servers whose files are replaced while they run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T")
 def reloading_context(
     content: Callable[[], T], load: Callable[[T], ssl.SSLContext]
 ) -> ssl.SSLContext:
-    """The context of a server, each handshake of which uses the content of its files.
+    """Return the context of a server, each handshake of which uses the current content of its
+    files.
 
     Args:
-        content: of the files, without waiting for a disk.
-        load: makes a context of it.
+        content: returns the content of the files without waiting for a disk.
+        load: builds a context from it.
     """
     used = content()
     current = load(used)
@@ -33,12 +34,12 @@ def reloading_context(
         connection.context = current
 
     context = load(used)
-    context.sni_callback = choose  # is called even if the client sends no server name
+    context.sni_callback = choose  # called even if the client sends no server name
     return context
 
 
 class Certificate(WatchedFile[tuple[bytes, bytes]]):
-    """What a port for HTTP shows browsers: a key and the chain of its certificate, as PEM."""
+    """The key and certificate chain of an HTTP port, as PEM."""
 
     def __init__(self, cert: str, key: str) -> None:
         """
@@ -64,7 +65,7 @@ class Certificate(WatchedFile[tuple[bytes, bytes]]):
 
 
 def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
-    """``ssl`` loads keys from files only: this one is in memory, and nobody else's.
+    """Load a key from memory; ``ssl`` loads keys from files only.
 
     Raises:
         ssl.SSLError, OSError, ValueError: they cannot be used.
@@ -78,5 +79,5 @@ def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
 
 
 def _no_passphrase() -> str:
-    """Instead of a question at the terminal, for a key that has one."""
+    """Fail, without a prompt at the terminal, for an encrypted key."""
     raise ValueError("the key has a passphrase")

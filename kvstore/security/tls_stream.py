@@ -1,11 +1,11 @@
-"""A ``Stream`` within TLS: the ``SSLSocket`` of Python's ``ssl``.
+"""A ``Stream`` with TLS: the ``SSLSocket`` of Python's ``ssl``.
 
-The kernel's time-outs are of no use here: they would only make ``ssl`` try again. So the socket has
-one of ``ssl``, which is set before each record. A connection is for one thread at a time: two that
-read and write at once would change the state of TLS without a lock.
+With timeouts of the kernel ``ssl`` only tries again, so the socket has Python's timeout, set before
+each record. A connection is for one thread at a time: concurrent reads and writes would change the
+TLS state without a lock.
 
-The end of a connection is not announced (``close_notify``): every message has a length that both
-ends know, so one that is cut off is an error anyway.
+There is no ``close_notify``: both ends know the length of every message, so truncation is an error
+anyway.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from typing import Final
 from kvstore.runtime.stream import ConnectionEndedError, StalledError, Stream
 
 RECORD_BYTES: Final = 16 << 10
-"""The most that one record holds."""
+"""Maximum size of a record."""
 
 BUSY: Final = b"\x15\x03\x03\x00\x02\x02\x50"
-"""What a server sends that is too busy for a handshake: a fatal alert, ``internal_error``."""
+"""The reply of a server that is too busy for a handshake: a fatal alert, ``internal_error``."""
 
 NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46"
-"""What a server answers to a peer that does not speak TLS, to which ``ssl`` says nothing: a fatal
-alert, ``protocol_version``."""
+"""The reply of a server to a peer without TLS, to which ``ssl`` sends nothing: a fatal alert,
+``protocol_version``."""
 
 _PLAIN: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 
 
 class TlsError(ConnectionError):
-    """The other end is not one that we trust, does not trust us, speaks no TLS 1.3; or bytes were
-    changed on their way. The connection is of no use any more."""
+    """One end does not trust the other or does not support TLS 1.3, or bytes were modified in
+    transit. The connection is unusable."""
 
     def __init__(self, error: ssl.SSLError) -> None:
         self.is_busy: Final = error.reason == "TLSV1_ALERT_INTERNAL_ERROR"
         self.is_plain: Final = error.reason in _PLAIN
-        """Whether the other end does not speak TLS."""
+        """Whether the peer does not use TLS."""
         why = getattr(error, "verify_message", "") or error.reason or str(error)
         why = why.replace("_", " ").lower()
         super().__init__(errno.EBADMSG, "it does not speak TLS" if self.is_plain else why)
 
 
 class NeedsTlsError(ConnectionError):
-    """The other end speaks TLS, and we do not."""
+    """The peer uses TLS, and we do not."""
 
 
 class TlsStream(Stream):
-    """See the module. Nothing but ``begin`` may be called before it has returned."""
+    """A stream that requires ``begin`` before any other call."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class TlsStream(Stream):
         server_name: str | None = None,
         stall_s: float = math.inf,
     ) -> None:
-        """As ``Stream``. ``server_name``: the name that the server must have in its certificate;
-        None: we are the server."""
+        """As ``Stream``. ``server_name``: the required name in the server's certificate; None: we
+        are the server."""
         super().__init__(sock, stall_s=stall_s)
         self._context = context
         self._server_name = server_name
         self._small = bytearray()
-        """Buffers that share a record, with those of the next call."""
+        """Small buffers that share a record with those of the next call."""
 
     @property
     def is_plain(self) -> bool:
@@ -79,14 +79,14 @@ class TlsStream(Stream):
         return self._tls.getpeercert()
 
     def begin(self, deadline: float) -> None:
-        """The handshake.
+        """Perform the handshake.
 
         Raises:
-            TlsError: one end does not trust the other. A server may say so later, in the first
+            TlsError: one end does not trust the other. A server may report it later, in the first
                 ``receive``.
-            StalledError, EndedError, OSError: as ``receive``.
+            StalledError, ConnectionEndedError, OSError: as ``receive``.
         """
-        with self._ending:  # ``shutdown`` finds one of both sockets
+        with self._ending:  # ``shutdown`` finds either socket
             self._sock = self._tls = self._context.wrap_socket(
                 self._sock,
                 server_side=self._server_name is None,
@@ -108,10 +108,10 @@ class TlsStream(Stream):
             raise refused from None
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
-        """As ``Stream.receive``; what arrived of changed records is in no buffer.
+        """As ``Stream.receive``; bytes of modified records are in no buffer.
 
         Raises:
-            TlsError: bytes were changed on their way, or the other end does not trust us.
+            TlsError: bytes were modified in transit, or the peer does not trust us.
         """
         tls, received = self._tls, 0
         for buffer in buffers:
@@ -132,7 +132,7 @@ class TlsStream(Stream):
                 received += count
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
-        """As ``Stream.send``. With ``MSG_MORE`` the last bytes may wait here for those of the next
+        """As ``Stream.send``. With ``MSG_MORE`` the last bytes may wait for those of the next
         call."""
         small = self._small
         for buffer in buffers:

@@ -1,7 +1,7 @@
-"""From when until when a certificate is valid, and whether it ends soon. Pure.
+"""Validity periods of certificates. Pure.
 
-Reads the two times of X.509 (RFC 5280, 4.1) without ``cryptography``, which processes that only
-show their certificate need not have.
+Parses the two times of X.509 (RFC 5280, 4.1) without ``cryptography``, which only ``kvstore auth``
+requires.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ DAY_S: Final = 86_400
 
 SOON_S: Final = 30 * DAY_S
 SOON_SHARE: Final = 0.25
-"""A certificate ends soon in its last 30 days, or in the last quarter of its time if that is
-shorter: cert-manager and SPIRE renew theirs before."""
+"""A certificate expires soon in its last 30 days, or in the last quarter of its validity if that is
+shorter: cert-manager and SPIRE renew theirs earlier."""
 
 _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
@@ -33,8 +33,8 @@ class ValidityPeriod(NamedTuple):
         return f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC"
 
     def ends_soon(self, now: float, soon_s: float = SOON_S) -> bool:
-        """Whether it ends soon, or has ended. ``now``: seconds since the epoch. ``soon_s``: how
-        many seconds before its end that is, at most."""
+        """Return whether it expires soon, or has expired. ``now``: seconds since the epoch.
+        ``soon_s``: maximum seconds before its end."""
         return now >= self.until - min(soon_s, SOON_SHARE * (self.until - self.since))
 
 
@@ -42,8 +42,8 @@ FOREVER: Final = ValidityPeriod(0.0, math.inf)
 
 
 def validity_of(chain: str) -> ValidityPeriod:
-    """That of the certificate that ends first, of a chain in PEM. ``FOREVER``: its times are
-    written in a way that X.509 does not allow."""
+    """Return the validity of the certificate in a PEM chain that expires first. ``FOREVER``: its
+    times are not valid X.509."""
     end = "-----END CERTIFICATE-----"
     try:
         ders = [ssl.PEM_cert_to_DER_cert(each.strip() + end) for each in chain.split(end)[:-1]]
@@ -66,7 +66,7 @@ def _validity(der: bytes) -> ValidityPeriod:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Tag, begin and end of the content of the element at ``at``."""
+    """Return tag, start and end of the content of the element at ``at``."""
     tag, length, begin = der[at], der[at + 1], at + 2
     if length & 0x80:
         count = length & 0x7F

@@ -29,22 +29,22 @@ class _DrainStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainStep.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     DRAIN_STEP_UNSPECIFIED: _DrainStep.ValueType  # 0
     DRAIN_STEP_BEGIN: _DrainStep.ValueType  # 1
-    """The node gets nothing new. Its objects are still read."""
+    """Stop placing objects on the node. Its objects can still be read."""
     DRAIN_STEP_UNDO: _DrainStep.ValueType  # 2
-    """The node takes puts again, as any other."""
+    """Cancel the drain."""
     DRAIN_STEP_LEAVE: _DrainStep.ValueType  # 3
-    """The master tells the node to leave, with the objects left on it; only after BEGIN."""
+    """Shut the node down, with the remaining objects; only after BEGIN."""
 
 class DrainStep(_DrainStep, metaclass=_DrainStepEnumTypeWrapper):
-    """One step of draining a node."""
+    """A step of draining a node."""
 
 DRAIN_STEP_UNSPECIFIED: DrainStep.ValueType  # 0
 DRAIN_STEP_BEGIN: DrainStep.ValueType  # 1
-"""The node gets nothing new. Its objects are still read."""
+"""Stop placing objects on the node. Its objects can still be read."""
 DRAIN_STEP_UNDO: DrainStep.ValueType  # 2
-"""The node takes puts again, as any other."""
+"""Cancel the drain."""
 DRAIN_STEP_LEAVE: DrainStep.ValueType  # 3
-"""The master tells the node to leave, with the objects left on it; only after BEGIN."""
+"""Shut the node down, with the remaining objects; only after BEGIN."""
 Global___DrainStep: _TypeAlias = DrainStep  # noqa: Y015
 
 @_typing.final
@@ -53,7 +53,7 @@ class StatusRequest(_message.Message):
 
     CURSOR_FIELD_NUMBER: _builtins.int
     cursor: _builtins.int
-    """0 first, then `next_cursor` of the answer before."""
+    """0 first, then `next_cursor` of the previous reply."""
     def __init__(
         self,
         *,
@@ -86,26 +86,26 @@ class SegmentStatus(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
-    """Size of a node's segment."""
+    """Size of the segment."""
     used: _builtins.int
     """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: _builtins.int
-    """The largest free extent: no larger object fits."""
+    """The largest free extent, which limits the size of new objects."""
     shm_name: _builtins.str
     pending: _builtins.int
-    """Of the used bytes: those granted to puts under way."""
+    """Used bytes that are granted to puts in progress."""
     quarantined: _builtins.int
-    """Of the used bytes: those of abandoned puts, which their writers may still write to."""
+    """Used bytes of abandoned puts, to which their writers may still write."""
     reclaim: _builtins.int
-    """Of the used bytes: those of removed and evicted objects, which readers may still read or whose
-    headers are not wiped yet.
+    """Used bytes of removed and evicted objects that may still be read, or whose headers are not
+    wiped yet.
     """
     device: _builtins.str
-    """Name of the device whose memory it is (`cuda:0`); empty: memory of the host."""
+    """Name of the device (`cuda:0`); empty: host memory."""
     ready_ms: _builtins.int
-    """How long none of its memory will be granted: leases from before it joined may last."""
+    """Time until its memory can be granted: leases from before its join may last."""
     reports: _builtins.bool
-    """Whether its objects are still being reported; none of its memory is granted meanwhile."""
+    """Whether its inventory is still being reported; nothing is granted meanwhile."""
     def __init__(
         self,
         *,
@@ -148,30 +148,28 @@ class NodeStatus(_message.Message):
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
-    """alive, draining (alive, and given nothing new), suspect or dead."""
+    """alive, draining (alive, without new objects), suspect or dead."""
     address: _builtins.str
     silent_ms: _builtins.int
-    """Time since the master last heard of the node."""
+    """Time since the last message from the node."""
     version: _builtins.str
-    """The release of its program."""
+    """Release of the node."""
     unreachable: _builtins.str
-    """Why the master could not connect to the node's memory after its join; empty: it could, or has
-    not tried yet.
-    """
+    """Reason of the failed connectivity probe after the join; empty: it succeeded or is pending."""
     shm_entry_missing: _builtins.bool
-    """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
-    cannot map it, and what it holds is lost when the node ends.
+    """Whether the /dev/shm entry of its memory was removed: new processes cannot map it, and its
+    contents are lost when the node ends.
     """
     stored_bytes: _builtins.int
-    """Payload bytes of objects that were put, moved or repaired there, by whatever transport, since
-    the node joined this master.
+    """Payload bytes of objects put, moved or repaired there, by any transport, since the node joined
+    this master.
     """
     read_bytes: _builtins.int
-    """Bytes that clients have read over the node's data port since its start, as the node says. What
-    clients move through shared memory or a transfer engine does not pass that port.
+    """Bytes read by clients over the node's data port since its start, as reported. Shared memory and
+    transfer engines do not use that port.
     """
     written_bytes: _builtins.int
-    """Bytes that clients have written so."""
+    """Bytes written by clients over that port."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -200,7 +198,7 @@ Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 
 @_typing.final
 class DepartedNode(_message.Message):
-    """A node that has left or died some minutes ago and is not back with all of its objects."""
+    """A node that has left or died recently and is not back with all of its objects."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -213,17 +211,17 @@ class DepartedNode(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
-    """Where its data port was; of a node without one, the id of its host's running kernel."""
+    """Address of its data port; without one, the boot id of its host."""
     reason: _builtins.str
-    """left, silent, broken, replaced, untold or unwiped, as the log has it."""
+    """The reason in the log: left, silent, broken, replaced, untold or unwiped."""
     departed_ms: _builtins.int
     """Time since then."""
     missing: _builtins.int
     """Objects that were on no other node, and come back with this node."""
     lost: _builtins.int
-    """Objects that were on no other node, and did not come back in time or with its memory."""
+    """Objects that were on no other node, and were not recovered in time or with its memory."""
     reports: _builtins.bool
-    """Whether its memory is back, and reports its objects."""
+    """Whether its memory is back, and its inventory is being reported."""
     def __init__(
         self,
         *,
@@ -255,11 +253,11 @@ class NamespaceStatus(_message.Message):
     name: _builtins.str
     objects: _builtins.int
     size: _builtins.int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     pinned_objects: _builtins.int
-    """Objects that pins hold: those named by a pin, and their ancestors."""
+    """Pinned objects: those named by a pin, and their ancestors."""
     pinned_bytes: _builtins.int
-    """Bytes of memory that the pinned objects take, headers and replicas included."""
+    """Memory of the pinned objects, with headers and replicas."""
     def __init__(
         self,
         *,
@@ -279,7 +277,7 @@ Global___NamespaceStatus: _TypeAlias = NamespaceStatus  # noqa: Y015
 
 @_typing.final
 class TenantStatus(_message.Message):
-    """Bytes are those of memory: headers, replicas, puts and allocations under way included."""
+    """Usage of a tenant. Bytes include headers, replicas, puts and allocations in progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -295,24 +293,24 @@ class TenantStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Empty: has what belongs to no other tenant."""
+    """Empty: everything that belongs to no other tenant."""
     bytes: _builtins.int
     guarantee_bytes: _builtins.int
     limit_bytes: _builtins.int
-    """0: no bound."""
+    """0: no limit."""
     pinned: _builtins.int
-    """Bytes that its pins hold."""
+    """Bytes protected by its pins."""
     pinned_max: _builtins.int
-    """0: no bound of its own."""
+    """0: no limit."""
     objects: _builtins.int
     evicted_by_own: _builtins.int
-    """Objects that made room for its own puts since the master started. Room that is made ahead of
-    need counts for the tenants whose puts used it.
+    """Objects evicted by its own puts since the master started. Evictions ahead of demand count for
+    the tenants whose puts used the space.
     """
     evicted_by_others: _builtins.int
-    """Objects that made room for puts of others, and for copies by drains and repairs."""
+    """Objects evicted by puts of other tenants, drains and repairs."""
     refused: _builtins.int
-    """Puts and pins that a quota refused."""
+    """Puts and pins rejected by a quota."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Patterns."""
@@ -382,14 +380,14 @@ class ClusterStatus(_message.Message):
     version: _builtins.str
     uptime_ms: _builtins.int
     role: _builtins.str
-    """single, or leader: a master that stands by answers NotLeaderError."""
+    """single, or leader: a standby raises NotLeaderError."""
     leader: _builtins.str
-    """The address that the leader advertises; empty: none was given."""
+    """The address that the leader advertises; may be empty."""
     cluster: _builtins.str
-    """Name of the cluster; empty: it has none."""
+    """Name of the cluster; may be empty."""
     next_cursor: _builtins.int
-    """Not 0: there are more nodes or namespaces. `counters`, `departed` and `tenants` are part of the
-    first page only.
+    """Not 0: there are more nodes or namespaces. `counters`, `departed` and `tenants` are in the
+    first batch only.
     """
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
@@ -397,13 +395,13 @@ class ClusterStatus(_message.Message):
     def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStatus]: ...
     @_builtins.property
     def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counter]:
-        """What happened since the master started: name and number, sorted by name."""
+        """Counts of events since the master started, sorted by name."""
 
     @_builtins.property
     def departed(self) -> _containers.RepeatedCompositeFieldContainer[Global___DepartedNode]: ...
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
-        """Empty: the master has no tenants."""
+        """Empty: no tenants are configured."""
 
     def __init__(
         self,
@@ -440,8 +438,8 @@ class ListObjectsRequest(_message.Message):
     namespace: _builtins.str
     prefix: _builtins.bytes
     cursor: _builtins.int
-    """0 first, then `next_cursor` of the answer before. Objects that come or go between two pages may
-    be missed or seen twice.
+    """0 first, then `next_cursor` of the previous reply. Objects that are added or removed between
+    two batches may be missed or repeated.
     """
     limit: _builtins.int
     def __init__(
@@ -505,7 +503,7 @@ class ListObjectsReply(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     next_cursor: _builtins.int
-    """0: that was the last page."""
+    """0: no more batches."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRow]: ...
     def __init__(
@@ -559,7 +557,7 @@ class ObjectDetail(_message.Message):
     """Empty: a root."""
     children: _builtins.int
     idle_ms: _builtins.int
-    """Time since the object was last matched, looked up or put."""
+    """Time since the last match, lookup or put."""
     epoch: _builtins.int
     """The epoch of the segment ids in `placements`."""
     @_builtins.property
@@ -623,12 +621,10 @@ class DrainReply(_message.Message):
     used: _builtins.int
     """Bytes of the node's segments that are not free."""
     pending: _builtins.int
-    """Puts and allocations under way that were to be written there."""
+    """Puts and allocations in progress on the node."""
     @_builtins.property
     def began(self) -> _client_pb2.Version:
-        """The newest version when the draining began. An object that is moved off the node gets a later
-        one.
-        """
+        """The newest version at the beginning of the drain. Objects moved off the node get later ones."""
 
     def __init__(
         self,
@@ -660,26 +656,26 @@ class StartMovesRequest(_message.Message):
     EVICT_UP_TO_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cursor: _builtins.int
-    """0 begins a pass over all objects; then `next_cursor` of the last reply."""
+    """0 starts a pass over all objects; then `next_cursor` of the last reply."""
     limit: _builtins.int
-    """Objects granted at most."""
+    """Maximum number of granted objects."""
     bytes_max: _builtins.int
-    """Payload bytes granted at most, one object at least."""
+    """Maximum payload bytes granted, at least one object."""
     client_number: _builtins.int
     """As in `PutStart`."""
     repair: _builtins.bool
-    """Instead of moves off a draining node, grant one more replica for objects that have too few.
-    Nothing is evicted for that. The reply is empty if nothing is to be copied now.
+    """Whether to grant one more replica for objects that lack some, instead of moves off a draining
+    node. Nothing is evicted for that. The reply is empty if nothing is to be copied now.
     """
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Segments (uuids) to which the caller could not write a moment ago."""
+        """Uuids of segments to which the caller failed to write recently."""
 
     @_builtins.property
     def evict_up_to(self) -> _client_pb2.Version:
-        """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
-        ago than the moved object; by default none. With `DrainReply.began` a drain evicts no object
-        that was moved off the node.
+        """Evict objects elsewhere of this version or an earlier one if they were used less recently than
+        the moved object; none by default. With `DrainReply.began` a drain evicts no object that it has
+        moved.
         """
 
     def __init__(
@@ -717,23 +713,21 @@ class StartMovesReply(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     KEEPS_VERSION_FIELD_NUMBER: _builtins.int
     next_cursor: _builtins.int
-    """0: the pass is over."""
+    """0: the pass is complete."""
     skipped: _builtins.int
-    """Objects that are being replaced at this moment, or for which there will be room elsewhere in a
-    moment.
-    """
+    """Objects that are being replaced, or for which space elsewhere will be free shortly."""
     remaining: _builtins.int
-    """Objects for which there is no room elsewhere: the objects there may not be evicted, or are
-    leased or being written.
+    """Objects without space elsewhere: the objects there may not be evicted, or are leased or being
+    written.
     """
     remaining_bytes: _builtins.int
     evicted: _builtins.int
-    """Objects elsewhere that were used longer ago, and had to make room."""
+    """Less recently used objects that were evicted elsewhere."""
     keeps_version: _builtins.bool
-    """The copy has the version of its source, not that of its token."""
+    """Whether the copy has the version of its source, not that of its token."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the granted objects, one row each, as in the next three fields."""
+        """Granted objects, one row each, as in the next three fields."""
 
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
@@ -772,7 +766,7 @@ class TrafficRequest(_message.Message):
     namespace: _builtins.str
     """Empty: all namespaces that the master remembers."""
     cursor: _builtins.int
-    """0 first, then `next_cursor` of the answer before."""
+    """0 first, then `next_cursor` of the previous reply."""
     def __init__(
         self,
         *,
@@ -789,7 +783,7 @@ Global___TrafficRequest: _TypeAlias = TrafficRequest  # noqa: Y015
 
 @_typing.final
 class ClientTraffic(_message.Message):
-    """One client in one namespace, as one who puts or as one who asks."""
+    """One client in one namespace, as a writer or as a reader."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -803,23 +797,23 @@ class ClientTraffic(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """The name with which it joined; empty: not known."""
+    """Name at the join; empty: unknown."""
     address: _builtins.str
-    """Where it calls from; `local`: from the host of the master."""
+    """Source address; `local`: the host of the master."""
     first_ms: _builtins.int
-    """Time since the client was first seen. The master remembers the last clients only."""
+    """Time since the client was first seen; the master remembers the most recent clients only."""
     idle_ms: _builtins.int
     """Time since its last call."""
     keys: _builtins.int
-    """Keys that it wanted to put, or asked for."""
+    """Keys that it requested, to put or to read."""
     found: _builtins.int
-    """Of those: keys that were stored already."""
+    """Of those: keys that were already stored."""
     stored: _builtins.int
-    """Keys that it has put."""
+    """Keys that it has stored."""
     key: _builtins.bytes
-    """One key of its last put; empty: it has only asked."""
+    """A key of its last put; empty: it has only read."""
     stored_bytes: _builtins.int
-    """Payload bytes of what it has put, replicas not counted."""
+    """Payload bytes that it has stored, without replicas."""
     def __init__(
         self,
         *,
@@ -843,7 +837,7 @@ Global___ClientTraffic: _TypeAlias = ClientTraffic  # noqa: Y015
 
 @_typing.final
 class MissedKey(_message.Message):
-    """A key that was asked for and not found: the first missing one of its question."""
+    """The first key of a query that was not found."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -859,16 +853,16 @@ class MissedKey(_message.Message):
     client: _builtins.str
     address: _builtins.str
     idle_ms: _builtins.int
-    """Time since that question."""
+    """Time since that query."""
     found: _builtins.int
-    """Keys before it in that question; they were stored."""
+    """Keys before it in that query; they were stored."""
     requested: _builtins.int
-    """Keys of that question."""
+    """Keys of that query."""
     present: _builtins.bool
     """Whether the key is stored now."""
     evicted: _builtins.bool
-    """Whether the key had been evicted before that question. False also if the master does not
-    remember: it remembers the first keys of the chains that were evicted last.
+    """Whether the key had been evicted before that query. False also if the master does not remember
+    it: it remembers the first keys of recently evicted chains.
     """
     def __init__(
         self,
@@ -909,25 +903,25 @@ class NamespaceTraffic(_message.Message):
     name: _builtins.str
     objects: _builtins.int
     size: _builtins.int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     queries: _builtins.int
     queries_without_hit: _builtins.int
-    """Questions whose first key was not stored."""
+    """Queries whose first key was not stored."""
     queries_with_partial_hit: _builtins.int
-    """Questions of which a later key was not stored."""
+    """Queries of which a later key was not stored."""
     evicted: _builtins.int
-    """Objects that were evicted."""
+    """Number of evicted objects."""
     evicted_ms: _builtins.int
     """Time since the last eviction."""
     evicted_idle_ms: _builtins.int
-    """How long the object that was evicted last had not been used then."""
+    """Idle time of the last evicted object at its eviction."""
     @_builtins.property
     def writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
     @_builtins.property
     def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedKey]:
-        """The last missed key of each client that asked, the most recent one first."""
+        """The last missed key of each reader, most recent first."""
 
     def __init__(
         self,
@@ -965,7 +959,7 @@ class TrafficReport(_message.Message):
     uptime_ms: _builtins.int
     """Time since the start of the master, which remembers nothing from before."""
     next_cursor: _builtins.int
-    """0: that was the last page."""
+    """0: no more batches."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceTraffic]: ...
     def __init__(
@@ -992,12 +986,12 @@ class ChainsRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Empty: the last namespaces in which clients put or asked."""
+    """Empty: the most recently used namespaces."""
     limit: _builtins.int
-    """The most chains; 0: as many as are allowed."""
+    """Maximum number of chains; 0: the highest allowed."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys:
-        """The chains that end at these blocks of `namespace` instead."""
+        """Get the chains that end at these blocks of `namespace` instead."""
 
     def __init__(
         self,
@@ -1016,8 +1010,8 @@ Global___ChainsRequest: _TypeAlias = ChainsRequest  # noqa: Y015
 
 @_typing.final
 class Branch(_message.Message):
-    """A run of blocks, each of which is the parent of the next one. It ends where the chain forks,
-    where the chain ends, and where counted matches ended.
+    """A run of blocks, each of which is the parent of the next one. It ends where the chain forks or
+    ends, and where counted matches ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1043,43 +1037,41 @@ class Branch(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     above: _builtins.int
-    """The number of the branch that this one continues, counted from 1; 0: there is none."""
+    """Number of the branch that this one continues, from 1; 0: none."""
     first: _builtins.bytes
     last: _builtins.bytes
     blocks: _builtins.int
     missing: _builtins.int
-    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds blocks
-    below them.
-    """
+    """Blocks without bytes: evicted, removed or lost. No match finds their descendants."""
     being_written: _builtins.int
-    """Of those: blocks that are being written."""
+    """Blocks that are being written."""
     size: _builtins.int
-    """Payload bytes, replicas not counted."""
+    """Payload bytes without replicas."""
     depth: _builtins.int
-    """Ancestors of the last block, as far as known."""
+    """Known ancestors of the last block."""
     children: _builtins.int
-    """Blocks directly below the last one, also in branches that the answer does not have."""
+    """Children of the last block, including branches that the reply omits."""
     matched: _builtins.int
-    """Matches that ended in this branch or below it, at the tips that the master remembers."""
+    """Matches that ended in this branch or its descendants, at the tips that the master remembers."""
     matches_ended: _builtins.int
     """Of those: matches that ended at its last block."""
     counted_ms: _builtins.int
-    """How long the oldest of these counts has been kept; 0: there is none."""
+    """Age of the oldest of these counts; 0: none."""
     idle_ms: _builtins.int
-    """Time since the last use of a block of this branch, or of one below it in this answer."""
+    """Time since the last use of a block of this branch or of its descendants in this reply."""
     leased_ms: _builtins.int
-    """How long a lease still protects a block of it, or one below it in this answer."""
+    """Remaining lease of a block of it or of its descendants in this reply."""
     pinned: _builtins.int
-    """Of its blocks: those that pins hold."""
+    """Blocks that are pinned."""
     truncated: _builtins.bool
-    """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
+    """Whether the chain has ancestors of this branch that exceed the limits of one reply."""
     @_builtins.property
     def segments(self) -> _common_pb2.Column:
-        """The segments that hold most of the replicas of its blocks."""
+        """The segments with most of the replicas of its blocks."""
 
     @_builtins.property
     def replicas(self) -> _common_pb2.Column:
-        """How many of these replicas are on each of `segments`."""
+        """Number of these replicas on each of `segments`."""
 
     def __init__(
         self,
@@ -1124,10 +1116,10 @@ class ChainsReply(_message.Message):
     uptime_ms: _builtins.int
     """Time since the start of the master, which remembers no match from before."""
     complete: _builtins.bool
-    """Whether every wanted chain was walked."""
+    """Whether every requested chain was walked."""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
-        """Each branch comes after the one that it continues; the most matched chain is first."""
+        """Each branch follows the one that it continues; the most matched chain is first."""
 
     def __init__(
         self,
@@ -1154,7 +1146,7 @@ class BlocksRequest(_message.Message):
     ABOVE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     above: _builtins.int
-    """How many blocks above the last key, towards the root, are in the answer, too."""
+    """Number of ancestors of the last key to include."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     def __init__(
@@ -1188,19 +1180,21 @@ class BlockStatus(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     state: _builtins.str
-    """complete, being_written, missing (its place is kept for blocks below it) or absent."""
+    """complete, being_written, missing (its node in the prefix tree is kept for descendants) or
+    absent.
+    """
     parent: _builtins.bytes
-    """Empty: a root, or not known."""
+    """Empty: a root, or unknown."""
     children: _builtins.int
     depth: _builtins.int
     size: _builtins.int
     idle_ms: _builtins.int
     leased_ms: _builtins.int
     pinned_ms: _builtins.int
-    """How long the pin of this block itself lasts; pins of blocks below it do not count."""
+    """Remaining time of the pin of this block itself; pins of descendants do not count."""
     @_builtins.property
     def segments(self) -> _common_pb2.Column:
-        """The segment of each replica that is mounted."""
+        """The segment of each mounted replica."""
 
     def __init__(
         self,
@@ -1231,7 +1225,7 @@ class BlocksReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockStatus]:
-        """One per key, then those above the last one."""
+        """One per key, then the ancestors of the last one."""
 
     def __init__(
         self,

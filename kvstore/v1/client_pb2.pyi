@@ -36,7 +36,7 @@ class _MapRightEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MapRight.Val
     MAP_RIGHT_WRITE_ALL: _MapRight.ValueType  # 8
 
 class MapRight(_MapRight, metaclass=_MapRightEnumTypeWrapper):
-    """What an identity may do, as far as it matters for a mapping, which shows all namespaces."""
+    """Permissions of an identity for mappings, which expose all namespaces."""
 
 MAP_RIGHT_UNSPECIFIED: MapRight.ValueType  # 0
 MAP_RIGHT_READ: MapRight.ValueType  # 1
@@ -56,32 +56,32 @@ class _PutOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PutOutcome
     DESCRIPTOR: _descriptor.EnumDescriptor
     PUT_OUTCOME_UNSPECIFIED: _PutOutcome.ValueType  # 0
     PUT_OUTCOME_WRITE: _PutOutcome.ValueType  # 1
-    """Granted: write here (only in the answer to `put_start`)."""
+    """Granted: write to the extent (only in the reply to `put_start`)."""
     PUT_OUTCOME_FOUND: _PutOutcome.ValueType  # 2
-    """Already there: same key, same content."""
+    """Already stored: same key, same content."""
     PUT_OUTCOME_BEING_WRITTEN: _PutOutcome.ValueType  # 3
-    """Another put is writing it at this moment."""
+    """Another put is writing it."""
     PUT_OUTCOME_STORED: _PutOutcome.ValueType  # 4
-    """Complete now, by this put (only in the answer to `put_end` and `commit`)."""
+    """Stored by this put (only in replies to `put_end` and `commit`)."""
     PUT_OUTCOME_REFUSED: _PutOutcome.ValueType  # 5
-    """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+    """Not stored: the token is unknown, its deadline passed, or its segment is not mounted."""
     PUT_OUTCOME_NO_SPACE: _PutOutcome.ValueType  # 6
     """Not stored: the pool is full (only in results of puts with `partial=True`)."""
 
 class PutOutcome(_PutOutcome, metaclass=_PutOutcomeEnumTypeWrapper):
-    """What became of one key of a put."""
+    """The result of a put for one key."""
 
 PUT_OUTCOME_UNSPECIFIED: PutOutcome.ValueType  # 0
 PUT_OUTCOME_WRITE: PutOutcome.ValueType  # 1
-"""Granted: write here (only in the answer to `put_start`)."""
+"""Granted: write to the extent (only in the reply to `put_start`)."""
 PUT_OUTCOME_FOUND: PutOutcome.ValueType  # 2
-"""Already there: same key, same content."""
+"""Already stored: same key, same content."""
 PUT_OUTCOME_BEING_WRITTEN: PutOutcome.ValueType  # 3
-"""Another put is writing it at this moment."""
+"""Another put is writing it."""
 PUT_OUTCOME_STORED: PutOutcome.ValueType  # 4
-"""Complete now, by this put (only in the answer to `put_end` and `commit`)."""
+"""Stored by this put (only in replies to `put_end` and `commit`)."""
 PUT_OUTCOME_REFUSED: PutOutcome.ValueType  # 5
-"""Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+"""Not stored: the token is unknown, its deadline passed, or its segment is not mounted."""
 PUT_OUTCOME_NO_SPACE: PutOutcome.ValueType  # 6
 """Not stored: the pool is full (only in results of puts with `partial=True`)."""
 Global___PutOutcome: _TypeAlias = PutOutcome  # noqa: Y015
@@ -97,7 +97,7 @@ class _PresenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Presence.Val
     PRESENCE_BEING_WRITTEN: _Presence.ValueType  # 2
 
 class Presence(_Presence, metaclass=_PresenceEnumTypeWrapper):
-    """What the master knows of a key."""
+    """The state of a key in the master."""
 
 PRESENCE_ABSENT: Presence.ValueType  # 0
 PRESENCE_COMPLETE: Presence.ValueType  # 1
@@ -106,8 +106,8 @@ Global___Presence: _TypeAlias = Presence  # noqa: Y015
 
 @_typing.final
 class Version(_message.Message):
-    """Identifies one put of a key: the master's epoch, and its counter at `put_start`. The counter is
-    also the token of the put that wrote it.
+    """One put of a key: the master's epoch, and its counter at `put_start`. The counter is also the
+    grant token of that put.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -132,7 +132,7 @@ Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
 class EngineAddress(_message.Message):
-    """Where a segment is registered with a transfer engine (`kvstore.transport.mooncake`)."""
+    """The registration of a segment with a transfer engine (`kvstore.transport.mooncake`)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -141,9 +141,9 @@ class EngineAddress(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     METADATA_SERVER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Peers open this: `host:port` of its handshake, or its key in the metadata server."""
+    """Address for peers: `host:port` of its handshake, or its key in the metadata server."""
     base: _builtins.int
-    """The address of the segment's first byte in the node's process; new for each generation."""
+    """Address of the segment's first byte in the node's process; new for each generation."""
     protocol: _builtins.str
     metadata_server: _builtins.str
     def __init__(
@@ -164,7 +164,7 @@ Global___EngineAddress: _TypeAlias = EngineAddress  # noqa: Y015
 
 @_typing.final
 class DeviceLocation(_message.Message):
-    """Where a segment is in the memory of a device, for processes on its host."""
+    """A segment in device memory, for processes on its host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,11 +172,13 @@ class DeviceLocation(_message.Message):
     ENTRY_FIELD_NUMBER: _builtins.int
     IPC_HANDLE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
-    """Its name in the node's process: `cuda:0`."""
+    """Device name in the node's process: `cuda:0`."""
     entry: _builtins.str
-    """Entry in `/dev/shm` that holds the superblock alone."""
+    """Entry in `/dev/shm` that holds the superblock only."""
     ipc_handle: _builtins.str
-    """Opens the memory in another process (`kvstore.device.driver.DeviceDriver.export`)."""
+    """IPC handle that opens the memory in another process
+    (`kvstore.device.driver.DeviceDriver.export`).
+    """
     def __init__(
         self,
         *,
@@ -194,7 +196,7 @@ Global___DeviceLocation: _TypeAlias = DeviceLocation  # noqa: Y015
 
 @_typing.final
 class DescriptorHandle(_message.Message):
-    """How a client of the node's host gets a descriptor of the segment's memory
+    """Access for clients on the node's host to a file descriptor of the segment's memory
     (`kvstore.security.descriptor_protocol`).
     """
 
@@ -204,11 +206,11 @@ class DescriptorHandle(_message.Message):
     RIGHTS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
-    """Entry in `/dev/shm`: a Unix socket of the node."""
+    """Entry in `/dev/shm`: Unix socket of the node."""
     rights: _builtins.int
     """`MapRight` of the client's identity."""
     key: _builtins.bytes
-    """The client's key for these rights."""
+    """Key of the client for these rights."""
     def __init__(
         self,
         *,
@@ -226,7 +228,7 @@ Global___DescriptorHandle: _TypeAlias = DescriptorHandle  # noqa: Y015
 
 @_typing.final
 class SegmentInfo(_message.Message):
-    """How to reach a segment. `segment_id` is never used again within an epoch."""
+    """Connection data of a segment. `segment_id` is never reused within an epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -251,47 +253,47 @@ class SegmentInfo(_message.Message):
     segment_id: _builtins.int
     node: _builtins.str
     host: _builtins.str
-    """Equal on both ends when they may see the same `/dev/shm`; see `kvstore.runtime.host`."""
+    """Equal if both ends may share `/dev/shm`; see `kvstore.runtime.host`."""
     size: _builtins.int
     uuid: _builtins.bytes
-    """16 bytes, new at each creation; also written in the superblock."""
+    """16 bytes, new at each creation; also in the superblock."""
     shm_name: _builtins.str
-    """Entry in `/dev/shm` that the client may open; empty when the segment is no POSIX shared memory,
-    and for a `holder`, who gets a descriptor.
+    """Entry in `/dev/shm` that the client may open; empty if the segment is not POSIX shared memory,
+    and for a `holder`, which gets a file descriptor.
     """
     address: _builtins.str
-    """`host:port` of the node's data server; empty when it has none."""
+    """`host:port` of the node's data server; empty: none."""
     token: _builtins.bytes
-    """16 bytes that the data server asks for; if there is a `holder`, the holder's key."""
+    """16 bytes that the data server requires; with a `holder`, the holder's key."""
     seed: _builtins.int
-    """Seed of the header checksums of this segment (64 bits)."""
+    """Seed of the header checksums (64 bits)."""
     generation: _builtins.int
-    """Counts mounts; a data connection or mapping of an older one is refused."""
+    """Mount counter; data connections and mappings of an older one are refused."""
     data_protocol: _builtins.int
-    """The version of the data protocol that the node's data server speaks."""
+    """Version of the node's data protocol."""
     holder: _builtins.int
-    """The number of the identity that has this description, if the node takes its capabilities. 0:
-    clients show the token.
+    """Holder number of the identity that received this description, if the node requires
+    capabilities. 0: clients present the token.
     """
     certified: _builtins.str
-    """What the certificate of the node said of its identity when the node joined
-    (`Identity.certified`), if its data port `encrypts`; empty: not known.
+    """The certified identity of the node at its join (`Identity.certified`), if its data port
+    `encrypts`; empty: unknown.
     """
     takes_capabilities: _builtins.bool
-    """Whether the node takes capabilities (`Placements`)."""
+    """Whether the node requires capabilities (`Placements`)."""
     encrypts: _builtins.bool
-    """Whether its data port speaks TLS."""
+    """Whether its data port uses TLS."""
     @_builtins.property
     def engine(self) -> Global___EngineAddress:
         """Absent: its node has no transfer engine."""
 
     @_builtins.property
     def device(self) -> Global___DeviceLocation:
-        """Absent: the segment is in memory of the host."""
+        """Absent: host memory."""
 
     @_builtins.property
     def descriptor_socket(self) -> Global___DescriptorHandle:
-        """Where a holder asks for the memory; absent: its node hands none over."""
+        """Descriptor socket for a holder; absent: the node passes no descriptors."""
 
     def __init__(
         self,
@@ -334,18 +336,18 @@ class JoinRequest(_message.Message):
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """The name of the client, for logs and statistics."""
+    """Name of the client, for logs and statistics."""
     host: _builtins.str
     protocol: _builtins.int
     cluster: _builtins.str
-    """Name of the cluster that the client means; empty: any."""
+    """Name of the expected cluster; empty: any."""
     highest_epoch: _builtins.int
-    """The highest epoch that the client has joined. A master of a lower one refuses the client until
-    its nodes have had time to join it; the word of a client ends no term.
+    """The highest epoch that the client has joined. A master with a lower one refuses the client
+    until its nodes have had time to report a higher epoch; a client's report ends no term.
     """
     client_number: _builtins.int
-    """The number that the client shows to data servers and in its puts; 0: it chooses none. With
-    authentication it belongs to the first identity that joins with it.
+    """Client number for data servers and puts; 0: none. With authentication it belongs to the first
+    identity that joins with it.
     """
     def __init__(
         self,
@@ -382,22 +384,24 @@ class JoinReply(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lane_port: _builtins.int
-    """TCP port of the lane on the address that the client already used; 0: no lane."""
+    """TCP port of the lane on the address that the client used; 0: no lane."""
     lane_unix: _builtins.str
-    """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
+    """Abstract Unix socket of the lane for clients on the same host; may be empty."""
     lane_token: _builtins.bytes
-    """The token that the first frame on the lane must carry."""
+    """Lane token for the first frame on the lane."""
     lease_ms: _builtins.int
     put_deadline_ms: _builtins.int
     version: _builtins.str
     cluster: _builtins.str
-    """Name of the master's cluster; empty: it has none."""
+    """Name of the master's cluster; may be empty."""
     http_port: _builtins.int
-    """TCP port of HTTP on the address that the client already used; 0: none."""
+    """HTTP port on the address that the client used; 0: none."""
     has_events: _builtins.bool
-    """Whether events are served there."""
+    """Whether object events are served there."""
     identity: _builtins.str
-    """Who the client is to the master (`kvstore.security.identity`); empty: no authentication."""
+    """The authenticated identity of the client (`kvstore.security.identity`); empty: no
+    authentication.
+    """
     def __init__(
         self,
         *,
@@ -432,20 +436,22 @@ class MatchPrefixRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     placements: _builtins.bool
-    """Whether the answer says where the matched objects are, too."""
+    """Whether the reply includes the locations of matched objects."""
     lease: _builtins.int
-    """The number under which the client will release the lease; 0: the lease ends by time alone."""
+    """Lease number, with which the client releases it; 0: the lease ends by time alone."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Namespaces whose objects are no chains: each is of use alone, to go on from its key."""
+        """Namespaces of recurrent states, whose objects form no chains: one suffices to resume at its
+        key.
+        """
 
     @_builtins.property
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Earlier leases that the client releases now; unknown numbers are ignored."""
+        """Earlier leases to release now; unknown numbers are ignored."""
 
     def __init__(
         self,
@@ -473,9 +479,9 @@ class PrefixMatch(_message.Message):
     BEING_WRITTEN_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
-    """Leading keys that are present and reachable; the tip is leased, which holds the chain."""
+    """Leading keys that are present and reachable; a lease on the tip protects the chain."""
     being_written: _builtins.int
-    """How many keys after those are being written at this moment."""
+    """Number of keys after those that are being written."""
     @_builtins.property
     def placements(self) -> _common_pb2.Placements: ...
     def __init__(
@@ -505,11 +511,11 @@ class MatchPrefixReply(_message.Message):
     lease_ms: _builtins.int
     state: _builtins.int
     """Leading keys up to the last one that is present in each of `states`, among those that all of
-    `namespaces` have; it is leased there. 0: there is none, or `states` is empty.
+    `namespaces` have; it is leased there. 0: none.
     """
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
-        """One per namespace, in the order asked."""
+        """One per namespace, in the order of the request."""
 
     def __init__(
         self,
@@ -594,8 +600,8 @@ class ExistsRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     lease: _builtins.int
-    """Lease the stored ones under this number, as `Lookup` does, which also says where they are. 0:
-    no lease; the answer is about this moment only.
+    """Lease the stored objects under this number, as `Lookup` does, which also returns locations. 0:
+    no lease; the reply holds for this moment only.
     """
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
@@ -659,30 +665,30 @@ class PutStartRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     parent: _builtins.bytes
-    """Parent of the first key (`chain`) or of every key (otherwise); empty: a root."""
+    """Parent of the first key (`chain`) or of every key; empty: a root."""
     chain: _builtins.bool
-    """Whether each key's parent is the key before it."""
+    """Whether the parent of each key is the previous key."""
     replicas: _builtins.int
-    """The number of distinct nodes for each object; fewer if there are fewer."""
+    """Number of distinct nodes per object; fewer if there are fewer nodes."""
     overwrite: _builtins.bool
-    """Write a new version even where a complete one is there."""
+    """Whether to write a new version of complete objects."""
     wait_ms: _builtins.int
-    """How long to wait for leases to end when there is no room."""
+    """Maximum time to wait for leases to end if space is lacking."""
     host: _builtins.str
-    """The putter's host, for placement."""
+    """Host of the writer, for placement."""
     local_only: _builtins.bool
-    """Only segments of `host`: the putter has no transport that reaches another one."""
+    """Only segments of `host`: the writer has no transport to other hosts."""
     client_number: _builtins.int
-    """The number that the putter shows to data servers; 0: unknown."""
+    """Client number of the writer for data servers; 0: unknown."""
     ttl_ms: _builtins.int
-    """How long an object lives after the end of its put; 0: for ever."""
+    """TTL of an object, from the end of its put; 0: unlimited."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     @_builtins.property
     def sizes(self) -> _common_pb2.Column: ...
     @_builtins.property
     def avoid_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Segments (uuids) that the putter could not reach a moment ago, at most `AVOID_MAX`."""
+        """Uuids of up to `AVOID_MAX` segments that the writer failed to reach recently."""
 
     @_builtins.property
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -767,13 +773,13 @@ class PutRevokeRequest(_message.Message):
     CONNECTIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     quiesced: _builtins.bool
-    """Whether no write of these puts can still land, so that the extents are free at once."""
+    """Whether the puts are quiesced, so that their extents are free at once."""
     @_builtins.property
     def tokens(self) -> _common_pb2.Column: ...
     @_builtins.property
     def connections(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If not settled: the connections to data servers that may still carry bytes of these puts, by
-        the client's numbers for them. Empty: any connection of that client.
+        """If not quiesced: the client's numbers of its connections to data servers that may still carry
+        bytes of these puts. Empty: all of its connections.
         """
 
     def __init__(
@@ -823,7 +829,7 @@ class AllocateRequest(_message.Message):
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Its tenant holds the memory until the commit, which may name another namespace."""
+    """Its tenant is charged until the commit, which may name another namespace."""
     size: _builtins.int
     wait_ms: _builtins.int
     host: _builtins.str
@@ -870,7 +876,7 @@ class CommitRequest(_message.Message):
     key: _builtins.bytes
     parent: _builtins.bytes
     size: _builtins.int
-    """Payload bytes; not more than were allocated."""
+    """Payload bytes, at most the allocated ones."""
     overwrite: _builtins.bool
     ttl_ms: _builtins.int
     """As in `PutStart`."""
@@ -903,8 +909,8 @@ class CommitReply(_message.Message):
     outcome: _builtins.int
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     header_mac: _builtins.bytes
-    """`STAMP_BYTES`, which the client writes behind the header until the allocation's deadline;
-    empty: none.
+    """`STAMP_BYTES`: the header MAC, which the client writes until the allocation's deadline; may be
+    empty.
     """
     def __init__(
         self,
@@ -934,7 +940,7 @@ class RenewRequest(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     epoch: _builtins.int
-    """The epoch of the tokens."""
+    """The epoch of the grant tokens."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     @_builtins.property
@@ -945,7 +951,7 @@ class RenewRequest(_message.Message):
     def tokens(self) -> _common_pb2.Column: ...
     @_builtins.property
     def uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The uuids of the segments of the leased memory; `offsets` are those of its extents."""
+        """Uuids of the segments of the leased memory; `offsets` are those of its extents."""
 
     @_builtins.property
     def offsets(self) -> _common_pb2.Column: ...
@@ -981,12 +987,12 @@ class RenewReply(_message.Message):
     lease_ms: _builtins.int
     deadline_ms: _builtins.int
     keys_leased: _builtins.bytes
-    """1 or 0 per key: whether that version is still promised at its place. A version alone does not
-    name the leased memory: it may have ended there, and have come back elsewhere.
+    """1 or 0 per key: whether that version is still leased at that location. The version alone does
+    not identify the leased memory: it may have ended there and have come back elsewhere.
     """
     tokens_leased: _builtins.bytes
     capabilities: _builtins.bytes
-    """`CAPABILITY_BYTES` per token: the allocation's, extended; empty: none."""
+    """`CAPABILITY_BYTES` per token: the extended one of the allocation; may be empty."""
     def __init__(
         self,
         *,
@@ -1048,7 +1054,7 @@ class PinRequest(_message.Message):
     HOLD_MS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     hold_ms: _builtins.int
-    """How long from now on; of two pins of an object the later end counts."""
+    """Duration from now on; of two pins of an object the later end counts."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     def __init__(
@@ -1072,7 +1078,7 @@ class PinReply(_message.Message):
 
     PINNED_FIELD_NUMBER: _builtins.int
     pinned: _builtins.bytes
-    """1 or 0 per key: whether the object is stored, and is pinned now."""
+    """1 or 0 per key: whether the object is stored, and now pinned."""
     def __init__(
         self,
         *,
@@ -1158,7 +1164,7 @@ class RemoveReply(_message.Message):
 
     REMOVED_FIELD_NUMBER: _builtins.int
     removed: _builtins.bytes
-    """1 or 0 per key: whether there was something to remove."""
+    """1 or 0 per key: whether an object was removed."""
     def __init__(
         self,
         *,
@@ -1243,7 +1249,7 @@ class DescribeSegmentsReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch of the answering master: in another epoch the same ids mean other segments."""
+    """The epoch of the segment ids; ids of other epochs mean other segments."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentInfo]:
         """The requested segments that are mounted."""
@@ -1272,12 +1278,12 @@ class ReportFailureRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """The client that reports; `host` is where it runs."""
+    """The reporting client; it runs on `host`."""
     host: _builtins.str
     reason: _builtins.str
-    """What failed: one line, for the master's log."""
+    """The reason in one line, for the master's log."""
     epoch: _builtins.int
-    """The epoch of the segment ids, which may name other segments under another master."""
+    """The epoch of the segment ids."""
     @_builtins.property
     def segment_ids(self) -> _common_pb2.Column: ...
     def __init__(
@@ -1303,7 +1309,7 @@ class ReportFailureReply(_message.Message):
 
     SUSPECTS_FIELD_NUMBER: _builtins.int
     suspects: _builtins.int
-    """Nodes that are suspect now."""
+    """Nodes that are now suspect."""
     def __init__(
         self,
         *,
@@ -1333,11 +1339,11 @@ class ReportCorruptRequest(_message.Message):
     def epochs(self) -> _common_pb2.Column: ...
     @_builtins.property
     def counters(self) -> _common_pb2.Column:
-        """With `epochs`, the version that was read; if the object has another one now, it is kept."""
+        """With `epochs`, the version that was read; a later version is kept."""
 
     @_builtins.property
     def uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The replicas' segments, by uuid: the reporter's segment ids may be of an earlier master."""
+        """Uuids of the replicas' segments: the reporter's segment ids may be of an earlier master."""
 
     def __init__(
         self,
@@ -1362,7 +1368,7 @@ class ReportCorruptReply(_message.Message):
 
     DROPPED_FIELD_NUMBER: _builtins.int
     dropped: _builtins.int
-    """Objects that were removed."""
+    """Number of removed objects."""
     def __init__(
         self,
         *,

@@ -94,7 +94,7 @@ Global___MasterMessage: _TypeAlias = MasterMessage  # noqa: Y015
 
 @_typing.final
 class SegmentOffer(_message.Message):
-    """A segment that a node mounts: a `SegmentInfo` before the master has numbered it."""
+    """A segment offered by a node: a `SegmentInfo` without its number."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,28 +124,28 @@ class SegmentOffer(_message.Message):
     fresh: _builtins.bool
     """Whether no extent of it has ever been granted."""
     data_protocol: _builtins.int
-    """The version of the data protocol that the node's data server speaks."""
+    """Version of the node's data protocol."""
     descriptor_socket: _builtins.str
-    """Entry in `/dev/shm`: the Unix socket where the node hands descriptors of its memory to clients
-    of its host; empty: it has none.
+    """Entry in `/dev/shm`: Unix socket on which the node passes file descriptors of its memory to
+    clients of its host; may be empty.
     """
     header_mac_key: _builtins.bytes
-    """16 bytes, which no client learns: the key of the stamps behind the segment's headers
-    (`kvstore.memory.header`); empty: the node takes headers without one.
+    """16 bytes, secret from clients: the key of the segment's header MACs (`kvstore.memory.header`);
+    empty: the node accepts headers without a MAC.
     """
     takes_capabilities: _builtins.bool
-    """Whether the node takes capabilities (`Placements`)."""
+    """Whether the node requires capabilities (`Placements`)."""
     encrypts: _builtins.bool
-    """Whether its data port speaks TLS."""
+    """Whether its data port uses TLS."""
     @_builtins.property
     def removal_watermark(self) -> _client_pb2.Version:
-        """The last mark that the node was ordered to keep (`MasterWipe`)."""
+        """The last removal watermark that the node was told to keep (`MasterWipe`)."""
 
     @_builtins.property
     def engine(self) -> _client_pb2.EngineAddress: ...
     @_builtins.property
     def device(self) -> _client_pb2.DeviceLocation:
-        """Absent: the segment is in memory of the host."""
+        """Absent: host memory."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ Global___SegmentOffer: _TypeAlias = SegmentOffer  # noqa: Y015
 
 @_typing.final
 class NodeJoin(_message.Message):
-    """First message of a node's stream."""
+    """The first message of a node's stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,19 +194,20 @@ class NodeJoin(_message.Message):
     host: _builtins.str
     protocol: _builtins.int
     resume_epoch: _builtins.int
-    """The epoch to resume after a broken stream. A master that does not know these segments any more
-    refuses with `SegmentGoneError`. 0: it joins anew, and has fenced every older grant.
+    """The epoch to resume after a broken stream. A master that no longer has these segments refuses
+    with `SegmentGoneError`. 0: a new join; the node has fenced every older grant.
     """
     highest_epoch: _builtins.int
-    """The highest epoch that the node has joined, or that its memory records. A master of a lower one
-    begins a term above that epoch, if it believes it (`kvstore.limits.highest_believed`).
+    """The highest epoch that the node has joined or that its memory records. A master with a lower
+    one starts a term with a higher epoch, if it is plausible
+    (`kvstore.limits.plausible_epoch_max`).
     """
     cluster: _builtins.str
-    """Name of the cluster that the node was given, or that its memory belongs to."""
+    """Name of the cluster that is configured, or that its memory belongs to."""
     version: _builtins.str
-    """The release of the node's program, for people."""
+    """Release of the node, for people."""
     clock_ms: _builtins.int
-    """The time on the clock with which the node compares expiries of capabilities."""
+    """Time on the node's clock, with which it compares expiries of capabilities."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]: ...
     def __init__(
@@ -232,7 +233,7 @@ Global___NodeJoin: _TypeAlias = NodeJoin  # noqa: Y015
 
 @_typing.final
 class NodeHeartbeat(_message.Message):
-    """I am alive."""
+    """A heartbeat."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,13 +244,13 @@ class NodeHeartbeat(_message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     shm_entry_missing: _builtins.bool
-    """Somebody has removed the entry of my memory in /dev/shm."""
+    """Whether the /dev/shm entry of its memory was removed by another process."""
     clock_ms: _builtins.int
     """As in `NodeJoin`."""
     read_bytes: _builtins.int
-    """Bytes that clients have read over the node's data port since its start."""
+    """Bytes read by clients over the node's data port since its start."""
     written_bytes: _builtins.int
-    """Bytes that clients have written so."""
+    """Bytes written by clients over that port."""
     def __init__(
         self,
         *,
@@ -269,7 +270,7 @@ Global___NodeHeartbeat: _TypeAlias = NodeHeartbeat  # noqa: Y015
 
 @_typing.final
 class NodeWipeDone(_message.Message):
-    """The headers of this order are wiped."""
+    """Report that the headers of a wipe request are wiped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,7 +291,7 @@ Global___NodeWipeDone: _TypeAlias = NodeWipeDone  # noqa: Y015
 
 @_typing.final
 class NodeLeave(_message.Message):
-    """I stop, cleanly: forget me at once."""
+    """Announce a clean stop: the master removes the node at once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,11 +317,11 @@ class MasterAccepted(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     heartbeat_ms: _builtins.int
-    """How often to send `NodeHeartbeat`."""
+    """Heartbeat interval."""
     dead_ms: _builtins.int
-    """Silence after which the node counts as dead, and must join anew."""
+    """Silence after which the node counts as dead, and must join again."""
     cluster: _builtins.str
-    """Name of the master's cluster; empty: it has none."""
+    """Name of the master's cluster; may be empty."""
     @_builtins.property
     def segment_ids(self) -> _common_pb2.Column: ...
     def __init__(
@@ -342,7 +343,7 @@ Global___MasterAccepted: _TypeAlias = MasterAccepted  # noqa: Y015
 
 @_typing.final
 class MasterHeartbeat(_message.Message):
-    """Echo of a `NodeHeartbeat`."""
+    """The echo of a `NodeHeartbeat`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,11 +352,11 @@ class MasterHeartbeat(_message.Message):
     REJECTED_HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     repair: _builtins.bool
-    """The node has objects with too few replicas: it is to ask what to copy (`StartMoves`)."""
+    """Whether objects lack replicas: the node requests what to copy (`StartMoves`)."""
     @_builtins.property
     def rejected_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Whose data connections the node ends and refuses, until a beat names them no more: identities
-        that were revoked a short time ago.
+        """Holders of recently revoked identities, whose data connections the node closes and refuses
+        until a heartbeat no longer names them.
         """
 
     def __init__(
@@ -398,25 +399,25 @@ class MasterWipe(_message.Message):
     def counters(self) -> _common_pb2.Column: ...
     @_builtins.property
     def removal_watermark(self) -> _client_pb2.Version:
-        """The mark to keep in the segment; `NO_VERSION`: none. Memory whose mark is older than another's
-        was away during a removal. A master that does not know what was removed refuses the claims of
+        """The removal watermark to keep in the segment; `NO_VERSION`: none. Memory with an older one was
+        absent during a removal. A master that does not know what was removed refuses the claims of
         such memory.
         """
 
     @_builtins.property
     def disconnect_clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Data connections to end first, because they may still carry bytes of abandoned puts: the client
-        of each, 0 for any.
+        """Data connections to close first, because they may still carry bytes of abandoned puts: the
+        client number of each, 0 for any.
         """
 
     @_builtins.property
     def disconnect_connections(self) -> _common_pb2.Column:
-        """For each of them the number that its client has given it; 0: all of that client."""
+        """Connection number of each, chosen by its client; 0: all of that client."""
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a
-        node that takes capabilities gets lengths, and only for extents that no client may use.
+        """Bytes to zero from each offset on, unconditionally; 0: none. Empty: none at all. Sent only to
+        nodes that require capabilities, and only for extents that no client may use.
         """
 
     def __init__(
@@ -442,13 +443,13 @@ Global___MasterWipe: _TypeAlias = MasterWipe  # noqa: Y015
 
 @_typing.final
 class MasterClaimsAck(_message.Message):
-    """One `NodeClaims` is processed. A `MasterWipe` names the refused objects."""
+    """Acknowledge one `NodeClaims`. A `MasterWipe` names the refused objects."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENT_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
-    """Its index among the offered segments."""
+    """Index of the segment among the offered ones."""
     def __init__(
         self,
         *,

@@ -1,9 +1,9 @@
 """``BusyPollGauge`` decides whether to poll before sleeping.
 
-Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where more
-threads than cores want to run, it is expensive: the kernel gives the core of a thread that yields
-to another process for a whole time slice, 3 to 20 ms. So polling pauses after such a loss, for
-longer after each, and does not resume while the host has more runnable threads than cores.
+Polling for a reply saves a wake-up if the peer runs on another core. With more runnable threads
+than cores it is expensive: after a yield the kernel runs another process for a whole time slice, 3
+to 20 ms. Polling pauses after such a loss, for longer after each, and does not resume while the
+host has more runnable threads than cores.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from collections.abc import Callable
 
 HIT, MISS, PREEMPTED = 1, 0, -1
 """Outcomes of polling, also in ``native/sockets.h``: the event came while polling; not in time;
-another process had the core for ``PREEMPTED_S``."""
+another process used the core for ``PREEMPTED_S``."""
 
 PREEMPTED_S = 1e-3
-"""Shorter than a time slice of the kernel. Longer than a peer on the same core needs to answer."""
+"""Shorter than a time slice of the kernel, longer than the reply time of a peer on the same
+core."""
 
 PAUSE_MIN_S = 0.02
 PAUSE_MAX_S = 2.0
 
 MISSES_MAX = 4
-"""After so many misses in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst
-one call of 17 is slow. With 10 instead, a client that had put a few large batches did not poll for
-the next thousand calls. Relative to Mooncake, a put of 1 MiB over tcp went from 1.44 to 1.65, one
-of 64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
+"""After this many consecutive misses the next attempt comes 2**MISSES_MAX waits later, so at worst
+one call of 17 is slow. With 10, a client that had put a few large batches did not poll for the next
+thousand calls. Relative to Mooncake, a put of 1 MiB over tcp went from 1.44 to 1.65, one of 64 x 4
+KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
 
 
 def is_crowded() -> bool:
-    """Whether the host has more runnable threads than cores at this moment. Takes 15 us."""
+    """Return whether the host has more runnable threads than cores. Takes 15 us."""
     try:
         with open("/proc/loadavg", "rb", buffering=0) as file:
             runnable = int(file.read(128).split()[3].split(b"/")[0])
@@ -40,10 +41,10 @@ def is_crowded() -> bool:
 
 
 def polling_outcome(before: float, now: float, until: float) -> int:
-    """The outcome of a poll at ``before`` that found nothing; ``HIT``: poll again.
+    """Return the outcome of a poll at ``before`` that found nothing; ``HIT``: poll again.
 
     Args:
-        now: the time after a yield; an event that has come by then does not count if it is late.
+        now: the time after a yield; an event by then does not count if it is late.
         until: the end of polling.
     """
     if now - before >= PREEMPTED_S:
@@ -52,8 +53,7 @@ def polling_outcome(before: float, now: float, until: float) -> int:
 
 
 class BusyPollGauge:
-    """Records the outcomes of polling at one place. Not synchronized: a lost record does no
-    harm."""
+    """Records outcomes of polling at one call site. Not synchronized: a lost record is harmless."""
 
     __slots__ = ("_calm_at", "_clock", "_is_crowded", "_misses", "_pause_s", "_resume_at", "_skips")
 
@@ -68,12 +68,12 @@ class BusyPollGauge:
         self._skips = 0
         self._pause_s = PAUSE_MIN_S
         self._calm_at = 0.0
-        """A loss after this time does not lengthen the pause."""
+        """Losses after this time do not lengthen the pause."""
         self._resume_at: float | None = 0.0
-        """The end of the pause; None: there is none."""
+        """The end of the pause; None: none."""
 
     def should_poll(self) -> bool:
-        """Asked once before each wait."""
+        """Return whether to poll; call it once before each wait."""
         if self._skips:
             self._skips -= 1
             return False
@@ -89,7 +89,7 @@ class BusyPollGauge:
         return True
 
     def record(self, outcome: int) -> None:
-        """Called after polling, with ``HIT``, ``MISS`` or ``PREEMPTED``."""
+        """Record the outcome of polling: ``HIT``, ``MISS`` or ``PREEMPTED``."""
         if outcome == HIT:
             self._misses = 0
         elif outcome == MISS:

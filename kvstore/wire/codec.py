@@ -1,8 +1,7 @@
-"""From the values of ``kvstore.calls`` to protobuf messages and back, by their annotations.
+"""Conversion of ``kvstore.calls`` values to protobuf messages and back, by annotations.
 
-``codec`` pairs the fields of a NamedTuple with those of a message by their names, and writes two
-functions in Python, as ``dataclasses`` does, so that nothing is looked up or decided per call. For
-``calls.Lookup``:
+``codec`` matches the fields of a NamedTuple and a message by name, and generates two Python
+functions, as ``dataclasses`` does, to avoid work per call. For ``calls.Lookup``:
 
     def fill(m, value):
         namespace, keys, = value
@@ -14,8 +13,8 @@ functions in Python, as ``dataclasses`` does, so that nothing is looked up or de
         keys = unpack_keys(m.keys, distinct=False, keys_max=16384)
         return Lookup(namespace, keys)
 
-How a field travels follows from its type on both sides, and what it may hold from its annotation
-(``kvstore.calls.field_constraints``). ``BY_HAND`` has the classes whose messages have another form.
+The encoding of a field follows from its types on both sides, its constraints from its annotation
+(``kvstore.calls.field_constraints``). ``BY_HAND`` lists classes with other messages.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Codec(NamedTuple, Generic[ValueT]):
     """The two functions of one class."""
 
     fill: Callable[[Any, ValueT], None]
-    """Raises one of ``packed.UNENCODABLE`` or a UsageError: a field cannot be sent."""
+    """Raises one of ``columns.UNENCODABLE`` or a UsageError: a field cannot be sent."""
     make: Callable[[Any], ValueT]
-    """Raises UsageError or ProtocolError, and nothing else, whatever the message holds."""
+    """Raises only UsageError or ProtocolError, for any message."""
 
 
 def encoder(kind: Kind, message: type[Message]) -> Callable[[Any], bytes]:
-    """A function from a value to the bytes of its message.
+    """Return a function from a value to the bytes of its message.
 
     Raises:
         As ``codec``; the function, as ``Codec.fill``.
@@ -75,7 +74,7 @@ def encoder(kind: Kind, message: type[Message]) -> Callable[[Any], bytes]:
 
 
 def decoder(kind: Kind, message: type[Message]) -> Callable[[bytes], Any]:
-    """A function from the bytes that ``encoder`` makes to the value.
+    """Return a function from the bytes that ``encoder`` makes to the value.
 
     Raises:
         As ``codec``; the function, DecodeError: no such message; and as ``Codec.make``.
@@ -87,13 +86,13 @@ def decoder(kind: Kind, message: type[Message]) -> Callable[[bytes], Any]:
 
 @functools.cache
 def codec(kind: Kind, message: Descriptor, *, keys_apart: bool = False) -> Codec[Any]:
-    """The functions of ``kind``, a NamedTuple of ``kvstore.calls``.
+    """Return the functions of ``kind``, a NamedTuple of ``kvstore.calls``.
 
     Args:
         keys_apart: its field ``keys`` is left to the caller.
 
     Raises:
-        TypeError: a field has no counterpart in the message, or travels in no known form.
+        TypeError: a field has no counterpart in the message, or no known encoding.
     """
     if kind in BY_HAND:
         return BY_HAND[kind]
@@ -101,7 +100,7 @@ def codec(kind: Kind, message: Descriptor, *, keys_apart: bool = False) -> Codec
 
 
 class _CodecGenerator:
-    """Writes the two functions of one class."""
+    """Generates the two functions of one class."""
 
     def __init__(self, kind: Kind, message: Descriptor, *, keys_apart: bool) -> None:
         self._kind = kind
@@ -131,7 +130,7 @@ class _CodecGenerator:
         return Codec(self._used["fill"], self._used["make"])
 
     def _field(self, name: str, base: Any, rules: tuple[Any, ...], field: FieldDescriptor) -> None:
-        """Adds the lines for one field."""
+        """Add the lines of one field."""
         item = typing.get_args(base)[0] if typing.get_origin(base) is Sequence else None
         rows = next((rule for rule in rules if isinstance(rule, field_constraints.RowCount)), None)
         rule = next(
@@ -192,7 +191,7 @@ class _CodecGenerator:
             made = f"[check_namespace(_item) for _item in {within}]"
         else:
             made = f"list({within})"
-        if self._kind._field_defaults.get(name) == ():  # most often there are none
+        if self._kind._field_defaults.get(name) == ():  # most often empty
             return f"if {name}: m.{name}.extend({name})", f"{made} if m.{name} else ()"
         return f"m.{name}.extend({name})", made
 
@@ -225,7 +224,7 @@ class _CodecGenerator:
 
 
 def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The type, and what it is annotated with."""
+    """Split a type from its annotations."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *rules = typing.get_args(hint)
         return base, tuple(rules)
@@ -233,7 +232,7 @@ def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _within(name: str, rows: field_constraints.RowCount | None) -> str:
-    """The rows of a repeated field, once their number is known to be right."""
+    """Return the expression of a repeated field whose number of rows is checked."""
     if rows is None:
         return f"m.{name}"
     if rows.like:
@@ -242,7 +241,7 @@ def _within(name: str, rows: field_constraints.RowCount | None) -> str:
 
 
 def _bounds(rows: field_constraints.RowCount | None) -> str:
-    """The bounds as arguments of ``packed.unpack_column``, which has defaults for them."""
+    """Return the bounds as arguments of ``columns.unpack_column``, which has defaults."""
     if rows is None:
         return ""
     bound = f", rows=len({rows.like})" if rows.like else f", rows_max={rows.max}"
@@ -342,4 +341,4 @@ BY_HAND: Final[dict[type, Codec[Any]]] = {
     calls.Grants: Codec(tables.pack_grants, tables.unpack_grants),
     calls.NodeClaims: Codec(tables.pack_claims, tables.unpack_claims),
 }
-"""Classes that ``kvstore.wire.tables`` writes and reads."""
+"""Classes encoded by ``kvstore.wire.tables``."""

@@ -1,4 +1,4 @@
-"""The lane: requests and replies as length-prefixed frames on a plain socket.
+"""The lane: requests and replies as length-prefixed frames on a socket.
 
 A frame is, little-endian:
 
@@ -11,8 +11,8 @@ A frame is, little-endian:
 
 A connection opens with a HELLO from the client, whose payload is ``MAGIC``, u32 protocol version
 and the lane token of the ``Join`` reply; the server answers with a REPLY (empty) or an ERROR and
-closes. After that the client sends CALLs, which are answered in their order. A client that does not
-wait for a reply any more closes the connection.
+closes. Then the client sends CALLs, with replies in order. A client that abandons a reply closes
+the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.limits import (
 
 MAGIC = b"kvs-lane"
 TOKEN_BYTES_MAX = 96
-"""A secret of the master, or a signature, and behind it who the client is
+"""Limit of a lane token: a secret of the master or a signature, then the client's identity
 (``kvstore.master.authorizer``)."""
 
 _HEAD = struct.Struct("<IQBB")
@@ -41,8 +41,8 @@ _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
 BUFFER_BYTES = 64 << 10
-"""A reader's buffer: nearly every frame fits, and one ``recv`` empties a busy socket. A larger one
-is released after its frame."""
+"""A reader's buffer: nearly every frame fits, and one ``recv`` empties a busy socket. Larger ones
+are released after their frame."""
 
 
 class FrameKind(IntEnum):
@@ -55,17 +55,16 @@ class FrameKind(IntEnum):
 
 
 HELLO, CALL, REPLY, ERROR = (int(kind) for kind in FrameKind)
-"""Plain integers for the hot path."""
 
 Frame = tuple[int, int, bytes, bytes]
 """Call id, kind, name, payload."""
 
 
 def frame(call_id: int, kind: int, name: bytes, payload: bytes) -> bytes:
-    """One frame, ready to send.
+    """Return one frame.
 
     Raises:
-        ProtocolError: it would be longer than ``FRAME_BYTES_MAX``.
+        ProtocolError: the frame exceeds ``FRAME_BYTES_MAX``.
     """
     length = _AFTER_LENGTH + len(name) + len(payload)
     if length > FRAME_BYTES_MAX:
@@ -78,16 +77,16 @@ def frame(call_id: int, kind: int, name: bytes, payload: bytes) -> bytes:
 
 
 def hello(token: bytes) -> bytes:
-    """The first frame of a connection."""
+    """Return the first frame of a connection."""
     return frame(0, HELLO, b"", MAGIC + _VERSION.pack(PROTOCOL_VERSION) + token)
 
 
 def read_hello(first: Frame) -> bytes:
-    """The token of a connection's first frame.
+    """Return the lane token of a connection's first frame.
 
     Raises:
-        ProtocolError: it is no HELLO, or one of another protocol version.
-        PermissionDeniedError: no token, or one of absurd length.
+        ProtocolError: not a HELLO, or another protocol version.
+        PermissionDeniedError: no token, or an overlong one.
     """
     _, kind, _, payload = first
     if kind != HELLO or not payload.startswith(MAGIC):
@@ -103,13 +102,13 @@ def read_hello(first: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames, without a socket: ``space``, ``received``, ``next``.
+    """Parses a byte stream into frames, without a socket: ``space``, ``received``, ``next``.
 
-    Bytes are received where they are parsed from; only a frame's payload is copied, once, out of
-    the buffer, which grows to hold one frame.
+    Bytes are received into the parse buffer, which grows to one frame; only payloads are copied,
+    once.
 
     Attributes:
-        length_max: the longest frame that is accepted; may be changed between frames.
+        length_max: the maximum length of a frame; may be changed between frames.
     """
 
     __slots__ = ("_buffer", "_end", "_start", "_view", "length_max")
@@ -122,7 +121,7 @@ class FrameReader:
         self._end = 0
 
     def space(self) -> memoryview:
-        """Where to receive the next bytes: never empty. Valid until the next call."""
+        """Return the buffer for the next bytes, never empty. Valid until the next call."""
         start, end = self._start, self._end
         if start == end:
             self._start = self._end = start = end = 0
@@ -136,15 +135,14 @@ class FrameReader:
         return self._view[self._end :]
 
     def received(self, count: int) -> None:
-        """``count`` bytes were written to ``space()``."""
+        """Record that ``count`` bytes were written to ``space()``."""
         self._end += count
 
     def next(self) -> Frame | None:
-        """The next whole frame, or None while more bytes are needed.
+        """Return the next complete frame; None: more bytes are needed.
 
         Raises:
-            ProtocolError: the stream is no sequence of frames, or the next one is too long. The
-                stream cannot be read any further.
+            ProtocolError: the frame is invalid or too long. The stream cannot be read further.
         """
         start = self._start
         held = self._end - start
@@ -167,7 +165,7 @@ class FrameReader:
 
     @property
     def buffered(self) -> int:
-        """Bytes received that no frame has been made of yet."""
+        """Number of received bytes that are not in a frame yet."""
         return self._end - self._start
 
     @property
@@ -185,7 +183,7 @@ class FrameReader:
             raise ProtocolError("a frame is shorter than its own head", length=length)
 
     def _reserve(self, needed: int) -> None:
-        """Moves what is held to the front, in a larger buffer where ``needed`` bytes ask for it."""
+        """Move the content to the front, of a larger buffer if ``needed`` bytes require it."""
         held = self._end - self._start
         if needed > len(self._buffer):
             self._resize(needed)
@@ -194,7 +192,7 @@ class FrameReader:
         self._start, self._end = 0, held
 
     def _resize(self, size: int) -> None:
-        # A new buffer: a bytearray with a view of it cannot change its size.
+        # A new buffer: a bytearray with a view cannot be resized.
         held = self._view[self._start : self._end]
         self._buffer = bytearray(size)
         self._view = memoryview(self._buffer)

@@ -1,9 +1,8 @@
-"""Calls and their protobuf form: the only place that knows both.
+"""The table of calls and their protobuf forms.
 
-``CALLS`` has one row per call. Both carriers and the stub work from this table, so a new call is
-a class in ``kvstore.calls`` and a row here; its message (``proto/generate.py``) and how it is
-encoded and decoded (``kvstore.wire.codec``) follow from the class. Decoders check everything that a
-stranger may send.
+Both RPC servers and the stub use ``CALLS``, so a new call is a class in ``kvstore.calls`` and a row
+here; its message (``proto/generate.py``) and codec (``kvstore.wire.codec``) are derived from the
+class. Decoders check all input.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvstore.wire.codec import decoder, encoder
 from kvstore.wire.columns import UNENCODABLE
 
 JOIN_METADATA = "kvstore-join-bin"
-"""Metadata of a gRPC call: the token that its client got when it joined."""
+"""Metadata of a gRPC call: the client's token from its join."""
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
@@ -31,14 +30,14 @@ ReplyT = TypeVar("ReplyT")
 
 @dataclass(frozen=True)
 class RpcMethod(Generic[RequestT, ReplyT]):
-    """One row of the table. Use ``encode_request`` and its siblings below, which map errors."""
+    """A row of the table. Use ``encode_request`` etc. below, which map errors."""
 
     request: type[RequestT]
     reply: type[ReplyT]
     idempotent: bool
-    """Whether doing it twice is the same as once, so that it may be sent again if no reply came."""
+    """Whether the call may be sent again if no reply came."""
     lane: bool = True
-    """Whether stubs send it on the lane; the server takes every call on both carriers."""
+    """Whether stubs send it on the lane; servers accept every call on both protocols."""
 
     @cached_property
     def name(self) -> str:
@@ -53,12 +52,12 @@ class RpcMethod(Generic[RequestT, ReplyT]):
 
     @cached_property
     def wire_name(self) -> bytes:
-        """The name as it stands in a lane frame."""
+        """The name in a lane frame."""
         return self.name.encode()
 
     @cached_property
     def path(self) -> str:
-        """The name as gRPC has it."""
+        """The gRPC path."""
         return f"/{self.service}/{self.name}"
 
     @cached_property
@@ -84,7 +83,7 @@ def _message(name: str) -> type[Message]:
 
 
 def encode_request(request: Request) -> bytes:
-    """Raises UsageError: the request holds a value that cannot be sent."""
+    """Encode a request. Raises UsageError: a value cannot be sent."""
     try:
         return CALLS[type(request)].encode(request)
     except UNENCODABLE as error:
@@ -92,7 +91,7 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(call: RpcMethod[Any, Any], data: bytes) -> Request:
-    """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
+    """Decode a request. Raises only UsageError or ProtocolError."""
     try:
         return cast(Request, call.decode(data))
     except DecodeError as error:
@@ -100,7 +99,7 @@ def decode_request(call: RpcMethod[Any, Any], data: bytes) -> Request:
 
 
 def decode_reply(call: RpcMethod[Any, Any], data: bytes) -> Reply:
-    """Raises ProtocolError: not a reply to this call, or one that contradicts itself."""
+    """Decode a reply. Raises ProtocolError: not a reply to this call, or a contradictory one."""
     try:
         return cast(Reply, call.decode_reply(data))
     except DecodeError as error:
@@ -128,10 +127,10 @@ _TABLE: tuple[RpcMethod[Any, Any], ...] = (
     RpcMethod(calls.DescribeSegments, calls.DescribeSegmentsReply, idempotent=True),
     RpcMethod(calls.ReportFailure, calls.ReportFailureReply, idempotent=True),
     RpcMethod(calls.ReportCorrupt, calls.ReportCorruptReply, idempotent=True),
-    # The asker is to be known as the client that reads and writes there: it gets capabilities.
+    # The requester gets capabilities, so it must be known as the client that reads and writes.
     RpcMethod(calls.StatObject, calls.ObjectDetail, idempotent=True),
     RpcMethod(calls.StartMoves, calls.StartMovesReply, idempotent=False),
-    # Operators ask rarely and need no lane, so they need not join either.
+    # Operators' calls are rare and need no lane, and therefore no join.
     RpcMethod(calls.Status, calls.ClusterStatus, idempotent=True, lane=False),
     RpcMethod(calls.ListObjects, calls.ListObjectsReply, idempotent=True, lane=False),
     RpcMethod(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False),
@@ -141,7 +140,7 @@ _TABLE: tuple[RpcMethod[Any, Any], ...] = (
 )
 
 CALLS: dict[type, RpcMethod[Any, Any]] = {call.request: call for call in _TABLE}
-"""Every call by the type of its request."""
+"""Calls by the type of their request."""
 
 BY_WIRE_NAME: dict[bytes, RpcMethod[Any, Any]] = {call.wire_name: call for call in _TABLE}
-"""Every call by its name in a lane frame."""
+"""Calls by their name in a lane frame."""

@@ -1,6 +1,6 @@
-"""The messages of a node's stream and their protobuf form (``kvstore/v1/node.proto``).
+"""Protobuf forms of the messages of a node's stream (``kvstore/v1/node.proto``).
 
-As ``kvstore.wire.messages``: decoders raise typed errors for whatever a stranger may send.
+Decoders raise typed errors for any input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SESSION_PATH = f"/{NODE_SERVICE}/Session"
 
 
 def _fields(kinds: object, prefix: str) -> dict[type, str]:
-    """The field of each class: its name without ``prefix``, in snake case."""
+    """Return the field of each class: its name without ``prefix``, in snake case."""
     words = {
         kind: re.findall("[A-Z][a-z]+", kind.__name__.removeprefix(prefix))
         for kind in get_args(kinds)
@@ -31,11 +31,11 @@ def _fields(kinds: object, prefix: str) -> dict[type, str]:
 
 OF_NODE: Final = _fields(NodeMessage, "Node")
 OF_MASTER: Final = _fields(MasterMessage, "Master")
-"""The field of ``MasterMessage`` for each class; ``OF_NODE`` has those of ``NodeMessage``."""
+"""The field of ``MasterMessage`` for each class; ``OF_NODE`` for ``NodeMessage``."""
 
 
 def encode_node_message(message: NodeMessage) -> bytes:
-    """Raises UsageError: the message holds a value that cannot be sent."""
+    """Encode a message. Raises UsageError: a value cannot be sent."""
     try:
         return _encoded(node_pb2.NodeMessage(), OF_NODE, message)
     except UNENCODABLE as error:
@@ -43,7 +43,7 @@ def encode_node_message(message: NodeMessage) -> bytes:
 
 
 def decode_node_message(data: bytes) -> NodeMessage:
-    """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
+    """Decode a message. Raises only UsageError or ProtocolError."""
     return cast(NodeMessage, _decoded(node_pb2.NodeMessage, OF_NODE, data))
 
 
@@ -52,7 +52,7 @@ def encode_master_message(message: MasterMessage) -> bytes:
 
 
 def decode_master_message(data: bytes) -> MasterMessage:
-    """Raises ProtocolError, and nothing else, whatever ``data`` is."""
+    """Decode a message. Raises only ProtocolError."""
     try:
         return cast(MasterMessage, _decoded(node_pb2.MasterMessage, OF_MASTER, data))
     except UsageError as error:

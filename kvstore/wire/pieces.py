@@ -1,9 +1,9 @@
-"""Cuts large calls into pieces: the client sends them one after the other.
+"""Splitting of large calls into chunks, which the client sends in sequence.
 
-A piece takes the master a few milliseconds at most, and is at most ``REQUEST_BYTES_MAX`` long; the
-master refuses larger calls. Each piece is atomic, the whole call is not. Only calls that treat each
-key or namespace alone are cut, so that the pieces together do the work of the call. A put is
-granted as a whole, so it has a bound instead (``PUT_KEYS_MAX``).
+A chunk takes the master a few milliseconds and at most ``REQUEST_BYTES_MAX``; the master refuses
+larger calls. Each chunk is atomic, the complete call is not. Only calls that process each key or
+namespace separately are split. A put is granted completely or not at all, so its size is limited
+instead (``PUT_KEYS_MAX``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvstore.limits import BATCH_KEYS_MAX, PUT_KEYS_MAX
 from kvstore.native.packed_keys import keys_per_request
 
 KEYS_PER_PIECE: Final = 256
-"""Removing so many keys takes 2 ms."""
+"""Removing these keys takes 2 ms."""
 
 REPORTS_PER_PIECE: Final = 64
-"""Corrupt objects in one piece; each writes a line to the log."""
+"""Corrupt objects in one chunk; each writes a line to the log."""
 
 LOOKUPS_PER_PIECE: Final = 4_096
-"""Looking up so many random keys among 10 million objects takes 5 ms."""
+"""Looking up this many random keys among 10 million objects takes 5 ms."""
 
 PROBES_PER_PIECE: Final = BATCH_KEYS_MAX
-"""Keys times namespaces of a match: a scan of so many takes 5 ms, a search much less."""
+"""Keys times namespaces of a match: a scan takes 5 ms, a search much less."""
 
 
 class Cut(NamedTuple):
-    """How to cut one kind of call, and how to merge the replies of its pieces."""
+    """Splits one kind of call, and merges the replies of its chunks."""
 
     is_large: Callable[[Any], bool]
     pieces: Callable[[Any], list[Request]]
@@ -43,7 +43,7 @@ def _ranges(count: int, step: int) -> list[slice]:
 
 
 def _by(*columns: str, rows_max: int = KEYS_PER_PIECE) -> Callable[[Any], list[Request]]:
-    """Cuts a request into pieces of ``rows_max`` rows of these fields, which are equally long."""
+    """Split a request into chunks of ``rows_max`` rows of these equally long fields."""
 
     def pieces(request: Any) -> list[Request]:
         fields = {name: getattr(request, name) for name in columns}
@@ -62,8 +62,8 @@ def _flat(replies: Sequence[Any], name: str) -> bytes:
 
 
 def _match_pieces(request: calls.MatchPrefix) -> list[Request]:
-    """The states come last, in a piece of their own, which does not know what the others reach: its
-    answer may be beyond that, and the client asks again."""
+    """Split a match. The states are in the last chunk, which does not know the matches of the
+    others: its reply may exceed them, then the client sends another request."""
     step = max(1, PROBES_PER_PIECE // len(request.keys))
     pieces: list[Request] = [
         request._replace(namespaces=request.namespaces[part], states=())
@@ -109,7 +109,8 @@ def _renewed(replies: list[calls.RenewReply]) -> calls.RenewReply:
 def _rows(
     joined: Callable[[list[Any]], Reply], *columns: str, rows_max: int = KEYS_PER_PIECE
 ) -> Cut:
-    """The cut of a call whose rows are in these fields: it is large with more than ``rows_max``."""
+    """Return the splitter of a call with rows in these fields, which is large above
+    ``rows_max``."""
     return Cut(
         lambda request: len(getattr(request, columns[0])) > rows_max,
         _by(*columns, rows_max=rows_max),
@@ -118,7 +119,8 @@ def _rows(
 
 
 def _exists_rows(request: calls.Exists) -> int:
-    """Keys per piece. Without leases, twice as many as of ``Lookup`` take the same time."""
+    """Return the keys per chunk. Without leases, twice as many as of ``Lookup`` take the same
+    time."""
     return LOOKUPS_PER_PIECE if request.lease else 2 * LOOKUPS_PER_PIECE
 
 
@@ -130,7 +132,7 @@ CUTS: Final[dict[type, Cut]] = {
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(
-        # The search for states looks at no more than one namespace has, however many there are.
+        # The search for states reads no more than one namespace, however many there are.
         lambda r: len(r.keys) * (len(r.namespaces) + bool(r.states)) > PROBES_PER_PIECE,
         _match_pieces,
         _matched,

@@ -1,7 +1,6 @@
-"""Finds out what listens on a port that was given as a master's and does not answer as one.
+"""Identification of the service on a port that was given as a master's.
 
-A master has a port for gRPC, one for the lane and one for HTTP, and a node has two more. A client
-that is given the wrong one gets an error of gRPC that names none of them.
+Master and node have several ports. For a wrong one gRPC's error does not name the service.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvstore.wire.frames import ERROR, FrameReader
 from kvstore.wire.status import NO_TLS
 
 ASK_S: Final = 0.5
-"""How long a port may take to answer."""
+"""Timeout of a port."""
 
 GRPC: Final = "a gRPC server"
 LANE: Final = "the lane of a master"
@@ -31,19 +30,18 @@ DATA: Final = "the data port of a node"
 TLS: Final = "a port for TLS"
 
 NO_MASTER: Final = "that is "
-"""A reason that begins so names what listens instead."""
+"""Prefix of reasons that name the listening service."""
 
 REFUSED: Final = "connection refused"
-"""gRPC's words for a port on which no process listens."""
+"""gRPC's text for a port without a listener."""
 
 _STRANGE: Final = ("http/2", "connection reset", "socket closed", "goaway")
-"""Parts of what gRPC says of a port that takes connections and speaks something else. It may say
-so of a master that ends at that moment, too."""
+"""Parts of gRPC's texts for a port with another protocol, or for a master that is ending."""
 
 _QUESTION: Final = b"GET /healthz HTTP/1.0\r\nX-Asks: %s\r\n\r\n" % b"which port".ljust(
     HELLO_BYTES, b"."
 )
-"""A request that each of our servers refuses or answers in its own way."""
+"""A request that identifies each of our servers by its response."""
 
 _ANSWER_BYTES: Final = 512
 _SETTINGS: Final = 4
@@ -51,7 +49,7 @@ _TLS_ALERT: Final = b"\x15\x03"
 
 
 def identify_service(address: str, timeout_s: float = ASK_S) -> str:
-    """What listens at ``address``, as one of the constants above; empty: nothing, or another
+    """Return the service at ``address``, one of the constants above; empty: none, or another
     program. Blocks for ``timeout_s`` at most."""
     until = uptime() + timeout_s
     host, port = split_address(address, default_port=DEFAULT_PORT)
@@ -67,8 +65,7 @@ def identify_service(address: str, timeout_s: float = ASK_S) -> str:
 
 
 def _has_tls(host: str, port: int, until: float) -> bool:
-    """Whether the port answers a greeting of TLS, whoever it is; a port of gRPC says no word to
-    those who speak without."""
+    """Return whether the port answers a TLS handshake; a gRPC port with TLS is silent otherwise."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -80,12 +77,12 @@ def _has_tls(host: str, port: int, until: float) -> bool:
 
 
 def is_protocol_mismatch(details: str) -> bool:
-    """Whether ``details`` of a failed gRPC call may come from a port that speaks no gRPC."""
+    """Return whether ``details`` of a failed gRPC call may come from a port without gRPC."""
     return any(sign in details.lower() for sign in _STRANGE)
 
 
 def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
-    """What to do about ``masters`` (as a user gives them), each of which failed for a reason."""
+    """Return the advice for ``masters`` (as given by a user), each of which failed for a reason."""
     reasons = list(reasons)
     if NO_MASTER + TLS in reasons:
         return (
@@ -111,7 +108,7 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
 
 
 def start_command(masters: str) -> str:
-    """What starts the first of ``masters`` on its host."""
+    """Return the command that starts the first of ``masters`` on its host."""
     if masters.startswith(ETCD_SCHEME):
         return f"kvstore-master --etcd {parse_etcd(masters).endpoints[0]}"
     host, port = split_address(masters.partition(",")[0], default_port=DEFAULT_PORT)

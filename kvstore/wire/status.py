@@ -1,8 +1,7 @@
 """Errors on the wire: ``KVStoreError`` to gRPC status or lane error frame, and back.
 
-The same ``ErrorDetail`` travels on both carriers, so that a caller tests classes and reads fields,
-never text, whatever carried the reply. An error class that the reader does not know (its peer is
-newer) becomes the nearest one that it does know.
+Both protocols transfer the same ``ErrorDetail``, so that callers test classes and fields, never
+text. An error class of a newer peer becomes the nearest known one.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from kvstore.errors import (
 from kvstore.v1 import common_pb2
 
 METADATA_KEY = "kvstore-error-bin"
-"""Trailing metadata that carries the ``ErrorDetail`` (``-bin``: gRPC encodes the bytes)."""
+"""Trailing metadata with the ``ErrorDetail`` (``-bin``: gRPC encodes the bytes)."""
 
 TEXT_CHARS_MAX = 512
 FIELDS_MAX = 16
-"""Fields of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error."""
+"""Fields of one error. gRPC peers reject more than 8 KiB of metadata, which would hide the
+error."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -55,8 +55,7 @@ GRPC_CODE: dict[type[KVStoreError], grpc.StatusCode] = {
     NodeNameTakenError: grpc.StatusCode.ALREADY_EXISTS,
     InternalError: grpc.StatusCode.INTERNAL,
 }
-"""The status of each class that a master sends; a class without an entry has that of its nearest
-base."""
+"""The status of each class that a master sends; other classes have that of their nearest base."""
 
 _WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: UsageError,
@@ -71,11 +70,11 @@ _WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""The error for a status that gRPC itself made, or a proxy in between."""
+"""The error for a status of gRPC itself, or of a proxy."""
 
 
 def grpc_code(error: KVStoreError) -> grpc.StatusCode:
-    """The gRPC status of an error."""
+    """Return the gRPC status of an error."""
     for kind in type(error).__mro__:
         if kind in GRPC_CODE:
             return GRPC_CODE[kind]
@@ -83,7 +82,7 @@ def grpc_code(error: KVStoreError) -> grpc.StatusCode:
 
 
 def encode_error(error: KVStoreError) -> bytes:
-    """The error as an ``ErrorDetail``. Long texts are cut."""
+    """Encode an error as an ``ErrorDetail``. Long texts are truncated."""
     kinds = [kind.code for kind in type(error).__mro__[1:] if issubclass(kind, KVStoreError)]
     detail = common_pb2.ErrorDetail(
         code=error.code,
@@ -101,7 +100,7 @@ def encode_error(error: KVStoreError) -> bytes:
 
 
 def decode_error(data: bytes) -> KVStoreError:
-    """The error that a peer sent; a ``ProtocolError`` when it is not readable."""
+    """Decode a peer's error; a ``ProtocolError`` if it is unreadable."""
     try:
         detail = common_pb2.ErrorDetail.FromString(data)
     except DecodeError:
@@ -116,7 +115,8 @@ def decode_error(data: bytes) -> KVStoreError:
 
 
 def from_grpc(code: grpc.StatusCode, details: str | None, detail: bytes | None) -> KVStoreError:
-    """The error behind a failed gRPC call. ``detail``: the metadata at ``METADATA_KEY``, if any."""
+    """Return the error behind a failed gRPC call. ``detail``: the metadata at ``METADATA_KEY``, if
+    any."""
     if detail is not None:
         return decode_error(detail)
     kind = _WITHOUT_DETAIL.get(code, KVStoreError)
@@ -124,7 +124,7 @@ def from_grpc(code: grpc.StatusCode, details: str | None, detail: bytes | None) 
 
 
 def detail_of(error: grpc.RpcError) -> bytes | None:
-    """The encoded ``ErrorDetail`` that came with a failed call; None: gRPC's own failure."""
+    """Return the encoded ``ErrorDetail`` of a failed call; None: gRPC's own failure."""
     metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
     for key, value in metadata or ():
         if key == METADATA_KEY and isinstance(value, bytes):
@@ -143,12 +143,12 @@ _TLS_FAILURES: Final = (
     ("is not yet valid", "its certificate is not valid yet"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
-"""What gRPC says of failed handshakes, and what that means."""
+"""Meanings of gRPC's texts about failed handshakes."""
 
 
 def short_reason(details: str | None) -> str:
-    """The end of gRPC's long explanations, which says what happened: ``connection refused``."""
-    said = (details or "no details").partition("\n")[0]  # it may go on with a binary address
+    """Return the end of gRPC's long explanations: ``connection refused``."""
+    said = (details or "no details").partition("\n")[0]  # a binary address may follow
     for sign, meaning in _TLS_FAILURES:
         if sign in said:
             return meaning
@@ -156,7 +156,7 @@ def short_reason(details: str | None) -> str:
 
 
 def unexpected(error: BaseException, where: str, logger: logging.Logger) -> InternalError:
-    """Logs a bug of ours with its traceback. Returns the error to send to the peer."""
+    """Log an internal bug with its traceback; return the error for the peer."""
     logger.error("unexpected error where=%s", where, exc_info=error)
     return InternalError(
         f"{where}: unexpected {type(error).__name__}",
@@ -165,5 +165,6 @@ def unexpected(error: BaseException, where: str, logger: logging.Logger) -> Inte
 
 
 def _printable(text: str) -> str:
-    """Cut to ``TEXT_CHARS_MAX`` characters, and without lone surrogates, which protobuf refuses."""
+    """Truncate to ``TEXT_CHARS_MAX`` characters, and remove lone surrogates, which protobuf
+    rejects."""
     return text[:TEXT_CHARS_MAX].encode(errors="replace").decode()

@@ -1,8 +1,8 @@
-"""Tables on the wire: the places of objects, the grants of a put, the inventory of a node.
+"""Encoding of tables: locations of objects, grants of a put, inventory of a node.
 
-They are written and read by hand (``kvstore.wire.codec`` does the rest): places and grants because
-every get and put waits for them, rows of numbers in one field of bytes; an inventory because its
-columns belong together. Errors as in ``kvstore.wire.columns``.
+They have handwritten codecs: locations and grants for the latency of gets and puts, as rows of
+numbers in one bytes field; an inventory because its columns belong together. Errors as in
+``kvstore.wire.columns``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _EXTENT = struct.Struct("<2Q")
 
 
 def _numbers(data: bytes, what: str, width: int, rows_max: int) -> list[int]:
-    """The numbers of all rows, ``width`` of each.
+    """Return the numbers of all rows, ``width`` of each.
 
     Raises:
-        InvalidArgumentError: no whole number of rows, or too many.
+        InvalidArgumentError: an incomplete row, or too many rows.
     """
     rows, rest = divmod(len(data), _NUMBER_BYTES * width)
     if rest or rows > rows_max:
@@ -84,8 +84,8 @@ def unpack_placements(packed: common_pb2.Placements) -> calls.Placements:
 
 
 def _macs(column: bytes, width: int, extents: int) -> bytes:
-    """Raises InvalidArgumentError: it is neither empty nor one capability or stamp, of ``width``
-    bytes, for each extent."""
+    """Return the column. Raises InvalidArgumentError: neither empty nor one capability or header
+    MAC, of ``width`` bytes, per extent."""
     if column and len(column) != width * extents:
         raise InvalidArgumentError(f"{len(column)} bytes of MACs for {extents} extents")
     return column

@@ -1,9 +1,8 @@
-"""The W3C trace context of a call, behind its request.
+"""The W3C trace context of a call, appended to its request.
 
-A request may end with one field that no message declares: number 2047, the 55 characters of a
-``traceparent``. Readers of protobuf skip fields that they do not know, so masters of every release
-take such a request; and a request without it costs no byte. gRPC carries the same text as the
-metadata ``traceparent``, as other programs send it.
+A request may end with the undeclared field 2047: the 55 characters of a ``traceparent``. Protobuf
+readers skip unknown fields, so every release accepts it. With gRPC it is the metadata
+``traceparent``, as in other programs.
 """
 
 from __future__ import annotations
@@ -20,27 +19,26 @@ _TEXT_BYTES: Final = 55
 FIELD_BYTES: Final = len(MARK) + _TEXT_BYTES
 
 AT: Final = slice(-FIELD_BYTES, -_TEXT_BYTES)
-"""``request[AT] == MARK``: there is a trace context, or bytes that look like one."""
+"""``request[AT] == MARK``: there is a trace context, or bytes that resemble one."""
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def with_trace(request: bytes, traceparent: str) -> bytes:
-    """The request with its trace context; unchanged, if ``traceparent`` is not one."""
+    """Return the request with its trace context; unchanged if ``traceparent`` is invalid."""
     text = traceparent[:_TEXT_BYTES]  # later versions may add to it
     return request + MARK + text.encode() if _TRACEPARENT.fullmatch(text) else request
 
 
 def trace_of(request: bytes) -> str:
-    """The trace context behind the request; empty: it has none.
+    """Return the trace context of the request; empty: none.
 
-    Leaves the field in place: a key may end in bytes that look like a trace, so decoding must not
-    depend on removing it.
+    Keeps the field: a key may end in bytes that look like a trace context.
     """
     text = request[-_TEXT_BYTES:].decode(errors="replace") if request[AT] == MARK else ""
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 def trace_id(traceparent: str) -> str:
-    """The trace id in a ``traceparent``: 32 hexadecimal digits."""
+    """Return the trace id in a ``traceparent``: 32 hexadecimal digits."""
     return traceparent[3:35]

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 ROWS: Final = {
     "as-mooncake": Row(["--env"], shows=("PYTHONPATH",)),
-    "auth": Row(["ls", "--authority", "nowhere"], (2,)),
+    "auth": Row(["ls", "--ca", "nowhere"], (2,)),
     "bench": Row(["--rows", "nothing", "--memory", "1MiB"], (2,)),
     "clean": Row(["nobody"], (3,)),
     "clear": Row(HERE, (2, 130)),

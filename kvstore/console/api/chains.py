@@ -266,7 +266,9 @@ def keys_of(text: str) -> list[list[Key]]:
         if keys not in readings:
             readings.append(keys)
     if not readings:
-        raise InvalidArgumentError("not all of this are keys: in hexadecimal, or as kvstore ls")
+        raise InvalidArgumentError(
+            "invalid keys in the input. Give hexadecimal keys, or keys as printed by kvstore ls."
+        )
     return readings
 
 

@@ -167,7 +167,7 @@ class NodesAPI:
         """Get the progress of a drain."""
         drain = self._drains.get(asked.node)
         if drain is None:
-            raise web.HTTPNotFound(text="this server drains no such node\n")
+            raise web.HTTPNotFound(text="no drain of this node is in progress on this server\n")
         return drain.response()
 
     @endpoint(

@@ -1,1 +1,1 @@
-"""A small client of etcd: the calls by which masters elect a leader, and the search for it."""
+"""A small etcd client for leader election and leader lookup."""

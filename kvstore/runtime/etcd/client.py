@@ -1,4 +1,4 @@
-"""A candidate's calls to etcd: leases, the key that names the leader, and a watch for its end."""
+"""Calls of a candidate to etcd: leases, the leader's key, and a watch for its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from kvstore.runtime.resolver import NameResolutionError, grpc_target
 log = logging.getLogger("kvstore.master")
 
 EPOCH_DIGITS_MAX: Final = 20
-"""An epoch has 64 bits."""
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -45,16 +44,14 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 class EtcdLease(NamedTuple):
     lease_id: int
     ttl_s: int
-    """Granted by etcd; may be longer than requested."""
+    """Granted by etcd; may exceed the request."""
 
 
 class LeaderEntry(NamedTuple):
-    """The content of the leader's key."""
-
     address: str
     lease_id: int
     revision: int
-    """Revision at which the key was created: grows from leader to leader."""
+    """Revision at which the key was created; grows with every leader."""
 
 
 class LeaderSnapshot(NamedTuple):
@@ -62,15 +59,15 @@ class LeaderSnapshot(NamedTuple):
 
     leader: LeaderEntry | None
     revision: int
-    """The revision of etcd's store at that moment."""
+    """Revision of etcd's store at that time."""
 
 
 class Etcd:
-    """One etcd, with one member or several. Threads: that of one event loop.
+    """A connection to one etcd. Threads: that of one event loop.
 
-    Every method takes ``deadline``, a value of ``uptime()`` by which it returns or raises.
-    A call that fails at one member is tried at the next one, so it may be executed twice. That does
-    no harm: the second ``new_epoch`` fails.
+    Every method takes ``deadline``, a value of ``uptime()`` by which it returns or raises. A call
+    that fails at one member is retried at the next one, so it may be executed twice; a second
+    ``new_epoch`` fails.
 
     Raises (all of them):
         EtcdUnreachableError: no member answered in time; the call may have been executed.
@@ -78,7 +75,7 @@ class Etcd:
     """
 
     def __init__(self, place: EtcdPlace) -> None:
-        """Raises StartupError: a file for TLS cannot be read."""
+        """Raise StartupError if a file for TLS cannot be read."""
         self.place = place
         self._credentials = credentials(place)
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -98,13 +95,13 @@ class Etcd:
         return EtcdLease(granted.ID, granted.TTL)
 
     async def keep_alive(self, lease_id: int, deadline: float) -> int:
-        """Renews the lease. Returns its remaining seconds, counted from a moment after this call
-        began; 0: the lease does not exist any more."""
+        """Renew the lease; return its remaining seconds, counted from a time after the start of
+        this call; 0: the lease does not exist any more."""
         kept = await self._call(KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease_id), deadline)
         return max(kept.TTL, 0)
 
     async def revoke(self, lease_id: int, deadline: float) -> None:
-        """Ends the lease, which deletes every key attached to it. Idempotent."""
+        """Revoke the lease, which deletes all attached keys. Idempotent."""
         await self._call(
             REVOKE, rpc.LeaseRevokeRequest(ID=lease_id), deadline, missing_is_fine=True
         )
@@ -116,7 +113,7 @@ class Etcd:
         return LeaderSnapshot(_leader(found), found.header.revision)
 
     async def campaign(self, lease_id: int, address: str, deadline: float) -> LeaderEntry:
-        """Writes ``address`` into the leader's key if there is no leader. Returns the leader."""
+        """Write ``address`` into the leader's key if there is no leader; return the leader."""
         key = self.place.leader_key
         nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
         put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
@@ -133,8 +130,8 @@ class Etcd:
         return leader
 
     async def cluster_named(self, name: str, deadline: float) -> str:
-        """The name of the cluster whose masters use this prefix. A cluster without a name gets
-        ``name``. Empty: there is no name on either side."""
+        """Return the cluster name stored under this prefix, or store ``name`` if there is none.
+        Empty: neither exists."""
         key = self.place.cluster_key
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
         if not name:
@@ -151,7 +148,7 @@ class Etcd:
         return done.responses[0].response_range.kvs[0].value.decode(errors="replace")
 
     async def watch_for_end(self, revision: int, deadline: float) -> bool:
-        """Waits until the leader's key changes after ``revision``; False: not by the deadline."""
+        """Wait until the leader's key changes after ``revision``; return False at the deadline."""
         create = rpc.WatchCreateRequest(key=self.place.leader_key, start_revision=revision + 1)
         request = rpc.WatchRequest(create_request=create)
         try:
@@ -165,16 +162,16 @@ class Etcd:
     async def new_epoch(
         self, leader: LeaderEntry, least: int, believed: int, deadline: float
     ) -> int:
-        """An epoch higher than any before, for ``leader``, if it still leads.
+        """Return an epoch higher than all before, for ``leader``, if it still leads.
 
         Args:
-            least: the least epoch: Unix time in milliseconds. A master without etcd takes that as
-                its epoch, so the new one is also higher than those of masters without etcd.
-            believed: a higher epoch in etcd is damage: the new one replaces it.
+            least: the minimum, Unix time in milliseconds, as masters without etcd use, so that the
+                new epoch is higher than theirs.
+            believed: the highest plausible epoch; a higher one in etcd is replaced as damaged.
 
         Raises:
-            NotLeaderError: the key now names another leader, or none.
-            ProtocolError: the key of the epoch holds something else.
+            NotLeaderError: another leader, or none, is in the key.
+            ProtocolError: the key of the epoch has an invalid value.
         """
         key = self.place.epoch_key
         found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
@@ -218,7 +215,7 @@ class Etcd:
         members = self.place.endpoints
         reasons: dict[str, str] = {}
         authenticated = False
-        for tried in range(len(members) + 1):  # each member once, and the first one twice
+        for tried in range(len(members) + 1):  # each member once, the first one twice
             member = members[self._turn % len(members)]
             left_s = deadline - uptime()
             if left_s <= 0:
@@ -234,7 +231,7 @@ class Etcd:
             if missing_is_fine and failure.code() is grpc.StatusCode.NOT_FOUND:
                 return method.response()
             if "auth" in (failure.details() or "") and self._token and not authenticated:
-                self._token, authenticated = "", True  # etcd has restarted since it gave the token
+                self._token, authenticated = "", True  # etcd restarted since it issued it
                 continue
             if not is_member_specific(failure):
                 raise refused(failure, self.place)
@@ -255,7 +252,7 @@ class Etcd:
         timeout_s: float,
         first_s: float,
     ) -> ResponseT:
-        """``first_s``: time-out of a stream's first message. Raises grpc.RpcError."""
+        """Send one call. ``first_s``: timeout of a stream's first message. Raises grpc.RpcError."""
         channel = await self._channel(member, timeout_s)
         encode, decode = type(request).SerializeToString, method.response.FromString
         if not method.streams:
@@ -283,7 +280,7 @@ class Etcd:
             stream.cancel()
 
     async def _channel(self, member: str, timeout_s: float) -> grpc.aio.Channel:
-        """Raises grpc.RpcError: nothing says where the member is."""
+        """Return the member's channel. Raises grpc.RpcError: its name cannot be resolved."""
         channel = self._channels.get(member)
         if channel is None:
             if self._credentials is None:
@@ -300,15 +297,14 @@ class Etcd:
         return channel
 
     async def _forget(self, member: str) -> None:
-        """Drops the member's channel: the next call connects at once, instead of after the old
-        channel's backoff."""
+        """Drop the member's channel, so that the next call connects without its backoff."""
         channel = self._channels.pop(member, None)
         if channel is not None:
             await channel.close()
 
 
 def _unavailable(details: str) -> grpc.aio.AioRpcError:
-    """As gRPC raises it."""
+    """Return the error that gRPC raises for an unavailable peer."""
     nothing = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
 

@@ -1,7 +1,7 @@
-"""Finds the leader, for clients and nodes: one read of one key, by a call that blocks.
+"""Leader lookup for clients and nodes: one blocking read of one key.
 
-Uses gRPC's blocking channels: ``grpc.aio`` works without warnings only in one event loop per
-process, which may be the user's own.
+Uses blocking channels, because ``grpc.aio`` works without warnings only in one event loop per
+process, which may be the user's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvstore.runtime.resolver import NameResolutionError, grpc_target
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 _answered: Final[dict[tuple[str, ...], str]] = {}
-"""The member that answered last, by the members of its etcd. A program uses few etcds."""
+"""The member that last answered, by the members of its etcd. A program uses few etcds."""
 
 
 def find_leader(place: EtcdPlace, deadline: float) -> str:
-    """The leader's ``host:port``; empty if no master leads now. Threads: any.
+    """Return the leader's ``host:port``; empty: no leader. Threads: any.
 
     Args:
         deadline: a ``uptime()`` value, by which this returns or raises.
@@ -74,19 +74,19 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
 
 
 class MemberStatus(NamedTuple):
-    """The answer of one member of an etcd."""
+    """The state of one member of an etcd."""
 
     version: str
     leads: bool
-    """Whether this member leads the etcd itself."""
+    """Whether this member is etcd's own leader."""
     master: str
-    """The leading master, as this member knows it; empty: there is none."""
+    """The leading master known to this member; may be empty."""
     errors: Sequence[str] = ()
-    """What keeps the member from working, in its own words."""
+    """Errors that the member reports."""
 
 
 def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberStatus:
-    """Asks one member of ``place`` for its state. Threads: any.
+    """Query the state of one member of ``place``. Threads: any.
 
     Raises: as ``find_leader``; also if the member answers but has no quorum.
     """
@@ -113,15 +113,15 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberStatus:
 
 
 def _best_first(place: EtcdPlace) -> list[str]:
-    """The members, starting with the one that answered last, so that a hanging member costs only
-    one call."""
+    """Return the members, the one that last answered first, so that a hanging member costs only one
+    call."""
     best = _answered.get(place.endpoints)
     return sorted(place.endpoints, key=lambda member: member != best)
 
 
 def _channel(member: str, secure: grpc.ChannelCredentials | None, deadline: float) -> grpc.Channel:
-    """Raises UnknownNameError. A certificate is checked against the member's name, so with TLS gRPC
-    looks the name up by itself, within the calls' time-outs."""
+    """Open a channel. Raises NameResolutionError. With TLS gRPC resolves the name itself, within
+    the timeouts of the calls, because the certificate is checked against it."""
     if secure is None:
         return grpc.insecure_channel(grpc_target(member, deadline), options=CHANNEL_OPTIONS)
     return grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)

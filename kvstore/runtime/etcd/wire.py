@@ -1,4 +1,4 @@
-"""etcd's calls: their names, messages, credentials and failures, shared by both clients."""
+"""etcd's calls: names, messages, credentials and failures, shared by both clients."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ STATUS: Final = Method("/etcdserverpb.Maintenance/Status", rpc.StatusResponse)
 AUTHENTICATE: Final = Method("/etcdserverpb.Auth/Authenticate", rpc.AuthenticateResponse)
 
 ATTEMPT_S: Final = 1.0
-"""How long one of several members may take before the next one is asked. A healthy member takes
-milliseconds; a hanging one cannot be told from a slow one."""
+"""Timeout of one of several members. A healthy member takes milliseconds."""
 
 CHANNEL_OPTIONS: Final = (
-    # gRPC's own backoff grows to two minutes, so it would notice a restarted etcd too late.
+    # gRPC's default backoff grows to two minutes, too long for a restarted etcd.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -52,7 +51,7 @@ CHANNEL_OPTIONS: Final = (
 
 
 def credentials(place: EtcdPlace) -> grpc.ChannelCredentials | None:
-    """The credentials for TLS; None without TLS. Reads the files.
+    """Return the TLS credentials; None without TLS. Reads the files.
 
     Raises:
         StartupError: a file cannot be read.
@@ -74,7 +73,7 @@ def _read(name: str) -> bytes | None:
 
 
 def is_member_specific(error: grpc.RpcError) -> bool:
-    """Whether another member of the same etcd may succeed where this one failed."""
+    """Return whether another member of the same etcd may succeed."""
     return error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -85,12 +84,12 @@ def is_member_specific(error: grpc.RpcError) -> bool:
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """Why a call failed, in a few words."""
+    """Return the reason of a failed call in a few words."""
     return (error.details() or error.code().name.lower()).rpartition(": ")[2][:80]
 
 
 def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
-    """The error for a call that etcd refused."""
+    """Return the error for a call that etcd refused."""
     details = error.details() or error.code().name.lower()
     message = f"the etcd at {place.text} refused a call: {details[:200]}"
     if error.code() in (
@@ -104,7 +103,7 @@ def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
 
 
 def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableError:
-    """The error for a call that no member carried out. ``reasons``: why not, by member."""
+    """Return the error for a call that every member failed. ``reasons``: by member."""
     why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
     return EtcdUnreachableError(
         f"the etcd at {place.text} did not do what it was asked ({why or 'no time left'})"[:400],
@@ -113,7 +112,7 @@ def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableErr
 
 
 def advice_on(why: str) -> str:
-    """What to do about what a member of an etcd said, or what gRPC said of it."""
+    """Return the advice for an error text of an etcd member or of gRPC."""
     if "space exceeded" in why or "NOSPACE" in why:
         return (
             "The space of its database is used up, so it takes no writes: compact and defragment "
@@ -129,7 +128,8 @@ def advice_on(why: str) -> str:
 
 
 def attempt_s(left_s: float, members_left: int) -> float:
-    """Time-out at the next member, such that each of ``members_left`` members gets its turn."""
+    """Return the timeout at the next member, such that each of ``members_left`` members can be
+    tried."""
     return left_s if members_left <= 1 else min(ATTEMPT_S, left_s / members_left)
 
 

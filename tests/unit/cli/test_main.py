@@ -291,7 +291,7 @@ def test_the_status_names_a_node_that_died_and_puts_that_were_refused(
     for part in (
         "bad: Node host-b (h) died (silent) 9.0 s ago: 7 objects that no other node has.",
         "  Start the node again on its host, with the same --name and memory.",
-        "warning: 3 puts found no room since the master started, 1 min 5 s ago: all that is there",
+        "warning: 3 puts found no room since the master started, 1 min 5 s ago: every object",
         "warning: 3 pins refused since the master started, 1 min 5 s ago",
     ):
         assert part in text

@@ -209,7 +209,7 @@ def test_who_maps_memory_is_asked_for_where_identities_and_descriptors_are(
 ) -> None:
     wanted = {"KVSTORE_NODE_SHM_CLIENTS": "all-namespaces"}
     error = refusal(NodeConfig, environ=environment(home, **wanted))
-    assert "needs identities" in str(error)
+    assert "requires authentication" in str(error)
     wanted["KVSTORE_AUTH"] = str(tmp_path / "x.auth")
     config = load(NodeConfig, environ=environment(home, **wanted))
     assert config.passes_descriptors
@@ -348,7 +348,7 @@ def test_bytes_are_encrypted_only_where_all_peers_have_an_identity(
     given = {"data_encryption": "TLS", "environ": environment(home)}
     error = refusal(kind, **given)  # type: ignore[arg-type]
     assert error.fields["key"] == "data_encryption"
-    assert "no identity to show" in error.message
+    assert "requires a certificate" in error.message
     assert "--auth FILE" in error.advice
     given["auth"] = "some.auth"
     loaded = load(kind, {"auth": "some.auth", "data_encryption": "tls"}, environ=environment(home))
@@ -358,4 +358,4 @@ def test_bytes_are_encrypted_only_where_all_peers_have_an_identity(
     if kind is not MasterConfig:
         engine = {"protocol": "tcp", "engine_unauthenticated": True}
         error = refusal(kind, **given, **engine)  # type: ignore[arg-type]
-        assert "transfer engine encrypts nothing" in error.message
+        assert "transfer engine has no encryption" in error.message

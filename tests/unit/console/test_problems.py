@@ -119,7 +119,7 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("warning", "KvstoreAuthRejections", "1,020 calls rejected: no identity",
      store(status(node()), after(refused=1020))),
     ("bad", "KvstorePutsRefused", "2 puts found no room in the last 10 min: the master or the "
-     "nodes had just started, and did not give out memory yet.",
+     "nodes had just started, and granted no memory yet.",
      store(status(node()), after(refused_restarted=2))),
     ("warning", "KvstoreAuthRejections", "1 call rejected", of_a_status(status(node(), refused=1))),
     ("bad", "KvstoreNoLeader", "No leader", standby_problems("")),

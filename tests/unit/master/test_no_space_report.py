@@ -61,15 +61,15 @@ def test_a_node_that_came_back_gives_nothing_out_for_a_lease(new_cluster: NewClu
     assert error.fields["cause"] == "restarted"
     assert error.fields["retry_after_ms"] == LEASE_MS - 3_000
     assert "12 KiB on node one" in error.message
-    assert "are given out in 7.0 s" in error.message
+    assert "can be granted in 7.0 s" in error.message
 
 
 def test_nodes_that_the_client_cannot_reach(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=3, two=3)
     error = refused(cluster, avoid=("one", "two"), wait_ms=5_000)
     assert error.fields["cause"] == "avoided", "at once: waiting does not help"
-    assert "24 KiB are free on node one (one:9), node two" in error.message
-    assert "which this client could not reach a moment ago" in error.message
+    assert "24 KiB free on node one (one:9), node two" in error.message
+    assert "which this client failed to reach recently" in error.message
     fine = calls.PutStart(
         Namespace("default"), [Key(b"k")], [1], None, False, 1, False, 0, "host-x",
         [cluster.state.membership.segments["one"][0].offer.uuid],

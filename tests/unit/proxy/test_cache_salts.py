@@ -100,8 +100,8 @@ def test_the_secret_is_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cache_salt_from": "authorization"}, "needs a secret"),
-        ({"cache_salt_secret_file": "f"}, "cache_salt_from is missing"),
+        ({"cache_salt_from": "authorization"}, "requires a secret"),
+        ({"cache_salt_secret_file": "f"}, "cache_salt_from is required"),
         ({"cache_salt_from": "a b", "cache_salt_secret_file": "f"}, "not the name of a header"),
     ],
 )

@@ -174,7 +174,7 @@ def test_issue_replaces_a_file_only_by_force(there: Shell) -> None:
     for where, folder in (("e.auth", ()), ("a/tls", ("--folder", "a/tls"))):
         there.done("issue", "e", *ENGINE, *folder)
         before, count = identity_in(where), len(issued())
-        assert "is there already. Nothing was issued." in there.refused(
+        assert "already exists. Nothing was issued." in there.refused(
             "issue", "e", *ENGINE, *folder
         )
         assert (identity_in(where), len(issued())) == (before, count)
@@ -220,7 +220,7 @@ def test_a_broken_authority_is_told(kv: Shell) -> None:
     issue = ("issue", "e", *ENGINE)
     assert "kvstore-ca/ca.key cannot be read" in kv.refused(*issue)
     kv.done("init")
-    kv.done("init", "--authority", "other")
+    kv.done("init", "--ca", "other")
     key = FOLDER / "ca.key"
     key.chmod(0o644)
     assert "chmod 600" in kv.refused(*issue)
