@@ -1,7 +1,5 @@
-"""Chooses memory for writers, grants it under a token with a deadline, and takes it back.
-
-The writers are puts, allocations, and copies of objects (for draining or repair).
-"""
+"""Allocates, grants and reclaims the memory of puts, allocations and copies (drains and
+repairs)."""
 
 from __future__ import annotations
 
@@ -29,12 +27,10 @@ from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
-"""Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
+"""Puts that a tick expires, and extents that it frees: delay is harmless, a long tick is not."""
 
 
 class GrantManager:
-    """See the module."""
-
     def __init__(
         self, common: StateContext, sweeping: BackgroundSweeper, repairs: RepairQueue
     ) -> None:
@@ -43,7 +39,7 @@ class GrantManager:
         self._sweeping = sweeping
         self._repairs = repairs
         self.copies: dict[Name, list[CopyGrant]] = {}
-        """Copies under way, by the object that is copied. Other parts only read this."""
+        """Copies in progress by their object; read-only for other parts."""
 
     # --- granting -----------------------------------------------------------------------------
 
@@ -60,15 +56,15 @@ class GrantManager:
         here_only: bool = False,
         owner: Tenant | None = None,
     ) -> list[list[Extent]] | AllocationFailure:
-        """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
+        """Allocate extents for these payloads; see ``MemoryPool.allocate`` for the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.
-            here_only: whether only segments of ``host`` may be used.
-            owner: the tenant of the put; None for copies, and for a master without tenants.
+            here_only: use only segments of ``host``.
+            owner: the tenant of the put; None for copies and without tenants.
 
         Raises:
-            BusyError: too many puts are under way, of all or of this tenant.
+            BusyError: too many pending puts, in total or of this tenant.
         """
         common = self._common
         if len(self._pending) + len(sizes) > common.rules.pending_puts_max:
@@ -104,16 +100,16 @@ class GrantManager:
             common.effects += common.reclaim.clean(evicted)
         if owner is not None and not isinstance(taken, AllocationFailure):
             TenantAccounting.record_allocation(owner, taken, [extent_bytes(size) for size in sizes])
-        if victims is None:  # else the drain would evict more than it needs, even moved objects
+        if victims is None:  # else a drain would evict too much, even moved objects
             for segment in usable:
                 self._sweeping.note_allocation(segment)
         if host and not isinstance(taken, AllocationFailure):
-            for segment, _ in taken[0]:  # most often all are on one segment
+            for segment, _ in taken[0]:  # usually all are on one segment
                 liveness.record_writer(segment.node, host, now_ms)
         return taken
 
     def _check_puts(self, owner: Tenant, count: int) -> None:
-        """Raises BusyError: the tenant has its share of the puts under way."""
+        """Raise BusyError if the tenant has reached its limit of pending puts."""
         bound = owner.share_of(self._common.rules.pending_puts_max)
         if owner.pending + count > bound:
             owner.refused += 1
@@ -127,7 +123,7 @@ class GrantManager:
             )
 
     def evict_to_limit(self, now_ms: int, owner: Tenant, wanted: int) -> AllocationFailure | None:
-        """Evicts objects of this tenant until it may take ``wanted`` bytes more."""
+        """Evict objects of the tenant until ``wanted`` more bytes are within its limit."""
         common = self._common
         alive = common.membership.alive_segments(now_ms)
         usable = [segment for segment in alive if segment.usable(now_ms)]
@@ -159,7 +155,7 @@ class GrantManager:
         repairs: bool = False,
         missing: int = 0,
     ) -> CopyGrant:
-        """Grants a copy of this object, which is complete; see ``CopyGrant``."""
+        """Grant a copy of a complete object."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         put = CopyGrant(token, record, extents, deadline_ms, client_number, repairs, missing)
@@ -179,7 +175,6 @@ class GrantManager:
         )
 
     def find_grant(self, now_ms: int, epoch: int, token: int) -> Grant | None:
-        """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
@@ -196,13 +191,12 @@ class GrantManager:
     # --- ending -------------------------------------------------------------------------------
 
     def end(self, put: Grant) -> None:
-        """Invalidates the token; the caller takes care of the extents. May be called twice."""
+        """Invalidate the token; the caller releases the extents. Idempotent."""
         self._pending.pop(put.token)
         if isinstance(put, CopyGrant):
             self._copy_ended(put)
 
     def abandon(self, put: Grant, now_ms: int) -> None:
-        """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
         residue = put.stale_extents(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
@@ -210,20 +204,19 @@ class GrantManager:
         self.detach_from_record(put)
 
     def quarantine(self, put: Grant, writes_until_ms: int) -> None:
-        """Keeps the put's extents from use until its writer has certainly stopped."""
+        """Keep the put's extents out of use until its writer has stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put, put.stale_extents(self._common.epoch), until_ms)
 
     def release_copies(self, puts: Sequence[CopyGrant]) -> None:
-        """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
+        """Free and wipe the extents of unstored copies whose writers have finished."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
         self._common.wipe([put.stale_extents(self._common.epoch) for put in puts])
 
     def detach_from_record(self, put: Grant) -> None:
-        """Notes that the put does not write its object any more. Drops the record of the object if
-        nothing needs it."""
+        """Remove the put from its record, and delete the record if it is unused."""
         if isinstance(put, ObjectGrant) and put.record.writer == put.token:
             put.record.writer = 0
             if put.record.segment is None:
@@ -231,14 +224,14 @@ class GrantManager:
         self._common.space_freed()
 
     def wipe_again(self, token: int) -> None:
-        """Called when the writer of an abandoned put is done. It may have written a header through
-        shared memory since the first wiping, and the next master must not find that."""
+        """Wipe an abandoned put again after its writer has finished: shared memory may hold a
+        header written after the first wipe."""
         residue = self._pending.quarantined(token)
         if residue is not None:
             self._common.wipe([residue._replace(kept=True)])
 
     def expire(self, now_ms: int) -> None:
-        """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""
+        """Abandon puts whose deadline has passed; free extents whose quarantine has ended."""
         common = self._common
         expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
         for put in expired:
@@ -256,16 +249,16 @@ class GrantManager:
     # --- copies -------------------------------------------------------------------------------
 
     def copied(self, namespace: str) -> list[Name]:
-        """The objects that are being copied; "": of all namespaces."""
+        """Return the objects being copied; "": in all namespaces."""
         return [name for name in self.copies if not namespace or name[0] == namespace]
 
     def end_copies(self, now_ms: int, name: Name) -> None:
-        """Abandons the copies of this object and wipes them; removals wait for that wiping."""
+        """Abandon and wipe the copies of this object; removals wait for the wipe."""
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
     def unexpired(self, put: CopyGrant) -> bool:
-        """Whether the copied object is still stored, in the version that is copied."""
+        """Return whether the copied version is still stored."""
         record = put.record
         return (
             self._common.forest.get(record.namespace, record.key) is record

@@ -1,4 +1,4 @@
-"""Takes in the inventories of segments that come back with objects, claim by claim."""
+"""Loads the inventories of returning segments."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from kvstore.master.state.replication import ReplicationPlanner
 from kvstore.master.state.state_context import StateContext
 
 CLAIMS_PER_STEP = 256
-"""Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
+"""Claims that one slice of background work processes: 3 to 5 ms."""
 
 
 class InventoryLoader:
-    """See the module."""
-
     def __init__(
         self, common: StateContext, marks: RemovalWatermarks, copying: ReplicationPlanner
     ) -> None:
@@ -32,9 +30,8 @@ class InventoryLoader:
         self._marks = marks
         self._copying = copying
         self._inventories: dict[MountedSegment, InventoryLoad] = {}
-        """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
+        """Unmounted memory (uuid), and the number of tombstones at that time."""
 
     @property
     def in_progress(self) -> bool:
@@ -43,8 +40,7 @@ class InventoryLoader:
     # --- segments -----------------------------------------------------------------------------
 
     def segment_mounted(self, segment: MountedSegment) -> None:
-        """Called when a segment is mounted: it is empty, or its objects are claimed before any of
-        its memory is granted."""
+        """Start the inventory of a mounted segment, before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
             self._marks.propagate_to(segment)
@@ -55,7 +51,7 @@ class InventoryLoader:
         self._common.reclaim.hold_removals(segment)
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Notes that this unmounted memory may bring back objects that are removed from now on."""
+        """Note that unmounted memory may bring back objects that are removed from now on."""
         absent_since = self._common.tombstones.made
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
@@ -68,7 +64,6 @@ class InventoryLoader:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late (``InventoryLoad.is_late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.is_late(now_ms, patience_ms)]
@@ -76,7 +71,7 @@ class InventoryLoader:
     # --- claims -------------------------------------------------------------------------------
 
     def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
-        """Raises ProtocolError: no such segment, or more claims than were asked for."""
+        """Raise ProtocolError for an unknown segment or more claims than requested."""
         segments = self._common.membership.segments[node.name]
         index = claims.segment
         if index >= len(segments):
@@ -84,11 +79,10 @@ class InventoryLoader:
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
             self._common.jobs.due |= CLAIM
-        elif node.session is not None:  # it is complete: the node has not heard so and began again
+        elif node.session is not None:  # a repeated inventory, already complete
             self._common.effect(SendToNode(node.session, calls.MasterClaimsAck(index)))
 
     def take_claims(self, now_ms: int) -> None:
-        """Processes one slice of an inventory."""
         for segment, inventory in self._inventories.items():
             if inventory.has_work:
                 if not inventory.all_claimed:
@@ -122,14 +116,14 @@ class InventoryLoader:
             record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
                 of = [(segment, claim.offset)]
-                # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
+                # It may overlap a claimed object. Gaps are zeroed after the last claim.
                 refused.append(StaleExtents(claim.name, claim.size, *claim.version, of, kept=True))
             else:
                 stored.append(record)
-        for record in stored:  # now that most children have found their parents
+        for record in stored:  # most children have found their parents by now
             if not record.children:
                 self._pool.delete_if_unused(record)
-                self._common.space_freed()  # it can be evicted
+                self._common.space_freed()  # it is evictable
         inventory.claimed += len(stored)
         inventory.refused += len(refused)
         common.counters["recovered_objects"] += len(stored)
@@ -143,7 +137,7 @@ class InventoryLoader:
     def _accept_claim(
         self, now_ms: int, inventory: InventoryLoad, claim: Claim
     ) -> ObjectRecord | None:
-        """The record of the claimed object, complete now; None: the claim is refused."""
+        """Return the record of the claimed object, now complete; None if the claim is rejected."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
         extent = inventory.segment, offset
@@ -183,7 +177,7 @@ class InventoryLoader:
             above = None if parent is None else self._forest.ensure(namespace, parent)
             try:
                 common.adopt(now_ms, record, above)
-            except InvalidArgumentError:  # they form a ring
+            except InvalidArgumentError:  # they form a cycle
                 self._pool.delete_if_unused(record)
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)

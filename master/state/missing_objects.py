@@ -1,12 +1,11 @@
-"""Counts objects whose last replica went with its node, until they come back or count as lost.
+"""Counts objects whose last replica departed with its node, until they return or count as lost.
 
-node gone ──► its objects are missing ──► its memory is back, and has them: nothing is lost
-                                      ├─► put again, removed: nothing is lost
-                                      └─► LOST_AFTER_MS is over, no report under way: they are lost,
-                                          except those whose lifetime is over
+    node departed ──► objects are missing ──► memory returns and has them: not lost
+                                          ├─► put again, removed: not lost
+                                          └─► LOST_AFTER_MS over, inventories complete: lost,
+                                              except expired ones
 
-Each missing object is known by name, so that what happens to its key meanwhile does not count as a
-loss.
+Missing objects are tracked by name, so that later changes of their keys do not count as losses.
 """
 
 from __future__ import annotations
@@ -20,41 +19,35 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord
 
 LOST_AFTER_MS = 300_000
-"""How long memory may be away before its objects count as lost: a restart of a process, of a
-container, or of a host with another node's memory takes less."""
+"""Grace period for departed memory; a process, container or host restart takes less."""
 
 TOLD_MS = 600_000
-"""How long the status names a node that has gone and has not come back."""
+"""Time for which the status lists a departed node."""
 
 NODES_MAX = 64
-"""Gone nodes that are remembered; beyond these, the missing objects of the oldest are lost."""
+"""Departed nodes to track; beyond, the missing objects of the oldest count as lost."""
 
 NAMES_MAX = 1 << 17
-"""Missing objects that are known by name, each in some 300 bytes. Of further ones only the number
-is known: those are missing until their memory is back, whatever happens to their keys. To look at
-all names, when those of a node count as lost, takes 10 ms."""
+"""Missing objects tracked by name, about 300 bytes each. Further ones are only counted, and stay
+missing until their memory returns. Checking all names for a lost node takes 10 ms."""
 
 
 class _DepartedNode:
-    """A node that has gone, with all its memory."""
-
     def __init__(self, place: str, why: str, gone_ms: int) -> None:
         self.place = place
         self.why = why
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
-        """The uuids of its segments."""
         self.back: dict[bytes, MountedSegment] = {}
-        """Its segments that have come back."""
         self.missing = 0
         self.unnamed = 0
-        """How many of the missing objects are not known by name."""
+        """Number of missing objects that are not tracked by name."""
         self.is_settled = False
-        """Whether what was missing counts as lost."""
+        """Whether its missing objects were counted as lost."""
         self.lost = 0
 
     def reports(self) -> bool:
-        """Whether some of its memory is back, and has not reported all of its objects yet."""
+        """Return whether some of its memory has returned and its inventory is incomplete."""
         return any(segment.alive and not segment.whole for segment in self.back.values())
 
     def is_back(self) -> bool:
@@ -64,25 +57,22 @@ class _DepartedNode:
 
 
 class _MissingEntry(NamedTuple):
-    """A missing object."""
-
     departed: _DepartedNode
     end_ms: int
-    """The end of its lifetime; 0: it has none."""
+    """When the object expires; 0: never."""
 
 
 class MissingObjects:
-    """See the module. ``counters``: ``lost_objects`` is counted there."""
+    """Tracks missing objects; ``lost_objects`` is counted in ``counters``."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._gone: dict[str, _DepartedNode] = {}
-        """Gone nodes by name, in the order in which they went."""
+        """Departed nodes by name, oldest first."""
         self._by_memory: dict[bytes, _DepartedNode] = {}
         self._named: dict[Namespace, dict[Key, _MissingEntry]] = {}
         """Missing objects by namespace and key; no empty namespaces."""
         self._names = 0
-        """Entries of all namespaces."""
 
     @property
     def objects(self) -> int:
@@ -111,8 +101,8 @@ class MissingObjects:
             gone.back[segment.offer.uuid] = segment
 
     def on_object_departed(self, record: ObjectRecord, end_ms: int) -> None:
-        """Called for an object that had its last replica on a dead segment, before it loses its
-        bytes. ``end_ms``: the end of its lifetime; 0: it has none."""
+        """Track an object whose last replica was on a dead segment, before it loses its bytes.
+        ``end_ms``: when it expires; 0: never."""
         assert record.segment is not None
         gone = self._by_memory.get(record.segment.offer.uuid)
         if gone is None or gone.is_settled:
@@ -129,16 +119,14 @@ class MissingObjects:
         self._names += 1
 
     def object_claimed(self, segment: MountedSegment, name: Name) -> None:
-        """Called before an object that was not there is stored, because this segment has brought it
-        back. ``forget`` follows, for one that is known by name."""
+        """Uncount an unnamed missing object that a returned segment stores again."""
         gone = self._by_memory.get(segment.offer.uuid)
         if gone is not None and gone.unnamed and name[1] not in self._named.get(name[0], ()):
             gone.unnamed -= 1
             gone.missing -= 1
 
     def forget(self, namespace: str, key: Key) -> None:
-        """Called when an object of that key is stored, in whichever version, or when none is to
-        come back."""
+        """Stop tracking a key when an object is stored under it, or none is expected."""
         if not self._names:
             return
         named = self._named.get(Namespace(namespace))
@@ -151,7 +139,7 @@ class MissingObjects:
         entry.departed.missing -= 1
 
     def clear(self, namespace: str) -> None:
-        """Called when all objects of a namespace were removed; "": of all namespaces."""
+        """Stop tracking a namespace whose objects were removed; "": all namespaces."""
         names = [Namespace(namespace)] if namespace else list(self._named)
         for name in names:
             named = self._named.pop(name, {})
@@ -160,7 +148,7 @@ class MissingObjects:
                 entry.departed.missing -= 1
 
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
-        """``nodes``: the names of the joined nodes."""
+        """Count overdue objects as lost. ``nodes``: the names of the joined nodes."""
         for name, gone in list(self._gone.items()):
             age_ms = now_ms - gone.gone_ms
             if age_ms >= LOST_AFTER_MS and not gone.reports():
@@ -184,7 +172,7 @@ class MissingObjects:
         ]
 
     def _count_as_lost(self, now_ms: int, gone: _DepartedNode) -> None:
-        """Counts the missing objects of a node as lost, but for those whose lifetime is over."""
+        """Count the missing objects of a node as lost, except expired ones."""
         gone.is_settled = True
         if not gone.missing:
             return

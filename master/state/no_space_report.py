@@ -20,7 +20,7 @@ _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
 def refusal_error(
     common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for a put that is refused now; counted by tenant if a quota refuses it."""
+    """Return the error of a rejected put, counted for its tenant if a quota rejects it."""
     owner = common.pool.tenant_of(request.namespace)
     if owner is None or not found.quota:
         return no_space_error(common, now_ms, request, found)
@@ -35,7 +35,6 @@ def refusal_error(
 def quota_error(
     common: StateContext, owner: Tenant, wanted: int, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for what would bring a tenant above its bound."""
     assert found.quota == LIMIT
     owner.refused += 1
     return no_space_messages.over_bound(
@@ -46,7 +45,7 @@ def quota_error(
 def no_space_error(
     common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for a put that found no room; ``found`` says how much it lacks."""
+    """Return the error of a put that found no space; ``found`` says how much is missing."""
     of_cause: dict[str, list[MountedSegment]] = {}
     for segment in common.pool.segments.values():
         cause = _cause(segment, common.membership, now_ms, request)
@@ -65,7 +64,7 @@ def no_space_error(
 def _cause(
     segment: MountedSegment, membership: Membership, now_ms: int, request: PutStart | Allocate
 ) -> str:
-    """Why the segment has no room for this put; LEASED: it takes puts, but is full."""
+    """Return the reason that the segment has no space for this put; LEASED if it is only full."""
     node = segment.node
     if request.local_only and node.host != request.host:
         return no_space_messages.NOT_HERE
@@ -103,7 +102,7 @@ def _group(
 
 
 def _better_ms(segment: MountedSegment, cause: str, now_ms: int) -> int:
-    """When the cause may end by itself; 0: unknown."""
+    """Return when the cause may end by itself; 0: unknown."""
     if cause == no_space_messages.LEASED:
         return segment.candidates.next_lease_end_ms(now_ms) or 0
     return segment.usable_at_ms if cause == no_space_messages.RESTARTED else 0

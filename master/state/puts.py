@@ -28,12 +28,10 @@ from kvstore.master.state.state_context import StateContext
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 MAKING_ROOM_MS = 1_000
-"""A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
+"""Wait of a put that needs more evictions than one step makes, even without a requested wait."""
 
 
 class PutHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
@@ -122,8 +120,8 @@ class PutHandler:
         return later
 
     def _has_reachable_node(self, request: Wanting) -> bool:
-        """Whether a node that the client can reach may ever have room. True if there is no node:
-        one may join."""
+        """Return whether a node that the client can reach may ever have space; True without
+        nodes."""
         segments = self._pool.segments.values()
         return not segments or any(
             segment.offer.uuid not in request.avoid_segments
@@ -143,7 +141,7 @@ class PutHandler:
     def _try_put(
         self, now_ms: int, request: calls.PutStart
     ) -> tuple[calls.Grants | AllocationFailure, int]:
-        """Tries to grant a put. Also returns how many of its keys are stored already."""
+        """Return the result of a put, and how many of its keys are already stored."""
         keys = list(request.keys)
         self._keeping.expire_before_put(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
@@ -162,7 +160,7 @@ class PutHandler:
             elif outcome is PutOutcome.FOUND:
                 there += 1
                 found.last_used_ms = now_ms
-                found.keep_until(now_ms + 1)  # this request does not evict it
+                found.keep_until(now_ms + 1)  # protects it from eviction by this request
         if not granted:
             self._count_not_written(outcomes)
             return self._granting.reply(bytes(outcomes), []), there
@@ -198,11 +196,11 @@ class PutHandler:
         sizes: list[int],
         taken: list[list[Extent]],
     ) -> list[PutGrant]:
-        """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
-        in the forest. If the forest refuses one of them, all is as before.
+        """Create a put for each of the ``granted`` indices of ``keys`` and link its record into the
+        forest; changes nothing on an error.
 
         Raises:
-            InvalidArgumentError: the objects would form a ring.
+            InvalidArgumentError: the objects would form a cycle.
         """
         puts: list[PutGrant] = []
         record: ObjectRecord | None = None
@@ -219,7 +217,7 @@ class PutHandler:
                 above = record
             else:
                 above = table.get(parent_key) or table.add(parent_key)
-            found = table.get(keys[index])  # making room may have dropped the record
+            found = table.get(keys[index])  # an eviction may have dropped the record
             record = table.add(keys[index]) if found is None else found
             token += 1
             put = PutGrant(
@@ -252,7 +250,7 @@ class PutHandler:
         avoid = [
             *request.avoid_segments,
             *of_devices,
-        ]  # the client writes to an allocation as to an array
+        ]  # allocations are writable like arrays
         owner = self._pool.tenant_of(request.namespace)
         taken = self._granting.reserve(
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.local_only,
@@ -266,9 +264,11 @@ class PutHandler:
     # --- the second phase ---------------------------------------------------------------------
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEndReply | DeferredReply:
-        """Stores the objects of puts, and of copies, unless the copied object has changed since.
-        Answers when no client reads an earlier version that was removed or replaced: after the
-        answer, a get anywhere finds the stored version, or nothing."""
+        """Store the objects of puts, and of copies whose source has not changed.
+
+        The reply waits until no client reads a replaced or removed version: after it, every get
+        finds the stored version or nothing.
+        """
         common = self._common
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
@@ -318,8 +318,8 @@ class PutHandler:
             if isinstance(put, CopyGrant):
                 self._pool.count_unrequested_bytes(
                     put.record
-                )  # the object may have lost a replica meanwhile
-                put.record.last_used_ms = used_ms  # a move does not count as a use
+                )  # the object may have lost a replica in the meantime
+                put.record.last_used_ms = used_ms  # a move is not a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
         stored = [put for put, _ in ended if isinstance(put, PutGrant)]
@@ -329,13 +329,13 @@ class PutHandler:
             putter = self._traffic.writer_row(now_ms, stored[0].record.namespace)
             putter.stored += len(stored)
             putter.stored_bytes += size
-        for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
+        for put, _ in ended:  # after all are stored: only the last block of a chain is a leaf
             if not put.record.children:
                 self._pool.delete_if_unused(put.record)
             if put.record.more:
                 self._copying.note_stored(put.record)
         if ended:
-            self._common.space_freed()  # they can be evicted
+            self._common.space_freed()  # they are evictable
         reply = calls.PutEndReply(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
@@ -366,7 +366,7 @@ class PutHandler:
         return calls.PutRevokeReply(len(given_up))
 
     def commit(self, now_ms: int, request: calls.Commit) -> calls.CommitReply | DeferredReply:
-        """Makes an allocation an object; memory that the object does not need is free at once."""
+        """Turn an allocation into an object, and free the memory that the object does not need."""
         common = self._common
         self._forest.begin_step()
         given = self._granting.find_grant(now_ms, request.epoch, request.token)
@@ -381,7 +381,7 @@ class PutHandler:
         alive = [extent for extent in given.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
             self._granting.end(given)
-            # The owner may still read what it computed, so the extents are not free at once.
+            # The owner may still read its results, so the extents are not free immediately.
             self._granting.quarantine(given, given.deadline_ms)
             common.wipe([given.stale_extents(common.epoch)._replace(kept=True)])
             return calls.CommitReply(outcome if alive else PutOutcome.REFUSED)
@@ -401,7 +401,7 @@ class PutHandler:
         if put.length < given.length:
             tails = [(segment, offset + put.length) for segment, offset in alive]
             self._pool.free(tails, given.length - put.length)
-            # The owner's right to write the whole extent ends; no header has this version.
+            # Ends the owner's permission to write the complete extent; no header has this version.
             right = StaleExtents(None, given.size, 0, 0, alive, kept=True)
             zeroed = [extent for extent in tails if extent[0].zeroes]
             size = given.length - put.length - HEADER_BYTES
@@ -413,12 +413,12 @@ class PutHandler:
         putter.stored += 1
         putter.stored_bytes += request.size
         putter.key = key
-        # The owner has the allocation mapped, and relies on it until this reply arrives.
+        # The owner has the allocation mapped and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
         record.keep_until(lease_until_ms)
         if not record.children:
             self._pool.delete_if_unused(record)
-            self._common.space_freed()  # it can be evicted
+            self._common.space_freed()  # it is evictable
         reply = calls.CommitReply(PutOutcome.STORED)
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
@@ -428,11 +428,10 @@ class PutHandler:
     def _keep_bound(
         self, now_ms: int, request: calls.Commit, given: AllocationGrant, replicas: int
     ) -> None:
-        """Makes room for the bytes of an allocation of another tenant within the bound of the
-        tenant whose object it becomes.
+        """Evict objects of the new tenant until an allocation of another tenant fits its limit.
 
         Raises:
-            NoSpaceError: that would bring it above its bound. The allocation lives on.
+            NoSpaceError: it does not fit; the allocation is unchanged.
         """
         owner = self._pool.tenant_of(request.namespace)
         if owner is given.tenant:
@@ -447,15 +446,15 @@ class PutHandler:
             raise no_space_report.quota_error(self._common, owner, wanted, missing)
 
     def _store(self, put: ObjectGrant, extents: list[Extent], now_ms: int) -> list[StaleExtents]:
-        """Gives the put's record these extents. Returns the residue of the replaced version, whose
-        extents are still allocated. The caller calls ``Pool.delete_if_unused`` afterwards."""
+        """Set the extents of the put's record. Return the stale extents of the replaced version,
+        which are still allocated. The caller then calls ``MemoryPool.delete_if_unused``."""
         record = put.record
         replaced: list[StaleExtents] = []
         if record.segment is not None:
             replaced.append(StaleExtents.of(record))
             self._pool.take_extents(record, replaced=True)
         else:
-            self._pool.pins.drop(record)  # the pin of an object that was lost
+            self._pool.pins.drop(record)  # the pin of a lost object
         if record.writer == put.token:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)
@@ -463,10 +462,10 @@ class PutHandler:
         self._pool.store(record, extents, put.size, version, now_ms, lacks)
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
-        if version <= self._common.tombstones.newest:  # something was removed during the put
+        if version <= self._common.tombstones.newest:  # an object was removed during the put
             self._common.clear_tombstone(record, version)
         if isinstance(put, PutGrant):
-            self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
+            self._pool.lifetimes.drop(record)  # the TTL of the replaced version
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
         return replaced
@@ -482,7 +481,6 @@ class PutHandler:
 
 
 def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
-    """The outcome of a put, given the object's record, if there is one."""
     if record is None:
         return PutOutcome.WRITE
     if not overwrite and record.complete:

@@ -1,6 +1,6 @@
-"""Answers clients' questions: how much of a chain is there, where objects are, which keys exist.
+"""Handles clients' queries: prefix matches, locations and existence of objects.
 
-Most are answered at once. Misses wait while nodes still report their objects to a new master.
+Misses wait while nodes still report their inventories to a new master.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
 
 ANSWERED_PER_STEP = 16_384
-"""Keys of waiting questions that one step answers; at least one question."""
+"""Keys of waiting queries that one step processes; at least one query."""
 
 JOINING_MS = 600
-"""How long a new master waits for the nodes of the last one; they try several times a second."""
+"""Time for the nodes of the previous master to join; they retry several times a second."""
 
 STATE_PROBES_MAX = BATCH_KEYS_MAX
-"""Objects that one question about states looks at, from the end of the chain."""
+"""Keys that one query probes for recurrent states, from the end of the chain."""
 
 ASKING_MAX = 4_096
-"""Questions that wait for inventories; further ones are answered at once."""
+"""Queries that wait for inventories; further ones are answered immediately."""
 
 _ABSENT: Final = 0
 _COMPLETE: Final = 1
-"""The values of ``Presence``, without an attribute look-up in every call."""
+"""Values of ``Presence``, without an attribute lookup per call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
 
 
 class QueryHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
@@ -61,13 +59,11 @@ class QueryHandler:
         self._lifetimes = common.pool.lifetimes
         self._traffic = common.traffic
         self.reuses_ms = Histogram()
-        """For how long each object that a call leased had not been used before. Of a matched chain,
-        only the last object counts."""
+        """Idle time of each object that a call leased; of a chain, only of its tip."""
         self._returning = returning
         self._gathering = common.rules.inventory_wait_ms > 0
-        """Whether misses may have to wait for inventories."""
         self._asking: deque[tuple[int, Caller, Question]] = deque()
-        """Questions that wait for inventories, with their tickets and callers."""
+        """Reply id, caller and request of the queries that wait for inventories."""
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -143,8 +139,8 @@ class QueryHandler:
         return calls.MatchPrefixReply(common.epoch, common.rules.lease_ms, matches, state)
 
     def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
-        """How many of ``keys`` there are up to the last one that all of ``request.states`` have,
-        whose objects are leased; 0: there is none among the keys that are looked at."""
+        """Return the number of ``keys`` up to the last one that is stored in all of
+        ``request.states``, and lease its objects; 0 if none of the probed keys is."""
         namespaces = request.states
         held: list[ObjectRecord] = []
         state, left = len(keys), STATE_PROBES_MAX
@@ -167,7 +163,7 @@ class QueryHandler:
     def _objects_under_key(
         self, now_ms: int, namespaces: Sequence[Namespace], key: Key
     ) -> list[ObjectRecord]:
-        """The objects of this key in the first ones of these namespaces, until one lacks it."""
+        """Return the objects of ``key`` in the leading ``namespaces`` that have it."""
         held: list[ObjectRecord] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
@@ -179,7 +175,7 @@ class QueryHandler:
     def _before_ended(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
     ) -> Sequence[Key]:
-        """The keys before the first object whose lifetime is over, but which is not deleted yet."""
+        """Return the keys before the first object that has expired but is not deleted yet."""
         for index, record in enumerate(table.get_many(keys)):
             if record is not None and self._lifetimes.ended(record, now_ms):
                 return keys[:index]
@@ -235,9 +231,8 @@ class QueryHandler:
         return calls.ExistsReply(presence)
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
-        """Leases these complete objects, and notes for how long they had not been used."""
         self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
-        used_ms, uses = now_ms, 0  # most objects of one call were used together before
+        used_ms, uses = now_ms, 0  # most objects of a call were last used together
         for record in records:
             if record.last_used_ms != used_ms:
                 if uses:
@@ -257,14 +252,13 @@ class QueryHandler:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
-        miss may not be the final answer then."""
+        """Record a query in ``traffic``, unless inventories are loading: misses are not final
+        then."""
         if not (self._gathering and self._is_loading_inventories(now_ms)):
             self._traffic.record_query(now_ms, namespace, keys, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.RenewReply:
-        """Extends deadlines of grants, and leases of objects: of those whose version has not
-        changed, in memory that still holds that version."""
+        """Extend grants, and leases of objects with the same version and location."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
         some_ended = now_ms >= self._lifetimes.next_ms
@@ -299,7 +293,6 @@ class QueryHandler:
     # --- jobs ---------------------------------------------------------------------------------
 
     def _is_loading_inventories(self, now_ms: int) -> bool:
-        """Whether nodes may still report objects, so that misses should wait."""
         age_ms = now_ms - self._common.started_ms
         under_way = self._returning.in_progress
         segments = self._common.pool.segments.values()
@@ -312,7 +305,7 @@ class QueryHandler:
         return self._gathering and (joining or under_way)
 
     def reply(self, now_ms: int) -> None:
-        """Answers some of the waiting questions, if they need not wait any more."""
+        """Process a slice of the waiting queries, if they need not wait any more."""
         self._jobs.note(ANSWER, False)
         if not self._asking or self._is_loading_inventories(now_ms):
             return
@@ -325,7 +318,6 @@ class QueryHandler:
 
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
-    """Whether a living replica is at this place."""
     for segment, at in record.extents():
         if at == offset and segment.alive and segment.offer.uuid == uuid:
             return True

@@ -1,8 +1,8 @@
-"""Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
+"""Removes objects, namespaces, corrupt replicas and versions replaced by puts.
 
-From its removal on, an object is in no answer. The removal is acknowledged when no memory can bring
-back an older version: the headers are wiped, copies of the object are stopped, and memory that is
-away, or has not reported its objects yet, cannot bring one back (docs/decisions/removals.md).
+A removed object is not found any more. The removal is acknowledged when no memory can bring back an
+older version: headers are wiped, copies are stopped, and absent or unreported memory is accounted
+for (docs/decisions/removals.md).
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ from kvstore.master.state.removal_watermarks import RemovalWatermarks, unrecorde
 from kvstore.master.state.state_context import AnyReply, StateContext
 
 CLEARED_PER_STEP = 512
-"""Objects that one ``clear`` removes; the caller repeats it until none is left."""
+"""Objects that one ``clear`` removes; the caller repeats it."""
 
 HIDE_STEPS = 4_096
-"""Records without bytes that a removal forgets at once, for as many objects as it removes; the
-background work forgets the rest."""
+"""Records without bytes that a removal deletes per object; background work does the rest."""
 
 
 class RemovalHandler:
-    """See the module."""
-
     def __init__(
         self, common: StateContext, marks: RemovalWatermarks, granting: GrantManager
     ) -> None:
@@ -51,7 +48,7 @@ class RemovalHandler:
     # --- calls --------------------------------------------------------------------------------
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
-        """Raises UnavailableError: no node is joined that could record the removal."""
+        """Raise UnavailableError if no joined node can record the removal."""
         self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[StaleExtents] = []
@@ -73,7 +70,7 @@ class RemovalHandler:
         return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
-        """Raises UnavailableError: no node is joined that could record the removal."""
+        """Raise UnavailableError if no joined node can record the removal."""
         self._check_remembered()
         namespace = request.namespace
         if namespace:
@@ -104,8 +101,8 @@ class RemovalHandler:
         return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:
-        """Removes the reported objects. An object with a replica that is not reported stays, and
-        that replica is read first. The reporter does not wait for the wiping."""
+        """Remove the reported objects without waiting for the wipe. An object with another replica
+        stays, and that replica is read first."""
         bad: dict[ObjectRecord, set[MountedSegment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
@@ -143,12 +140,11 @@ class RemovalHandler:
         reply: AnyReply,
         still_read: Sequence[WipeRequest],
     ) -> AnyReply | DeferredReply:
-        """Answers with ``reply`` once no older version of the written objects is left.
+        """Reply once no older version of the written objects remains.
 
         Args:
-            replaced: the residues of the replaced versions.
-            still_read: the result of ``SpaceReclaimer.still_read`` from before the puts were
-                stored.
+            replaced: stale extents of the replaced versions.
+            still_read: result of ``SpaceReclaimer.still_read`` before the puts were stored.
         """
         names: list[Name] = []
         for put in puts:
@@ -164,25 +160,25 @@ class RemovalHandler:
     # --- what removals wait for ---------------------------------------------------------------
 
     def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
-        """The orders that a removal of these objects waits for: unfinished ones for the same
-        objects (the request may be a repeated one), and those of ``_elsewhere``."""
+        """Return what a removal of these objects waits for: pending wipes of the same objects (it
+        may be repeated), and those of ``_elsewhere``."""
         return [*self._reclaim.for_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[WipeRequest]:
-        """The orders that a removal waits for because other memory may hold the object: those for
-        inventories under way, and for marks, by which memory that is away is known as outdated."""
+        """Return pending inventories and removal watermarks, as other memory may hold the
+        object."""
         self._marks.advance()
         return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
-        """Raises UnavailableError: see ``unrecorded_removal_error``."""
+        """Raise UnavailableError if no memory can record the removal."""
         if not self._pool.segments:
             raise unrecorded_removal_error()
 
     # --- jobs ---------------------------------------------------------------------------------
 
     def free(self, now_ms: int) -> None:
-        """Frees the extents of one order whose last lease has ended."""
+        """Free the extents of one request whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
         effects, may_go_on = self._reclaim.end_next(now_ms)
         self._common.effects += effects

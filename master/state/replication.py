@@ -1,9 +1,8 @@
-"""Copies from node to node: of objects on a draining node, and of objects that lack replicas.
+"""Plans copies between nodes: of objects on a draining node, and of under-replicated objects.
 
-A client (``kvstore.client.drain``, or ``kvstore.client.repair`` in a node) asks what to copy
-(``start_moves``), copies it, and ends the put. A moved object gets a new version at its new place;
-a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose the
-objects.
+A client (``kvstore.client.drain``, or ``kvstore.client.repair`` in a node) requests objects
+(``start_moves``), copies them and ends the puts. A moved object gets a new version; a repair copy
+is a further replica of the same version. ``drain_scan`` and ``repair_queue`` choose the objects.
 """
 
 from __future__ import annotations
@@ -24,22 +23,19 @@ from kvstore.master.state.repair_queue import SPARE_SHIFT, RepairQueue
 from kvstore.master.state.state_context import StateContext
 
 REPAIR_STEPS = 512
-"""Objects that one request for copies looks at: 1 to 2 ms."""
+"""Objects that one repair request examines: 1 to 2 ms."""
 
 REPAIR_ANCESTORS = 16
-"""Blocks above an object that are looked at for missing replicas before it is copied itself: a
-chain with a hole is of no use. A pass finds the rest."""
+"""Ancestors to repair before an object: a chain with a hole is useless. A pass finds the rest."""
 
 TARGETS_MS = 1_000
-"""How long the list of segments with room for copies is used, unless a copy begins before."""
+"""Time for which the list of copy targets is used, unless a copy begins earlier."""
 
 NODES_CHANGED_MS = 1_000
-"""The time from a node's coming or going to the search for missing replicas."""
+"""Delay between a change of the nodes and the search for missing replicas."""
 
 
 class ReplicationPlanner:
-    """See the module."""
-
     def __init__(self, common: StateContext, granting: GrantManager, repairs: RepairQueue) -> None:
         self._common = common
         self._forest = common.forest
@@ -47,19 +43,18 @@ class ReplicationPlanner:
         self._granting = granting
         self._repairs = repairs
         self._targets: tuple[int, list[MountedSegment]] = NEVER_MS, []
-        """When segments with room for copies were last searched, and the found ones, the emptiest
-        first."""
+        """Time and result of the last search for segments with space for copies, emptiest first."""
         self._told_short = 0
-        """Objects with missing replicas, as last logged; ``_told_repaired``: the repaired ones."""
+        """Last logged numbers of under-replicated and of repaired objects."""
         self._told_repaired = 0
 
     def start_moves(
         self, now_ms: int, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grants space for the objects of the named node that the caller is to copy now.
+        """Grant space for objects that the caller copies for the named node.
 
         Raises:
-            InvalidArgumentError: there is no such node, or it is not being drained.
+            InvalidArgumentError: there is no such node, or it is not draining.
         """
         self._forest.begin_step()
         node = self._common.membership.get_node(request.node)
@@ -88,7 +83,7 @@ class ReplicationPlanner:
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
-                continue  # evicted on another node, to make room for an earlier object
+                continue  # evicted from another node for an earlier object
             room = self._allocate_move_target(now_ms, record, goes_to, request)
             if isinstance(room, AllocationFailure):
                 if room.may_retry or room_comes:
@@ -104,7 +99,7 @@ class ReplicationPlanner:
         puts = [put for put in puts if self._granting.unexpired(put)]
         next_cursor = page.next_cursor
         if not puts and next_cursor == request.cursor:
-            next_cursor += 1  # there is no room for the beginning of a long chain
+            next_cursor += 1  # no space for the root of a long chain
             if room_comes:
                 waits += 1  # the tip of that chain
             else:
@@ -127,8 +122,8 @@ class ReplicationPlanner:
         goes_to: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
     ) -> list[Extent] | AllocationFailure:
-        """Allocates extents to move the object to, beside its parent if possible. Evicts only
-        objects that were used less recently, and only those that the request allows."""
+        """Allocate extents to move the object to, next to its parent if possible. Evict only less
+        recently used objects that the request allows."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
@@ -153,7 +148,7 @@ class ReplicationPlanner:
         evicted: int = 0,
         keeps_version: bool = False,
     ) -> calls.StartMovesReply | DeferredReply:
-        """The answer with these grants, which is sent once the granted extents are wiped."""
+        """Reply with these grants once the granted extents are wiped."""
         records = [put.record for put in puts]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
         reply = calls.StartMovesReply(
@@ -174,15 +169,13 @@ class ReplicationPlanner:
     # --- repairing: when ----------------------------------------------------------------------
 
     def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
-        """Called when nodes came or went: from ``ready_ms`` on, replicas may be missing, or there
-        may be room for them."""
+        """Plan a search for missing replicas after ``ready_ms``, as nodes joined or departed."""
         self._targets = NEVER_MS, []
         if self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
 
     def note_stored(self, record: ObjectRecord) -> None:
-        """Called when ``record`` was stored, perhaps on fewer nodes than were asked for. Does
-        nothing if it is on all nodes: the coming of another one begins a pass."""
+        """Queue a stored object with fewer replicas than requested, if there are enough nodes."""
         lacks = repair_queue.missing(record)
         if lacks and repair_queue.desired_replicas(record) - lacks < len(
             self._common.membership.nodes
@@ -190,7 +183,6 @@ class ReplicationPlanner:
             self._repairs.note(record)
 
     def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
-        """Whether the node should ask for objects to copy."""
         return (
             self._repairs.has_work_for(node.name)
             and self._repairs.may_begin(now_ms)
@@ -198,14 +190,13 @@ class ReplicationPlanner:
         )
 
     def tick(self, now_ms: int) -> None:
-        """Begins a pass over all objects, if one is due."""
         self._repairs.plan_next(now_ms)
         if self._repairs.is_due(now_ms):
             self._repairs.begin_pass()
             self._common.jobs.due |= SCAN
 
     def scan(self, now_ms: int) -> None:
-        """Runs a slice of the pass. At its end, logs how many objects lack replicas."""
+        """Run a slice of the pass; at its end, log the number of under-replicated objects."""
         common, repairs = self._common, self._repairs
         if not repairs.scan(self._forest, now_ms, len(common.membership.nodes)):
             return
@@ -218,8 +209,8 @@ class ReplicationPlanner:
             common.effect(LogClusterEvent("replicas_missing", {"objects": short, "repaired": done}))
 
     def _space_for_copies(self, now_ms: int) -> list[MountedSegment]:
-        """Segments that can take copies, the emptiest first. None while puts wait for room, or
-        while a node is suspect: it may be back in a moment with the missing replicas."""
+        """Return segments that can take copies, the emptiest first. None can while puts wait for
+        space, or while a node is suspect and may return with the missing replicas."""
         found_ms, found = self._targets
         if now_ms - found_ms < TARGETS_MS:
             return found
@@ -243,10 +234,10 @@ class ReplicationPlanner:
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grants space for copies for repair; for none if the bounds are reached."""
+        """Grant space for repair copies, within the limits."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
-        self._targets = NEVER_MS, []  # search again
+        self._targets = NEVER_MS, []
         avoid = set(request.avoid)
         usable = [s for s in self._space_for_copies(now_ms) if s.offer.uuid not in avoid]
         roomy = dict.fromkeys(usable)
@@ -285,7 +276,7 @@ class ReplicationPlanner:
         return self._started(now_ms, puts, sources, keeps_version=True)
 
     def _chain_to_repair(self, record: ObjectRecord) -> list[ObjectRecord]:
-        """``record`` and its near ancestors that lack replicas, too, topmost first; or nothing."""
+        """Return ``record`` and its near under-replicated ancestors, root first."""
         is_there = self._forest.get(record.namespace, record.key) is record
         if not is_there or not repair_queue.missing(record):
             return []
@@ -308,7 +299,7 @@ class ReplicationPlanner:
         roomy: dict[MountedSegment, None],
         client_number: int,
     ) -> CopyGrant | None:
-        """Grants space for one more replica of the object, if this node can copy it now."""
+        """Grant space for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
             or (record.namespace, record.key) in self._granting.copies
@@ -320,7 +311,7 @@ class ReplicationPlanner:
             return None
         parent = record.parent
         near = None
-        if parent is not None and parent.more:  # place it beside a further replica of its parent
+        if parent is not None and parent.more:  # next to a further replica of its parent
             near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
         extent = self._pool.space_for_copy(record, roomy, near)
         if extent is None:
@@ -334,8 +325,8 @@ class ReplicationPlanner:
     # --- repairing: what became of it ---------------------------------------------------------
 
     def add_replica(self, now_ms: int, put: CopyGrant) -> bool:
-        """Makes a finished copy a replica of its object. Returns False if no replica is missing any
-        more, or if the node of the copy has one by now."""
+        """Make a finished copy a replica. Return False if no replica is missing any more, or the
+        node of the copy already has one."""
         record, (segment, offset) = put.record, put.extents[0]
         instead_of = repair_queue.find_repairable_placeholder(
             record, now_ms - self._repairs.after_ms
@@ -356,9 +347,8 @@ class ReplicationPlanner:
         return True
 
     def claim_replica(self, now_ms: int, record: ObjectRecord, extent: Extent) -> bool:
-        """Adds an extent on memory that has come back as a replica of a complete object. Returns
-        whether it was added: it is a missing replica, or one that this master did not know. If the
-        object was copied meanwhile, a replica that is not missing is one too many."""
+        """Add an extent of returned memory as a replica of a complete object. Return whether it was
+        missing or unknown; it is redundant if the object was copied in the meantime."""
         if _extent_on(extent[0].node, record) is not None:
             return False
         uuid = extent[0].offer.uuid

@@ -1,8 +1,7 @@
-"""How long objects are kept: by pins, until which they are not evicted, and by lifetimes, after
-which they are gone.
+"""Pins and TTLs. A pinned object is not evicted until its pin ends.
 
-An object whose lifetime is over is in no answer from that moment on (``Ends.ended``). Its memory is
-taken back in slices, before a put evicts anything.
+An expired object is not found any more (``ExpiryIndex.ended``); its memory is reclaimed in slices,
+before a put evicts anything.
 """
 
 from __future__ import annotations
@@ -23,22 +22,19 @@ from kvstore.master.state.tenant import PIN_LIMIT, Tenant
 from kvstore.memory.header import extent_bytes
 
 PIN_STEPS = 8_192
-"""Objects that one call may add to the pinned ones: the named objects and their ancestors."""
+"""Objects that one call may add to the pinned ones, with their ancestors."""
 
 EXPIRED_PER_STEP = 256
-"""Objects that one step takes back after their lifetime: 2 ms."""
+"""Expired objects that one step reclaims: 2 ms."""
 
 ENDED_PER_STEP = 1_024
-"""Pins that one step ends, and pins that it stops counting: 1 ms for either."""
+"""Pins that one step ends, and pins that it stops counting: 1 ms each."""
 
 HIDE_STEPS = 4_096
-"""Records without bytes that one step forgets with the expired ones; the background work forgets
-the rest."""
+"""Records without bytes that one step deletes with expired ones; background work does the rest."""
 
 
 class RetentionManager:
-    """See the module."""
-
     def __init__(self, common: StateContext, granting: GrantManager) -> None:
         self._common = common
         self._pool = common.pool
@@ -49,11 +45,11 @@ class RetentionManager:
     # --- calls --------------------------------------------------------------------------------
 
     def pin(self, now_ms: int, request: calls.Pin) -> calls.PinReply:
-        """Pins all stored objects among the keys, or none.
+        """Pin all stored objects among the keys, or none.
 
         Raises:
-            NoSpaceError: the namespace, or all namespaces together, would exceed their share of
-                pinned memory.
+            NoSpaceError: pinned memory of the namespace, of its tenant or in total would exceed its
+                limit.
             InvalidArgumentError: the objects have too many ancestors that are not pinned.
         """
         table = self._common.forest.table(request.namespace)
@@ -100,7 +96,7 @@ class RetentionManager:
         self._check_share("all have", self._pins.size, wanted, share)
 
     def _check_tenant(self, owner: Tenant, wanted: int) -> None:
-        """Raises NoSpaceError."""
+        """Raise NoSpaceError if the pins exceed the tenant's limit."""
         before, bound = owner.pinned_bytes, owner.pinned_max
         missing = before + wanted - bound
         if missing > 0:
@@ -119,7 +115,7 @@ class RetentionManager:
             )
 
     def _check_share(self, who: str, before: int, wanted: int, share: float) -> None:
-        """Raises NoSpaceError."""
+        """Raise NoSpaceError if the pins exceed this share of the pool."""
         capacity = sum(segment.capacity for segment in self._pool.segments.values())
         bound = int(capacity * share)
         if before + wanted > bound:
@@ -151,15 +147,13 @@ class RetentionManager:
         return calls.UnpinReply(bytes(unpinned))
 
     def _release_ended(self) -> None:
-        """Stops counting objects that no pin holds any more: a slice of them."""
         self._pins.release_ended(ENDED_PER_STEP)
-        self._common.space_freed()  # it can be evicted
+        self._common.space_freed()
 
     # --- lifetimes ----------------------------------------------------------------------------
 
     def expire_before_put(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
-        """Called before a put takes memory. Takes back expired objects: those under the put's keys,
-        then others."""
+        """Reclaim expired objects before a put allocates: first those of its keys, then others."""
         if now_ms < self._lifetimes.next_ms:
             return
         table = self._common.forest.table(namespace)
@@ -169,7 +163,7 @@ class RetentionManager:
         self.expire(now_ms)
 
     def expire(self, now_ms: int) -> None:
-        """Takes back a slice of the expired objects, and ends a slice of the pins that are over."""
+        """Reclaim a slice of the expired objects, and end a slice of the expired pins."""
         ended: list[ObjectRecord] = []
         while now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP:
             record = self._lifetimes.pop_expired(now_ms)
@@ -185,14 +179,13 @@ class RetentionManager:
         self._common.jobs.note(EXPIRE, goes_on or self._pins.unsettled)
 
     def _take_back(self, now_ms: int, ended: list[ObjectRecord]) -> None:
-        """Hides ended objects. The memory of a leaf without a lease is free at once; the memory of
-        others is free one lease later, as if they had been removed."""
+        """Remove expired objects; free leaves without a lease now, others one lease later."""
         common, pool = self._common, self._pool
         freed: list[StaleExtents] = []
         leased: list[StaleExtents] = []
         steps_max = common.forest.steps + HIDE_STEPS
         for record in ended:
-            if not record.complete:  # its node went before its end: it is not missing any more
+            if not record.complete:  # its node departed first
                 if record.segment is not None:
                     pool.remove(record, steps_max)
                 common.forest.missing.forget(record.namespace, record.key)
