@@ -1,15 +1,15 @@
-"""The channel between a master and the child that serves its HTTP: a socket pair, both ends here.
+"""Channel between a master and its HTTP child: a socket pair, both ends here.
 
-    master ── frames: answers, events, pages of a survey ──► child
-           ◄──────── questions, requests for pages ─────────
+    master ── frames: replies, events, batches of a snapshot ──► child
+           ◄──────── queries, requests for batches ────────────
 
-Answers are made in the master's event loop, so a master whose loop hangs does not answer. A child
-asks something every ``ASK_S``, so a silent child hangs.
+Replies are made in the master's event loop, so a hanging loop does not reply. A child sends a query
+every ``ASK_S``, so a silent child hangs.
 
-Each event of a term has a number, from 1. A frame says how many events came before it, so the child
-knows if some were dropped: the master drops what does not fit into its buffer, and never waits for
-the child. While there is no child, the master only counts events. Events travel as ``marshal``
-encodes them, which is the fastest way: both ends are one interpreter and one release.
+Events of a term are numbered from 1, and a frame holds the number of earlier events, so the child
+detects dropped ones: the master drops events that do not fit its buffer, and never waits for the
+child. Without a child it only counts them. Events are encoded by ``marshal``, the fastest way
+between two ends of one interpreter and release.
 """
 
 from __future__ import annotations
@@ -33,48 +33,44 @@ from kvstore.runtime.tasks import start_task
 log = logging.getLogger("kvstore.master")
 
 SERVED: Final = "KVSTORE_WEB"
-"""The variable with what the master gives its child, as JSON: every user of the host can read
-flags, and it holds a token."""
+"""Environment variable with the child's options as JSON, which hold a token."""
 
 FLUSH_S: Final = 0.005
-"""How long an event waits for others before it is sent."""
+"""Maximum delay of an event, to send several together."""
 
 BATCH_EVENTS: Final = 1_024
 """Events that one step of the loop sends: half a millisecond."""
 
 WAITING_EVENTS_MAX: Final = 1 << 17
-"""Events that may wait to be sent: as many as eight of the largest calls make. If there are more,
-all that wait are dropped."""
+"""Limit of unsent events, those of eight of the largest calls; then all are dropped."""
 
 BUFFER_BYTES_MAX: Final = 16 << 20
-"""Bytes that may wait for the child, beside the kernel's buffer: what 200,000 events take. A child
-that reads takes them in milliseconds, so that an answer behind them is in time."""
+"""Maximum of unsent bytes besides the kernel's buffer, about 200,000 events. A child that reads
+receives them in milliseconds, so replies after them are in time."""
 
 SOCKET_BYTES: Final = 1 << 20
 
 SURVEY_STEPS: Final = 1_024
-"""Records in a page of a survey, which takes the loop a millisecond. At most one page is made every
-``FLUSH_S``, whatever subscribers ask."""
+"""Records in a batch of a snapshot, 1 ms of the loop. At most one batch is made per ``FLUSH_S``."""
 
 SURVEYS_MAX: Final = 128
-"""Surveys under way, more than a child has subscribers. Each survey holds the list of one
+"""Maximum number of snapshots, more than a child has subscribers. Each holds the list of one
 dictionary, 300 KiB at ten million objects."""
 
 ASKED_MAX: Final = 4
-"""Pages that a child asks for at once. Further subscribers wait in the child, and stop when they
-disconnect, so the master makes no pages for those who have left."""
+"""Batches that a child requests concurrently. Further subscribers wait in the child until they
+disconnect, so the master makes no batches for departed ones."""
 
 PAGE_S: Final = 10.0
-"""A master that sends no page for so long hangs."""
+"""Timeout of a batch."""
 
 ASK_S: Final = 2.0
 SILENT_S: Final = 15.0
-"""A child that asks nothing for so long hangs: half of what Kubernetes waits until it kills a
-container that is not healthy."""
+"""Silence after which a child hangs: half of Kubernetes' time for a container."""
 
 LOOKS: Final = 5
-"""How often the master looks at its child within ``SILENT_S``. It counts looks, not seconds, so
-that after a pause of the master itself the child still has time to be heard."""
+"""Checks of the child within ``SILENT_S``. Checks are counted, not seconds, so that the child has
+time after a pause of the master."""
 
 EVENTS: Final = 0
 PAGE: Final = 1
@@ -83,19 +79,17 @@ ANSWER: Final = 3
 _NONE: Final = marshal.dumps([])
 
 _HEADER: Final = struct.Struct("<IBIQQI")
-"""Length of the payload in bytes, kind, number of the survey or question, epoch, number of events
-before this frame, number of events or rows in this frame."""
+"""Payload length in bytes, kind, number of the snapshot or query, epoch, number of events before
+this frame, number of events or rows in it."""
 
 QUESTION: Final = 1
 NEXT_PAGE: Final = 2
 END_SURVEY: Final = 3
 _REQUEST: Final = struct.Struct("<BIH")
-"""Kind, number of the question or survey, length of the text that follows: the question, or the
-namespace of the survey."""
+"""Kind, number of the query or snapshot, length of the following text (query or namespace)."""
 
 Answers = Mapping[str, Callable[..., Mapping[str, object]]]
-"""The function that answers each question, by the question's name; called in the loop's thread with
-the numbers that follow the name."""
+"""Functions by query name; called in the loop's thread with the numbers that follow the name."""
 
 Event = tuple[str, bytes, bytes, int, int]
 """Namespace, key, parent, size, depth, as in ``kvstore.master.state.object_events``."""
@@ -111,7 +105,7 @@ class SnapshotSource(Protocol):
 
 
 class Source(Protocol):
-    """A term of the master, from which events and surveys come."""
+    """A term of the master: the source of events and snapshots."""
 
     @property
     def epoch(self) -> int: ...
@@ -125,21 +119,21 @@ class Source(Protocol):
 
 
 class MasterChannel:
-    """The master's end. Its methods belong to the loop's thread; none of them waits."""
+    """The master's end. Its methods belong to the loop's thread and never wait."""
 
     def __init__(self) -> None:
         self.dropped = 0
-        """Events that were dropped, so that the child never got them."""
+        """Events that the child never received."""
         self._source: Source | None = None
         self._number = 0
-        """Number of events of this term that were taken from the state."""
+        """Number of events of this term taken from the state."""
         self._timer: asyncio.Handle | None = None
         self._serving: asyncio.Task[str] | None = None
         self._writer: asyncio.StreamWriter | None = None
         """None: there is no child."""
         self._answers: Answers = {}
         self._missed = False
-        """Whether events were dropped and the child has not been told yet."""
+        """Whether events were dropped and the child does not know yet."""
         self._surveys: dict[int, SnapshotSource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
@@ -149,8 +143,7 @@ class MasterChannel:
     # --- the term -------------------------------------------------------------------------------
 
     def lead(self, source: Source | None) -> None:
-        """Called when a term begins, with no object visible; None: when this master leads no
-        longer."""
+        """Begin a term, without visible objects; None: this master does not lead any more."""
         self._source = source
         self._number = 0
         self._surveys.clear()
@@ -158,7 +151,7 @@ class MasterChannel:
         self._send_position()
 
     def changed(self) -> None:
-        """Called when there are new events."""
+        """Schedule sending of new events."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
@@ -201,7 +194,7 @@ class MasterChannel:
     # --- surveys --------------------------------------------------------------------------------
 
     def _send_page(self, source: Source) -> None:
-        """Sends the next page that the child asked for. All events so far were sent before it."""
+        """Send the next requested batch, after all events so far."""
         number, namespace = self._requests.popleft()
         survey = self._surveys.get(number)
         if survey is None:
@@ -217,18 +210,18 @@ class MasterChannel:
     def _end_snapshot(self, number: int) -> None:
         self._surveys.pop(number, None)
         asked = [each for each in self._requests if each[0] == number]
-        for each in asked:  # the child waits for a reply to each of these requests
+        for each in asked:  # the child waits for a reply to each
             self._requests.remove(each)
             self._frame(LAST_PAGE, number, 0, _NONE)
 
     # --- the socket -----------------------------------------------------------------------------
 
     def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Task[str]:
-        """Connects a child that has started. Owns ``sock`` from now on.
+        """Connect a started child. Takes ownership of ``sock``.
 
         Returns:
-            A task that ends when the child's end is closed, or something is wrong with the child:
-            it says what; empty: nothing. ``detach`` cancels it.
+            A task that ends when the child closes its end or fails; its result is the error or "".
+            ``detach`` cancels it.
         """
         self.detach()
         self._answers = answers
@@ -237,7 +230,7 @@ class MasterChannel:
         return self._serving
 
     def detach(self) -> None:
-        """Called when the child has ended. Idempotent."""
+        """Disconnect an ended child. Idempotent."""
         if self._serving is not None:
             self._serving.cancel()
         self._forget()
@@ -283,7 +276,7 @@ class MasterChannel:
 
     @property
     def _buffered(self) -> int:
-        """Bytes that wait for the child, beside those in the kernel's buffer."""
+        """Unsent bytes, besides those in the kernel's buffer."""
         return 0 if self._writer is None else self._writer.transport.get_write_buffer_size()
 
     def _frame(self, kind: int, number: int, count: int, payload: bytes) -> None:
@@ -293,7 +286,7 @@ class MasterChannel:
             self._writer.write(header + payload)
 
     def _handle_request(self, kind: int, number: int, text: bytes) -> str:
-        """Handles one request. Returns what is wrong with it; empty: nothing."""
+        """Handle one request. Return its error or ""."""
         if kind == END_SURVEY:
             self._end_snapshot(number)
             return ""
@@ -301,7 +294,7 @@ class MasterChannel:
             return "it asks for too many pages"
         try:
             if kind == NEXT_PAGE:
-                if self._source is not None:  # else the child hears that the term is over
+                if self._source is not None:  # else the child learns that the term has ended
                     self._requests.append((number, text.decode()))
                     self.changed()
                 return ""
@@ -316,28 +309,28 @@ class MasterChannel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """A frame as the child gets it."""
+    """A frame as received by the child."""
 
     kind: int
     number: int
-    """Number of the survey or question that the frame replies to; 0: the frame holds events."""
+    """Number of the snapshot or query replied to; 0: events."""
     epoch: int
     """0: the master does not lead."""
     before: int
-    """How many events of this epoch came before those in the frame, or before this page."""
+    """Number of events of this epoch before those in the frame, or before this batch."""
     count: int
     payload: bytes
 
 
 class SnapshotPage(NamedTuple):
     before: int
-    """The rows are what is visible after so many events."""
+    """The rows are visible after this number of events."""
     rows: list[Event]
     is_last: bool
 
 
 class ActiveSnapshot(NamedTuple):
-    """One survey of the child."""
+    """A snapshot requested by the child."""
 
     number: int
     epoch: int
@@ -347,7 +340,7 @@ class ChildChannel:
     """The child's end. Use it in one event loop."""
 
     def __init__(self, sock: socket.socket, took: Callable[[Frame], None]) -> None:
-        """``took``: called with each frame of events, in order."""
+        """``took`` receives each frame of events, in order."""
         sock.setblocking(False)
         self._socket = sock
         self._took = took
@@ -355,15 +348,14 @@ class ChildChannel:
         self._numbers = itertools.count(1)
         self._page_turns = asyncio.Semaphore(ASKED_MAX)
         self._question_turns = asyncio.Semaphore(1)
-        """One question at a time, so that none pile up for a master that hangs."""
+        """One query at a time, so that none pile up for a hanging master."""
         self._asked: dict[int, tuple[asyncio.Semaphore, asyncio.Future[Frame]]] = {}
-        """The surveys and questions whose reply is on its way, by number, whether or not somebody
-        still waits for it. The reply releases the semaphore."""
+        """Requests without a reply, by number, with the semaphore that the reply releases."""
         self._connected = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
-        """Reads frames until the master closes its end, or is gone."""
+        """Read frames until the master's end is closed."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
         self._connected.set()
         try:
@@ -380,7 +372,7 @@ class ChildChannel:
             self._forget(self._question_turns, "the process that this belongs to is gone")
 
     async def request(self, question: str, timeout_s: float) -> dict[str, Any]:
-        """The master's answer. Raises UnavailableError: it is late, or the master is gone."""
+        """Return the master's reply. Raise UnavailableError if there is none in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()
@@ -393,7 +385,7 @@ class ChildChannel:
         return answer
 
     async def request_until_reply(self, question: str, timeout_s: float) -> None:
-        """Asks again and again, which shows the master that this process does not hang."""
+        """Send the query periodically, which shows the master that this process does not hang."""
         while True:
             await asyncio.sleep(ASK_S)
             with contextlib.suppress(UnavailableError):
@@ -401,7 +393,7 @@ class ChildChannel:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[ActiveSnapshot]:
-        """A new survey, which ends with the block."""
+        """Begin a snapshot that ends with the block."""
         survey = ActiveSnapshot(next(self._numbers), self._epoch)
         try:
             yield survey
@@ -410,10 +402,10 @@ class ChildChannel:
                 self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
 
     async def page(self, survey: ActiveSnapshot, namespace: str) -> SnapshotPage:
-        """The next page of a survey, which may have one caller at a time.
+        """Return the next batch of a snapshot; one caller at a time.
 
         Raises:
-            UnavailableError: the master leads no longer, hangs or is gone; the survey has ended.
+            UnavailableError: the term, the snapshot or the master has ended, or the master hangs.
         """
         try:
             async with asyncio.timeout(PAGE_S):
@@ -428,7 +420,7 @@ class ChildChannel:
         return SnapshotPage(frame.before, rows, frame.kind == LAST_PAGE)
 
     async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
-        """Sends a request and waits for the reply. The caller has acquired one of ``turns``."""
+        """Send a request and wait for the reply. The caller has acquired one of ``turns``."""
         assert self._writer is not None, "it is connected"
         if self._writer.is_closing():
             turns.release()
@@ -453,7 +445,7 @@ class ChildChannel:
         self._took(frame)
 
     def _forget(self, turns: asyncio.Semaphore, why: str) -> None:
-        """Tells those who hold one of these turns that their reply does not come."""
+        """Fail the requests that hold these slots, as their replies do not come."""
         for number in [each for each, (its, _) in self._asked.items() if its is turns]:
             _, reply = self._asked.pop(number)
             turns.release()

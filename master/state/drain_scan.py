@@ -1,11 +1,11 @@
-"""Chooses which objects of a draining node to move next.
+"""Selects the objects of a draining node to move next.
 
-The master finds the objects and grants space elsewhere; the client that asked copies them. A moved
-object is a new version, as after an overwrite: the old bytes stay until their leases end, no view
-confuses the two, and after a restart the newer one wins.
+The master selects objects and grants space; the requesting client copies them. A moved object is a
+new version, as after an overwrite: the old bytes stay until their leases end, and after a restart
+the newer version wins.
 
-A pass looks at all objects twice: first at leaves, with the ancestors that move with them; then at
-the remaining blocks, whose chain is long or whose leaves are elsewhere.
+A pass scans all objects twice: first leaves with the ancestors that move with them, then the other
+blocks, whose chain is long or whose leaves are on other nodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvstore.master.state.forest import Forest
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
 
 STEPS_MAX = 20_000
-"""Records that one call looks at: about 4 ms. The ancestors of its last leaf may be more."""
+"""Records that one call scans: about 4 ms, plus the ancestors of its last leaf."""
 
 LINE_MAX = 16_384
-"""Ancestors of one leaf that are looked at; the second look finds those further up."""
+"""Ancestors per leaf; the second scan finds the others."""
 
 _POSITION_BITS = 32
 _SECOND_LOOK = 1 << 63
@@ -31,21 +31,21 @@ class DrainPage(NamedTuple):
     """Some of the objects on the segments of a node."""
 
     records: dict[ObjectRecord, bool]
-    """Objects, each parent before its children, all with the same number of replicas. True: the
-    look found the object itself (once in a pass); False: it is an ancestor of such an object."""
+    """Objects, parents before children, all with the same number of replicas. True: scanned itself
+    (once in a pass); False: an ancestor of such an object."""
     skipped: int
-    """Objects that are being replaced at this moment."""
+    """Number of objects that are being replaced."""
     next_cursor: int
-    """Where the next page begins; 0: this is the last page."""
+    """Start of the next batch; 0: none."""
 
 
 def page(
     forest: Forest, segments: Collection[MountedSegment], cursor: int, limit: int, bytes_max: int
 ) -> DrainPage:
-    """Objects on ``segments``, from where the last page ended (0: from the beginning). This pass
-    may miss objects that come or go meanwhile; the next pass does not.
+    """Return objects on ``segments`` from a cursor on (0: from the beginning).
 
-    A chain that is too long for one page is on the next page again, without its moved objects.
+    The next pass finds objects that this one misses because of changes. A chain too long for one
+    batch is in the next one again, without its moved objects.
     """
     tables = forest.namespaces.values()
     look = cursor & _SECOND_LOOK
@@ -81,7 +81,7 @@ def page(
 
 
 def _inherit(forest: Forest, segments: Collection[MountedSegment], record: ObjectRecord) -> None:
-    """Passes the record's last use on to its ancestors, which a match does not update."""
+    """Propagate the record's last use to its ancestors, which a match does not update."""
     above = record.parent
     for _ in range(LINE_MAX):
         if above is None or above.last_used_ms >= record.last_used_ms:
@@ -94,8 +94,8 @@ def _inherit(forest: Forest, segments: Collection[MountedSegment], record: Objec
 
 
 def _line(segments: Collection[MountedSegment], record: ObjectRecord) -> list[ObjectRecord]:
-    """The record and its ancestors as far as they are on ``segments``, root first, so that each can
-    follow its parent to one segment."""
+    """Return the record and its ancestors as far as they are on ``segments``, root first, so that
+    each can be placed next to its parent."""
     line = [record]
     above = record.parent
     for _ in range(LINE_MAX):

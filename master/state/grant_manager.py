@@ -1,5 +1,4 @@
-"""Allocates, grants and reclaims the memory of puts, allocations and copies (drains and
-repairs)."""
+"""Grants and reclaims the memory of puts, allocations and copies (drains and repairs)."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ class InventoryLoad:
         self.segment = segment
         self.absent_since = absent_since
         self.outdated = False
-        """Whether all claims are rejected, as an earlier master removed objects in their
-        absence."""
+        """Whether to reject all claims: an earlier master removed objects meanwhile."""
         self.claimed = 0
         self.refused = 0
         self._use_ms = joined_ms

@@ -1,10 +1,9 @@
-"""Nodes and their segments: joining, resuming, leaving, dying.
+"""Nodes and their segments: join, resumption, departure, death.
 
-A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
-be resumed on another session while the node is not dead: all of its objects are still known.
-Otherwise the node joins anew, after fencing off every older grant. Its segments then get new ids,
-and no space is granted on them until earlier promises have ended: leases, and allocations, whose
-owners no fence stops.
+The shell numbers each stream as a *session*. While the node is not dead, a broken stream may be
+resumed as another session, and all objects stay known. Otherwise the node fences off all older
+grants and joins again. Its segments get new ids, and no space on them is granted until earlier
+leases have ended, and allocations, whose owners cannot be fenced.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 NODES_MAX = 4_096
 SEGMENTS_PER_NODE_MAX = 64
 GONE_MAX = 65_536
-"""Unmounted segments that are remembered, in case they come back."""
+"""Maximum number of unmounted segments that are remembered."""
 
 
 class Membership:
-    """The joined nodes. A call leaves its changes in ``lost``, ``mounted`` and ``effects``: the
-    caller processes the segments, in this order, and clears all three."""
+    """The joined nodes. Calls add changes to ``lost``, ``mounted`` and ``effects``; the caller
+    processes the segments in this order and clears all three."""
 
     def __init__(
         self,
@@ -55,9 +54,9 @@ class Membership:
     ) -> None:
         self.nodes: dict[str, JoinedNode] = {}
         self.segments: dict[str, list[MountedSegment]] = {}
-        """The segments of each node, by its name."""
+        """Segments by node name."""
         self.dead_nodes = 0
-        """Nodes that were declared dead, and neither left by themselves nor were dismissed."""
+        """Nodes declared dead that neither left nor were dismissed."""
         self.departed_nodes = 0
         self.lost: list[MountedSegment] = []
         self.mounted: list[MountedSegment] = []
@@ -73,9 +72,9 @@ class Membership:
         self._gone: dict[bytes, int] = {}
         """Unmounted memory (uuid), and until when owners of allocations may write to it."""
         self._dismissed: dict[bytes, None] = {}
-        """Memory (uuid) of nodes that were told to leave."""
+        """Memory (uuid) of dismissed nodes."""
         self._alive: tuple[int, list[MountedSegment]] | None = None
-        """The time and the result of the last ``alive_segments``, until something changes."""
+        """Time and result of the last ``alive_segments``, until something changes."""
 
     def state_of(self, node: JoinedNode, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules.liveness)
@@ -84,7 +83,6 @@ class Membership:
         return self._by_session.get(session)
 
     def get_node(self, name: str) -> JoinedNode:
-        """Raises InvalidArgumentError."""
         node = self.nodes.get(name)
         if node is None:
             raise InvalidArgumentError(
@@ -93,7 +91,7 @@ class Membership:
         return node
 
     def alive_segments(self, now_ms: int) -> list[MountedSegment]:
-        """The segments of nodes that are alive, not suspect and not draining."""
+        """Return the segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
                 segment
@@ -105,7 +103,7 @@ class Membership:
         return self._alive[1]
 
     def check(self, join: NodeJoin) -> None:
-        """Checks that the message is valid and for this cluster.
+        """Check that the message is valid and for this cluster.
 
         Raises:
             ProtocolError, InvalidArgumentError, ClusterMismatchError
@@ -130,13 +128,13 @@ class Membership:
         changes: Callable[[], None] = lambda: None,
         certified: str = "",
     ) -> MasterAccepted:
-        """Handles the first message of a stream. ``changes`` is called before the first change: an
-        exception before that leaves everything as it was. ``certified``: as in ``SegmentInfo``.
+        """Handle the first message of a stream. ``changes`` is called before the first change; an
+        earlier exception changes nothing. ``certified``: see ``SegmentInfo``.
 
         Raises:
-            NodeNameTakenError: another living node has that name.
-            SegmentGoneError: there is nothing to resume; the node must fence, then join anew.
-            DrainedError: there is nothing to resume; the node must leave.
+            NodeNameTakenError: another live node has that name.
+            SegmentGoneError: nothing to resume; the node must fence, then join again.
+            DrainedError: nothing to resume; the node must leave.
             UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
@@ -199,16 +197,16 @@ class Membership:
         return self._accepted(node, join)
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
-        """``get_node``: the node with that name and exactly these segments, if there is one.
+        """Return the node with that name and exactly these segments, if any.
 
         Raises:
-            DrainedError: the node was told to leave, and has not heard so.
+            DrainedError: the node was dismissed and does not know it.
             SegmentGoneError: there is no stream to resume.
         """
         if not self._dismissed.keys().isdisjoint(uuids):
             raise _drained(join.name)
-        # A delayed join may arrive after one that was sent later: its generations are older. And an
-        # inventory that was broken off (not ``whole``) must begin anew.
+        # A delayed join may arrive after a later one: its generations are older. An interrupted
+        # inventory (not ``whole``) must start again.
         generations = {offer.uuid: offer.generation for offer in join.segments}
         if (
             known is not None
@@ -226,7 +224,7 @@ class Membership:
     def _departed_of(
         self, known: JoinedNode | None, uuids: set[bytes]
     ) -> Iterator[tuple[bytes, int]]:
-        """The entries that ``_gone`` will have for these once the known node is declared dead."""
+        """Return the entries for ``_gone`` once the known node is declared dead."""
         for uuid in uuids & self._gone.keys():
             yield uuid, self._gone[uuid]
         for segment in () if known is None else self.segments[known.name]:
@@ -240,7 +238,7 @@ class Membership:
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._rules.lease_ms
             allocated_until_ms = 0
-        elif offer.fresh:  # its node did not hear that it was mounted, so nothing is fenced off
+        elif offer.fresh:  # its node does not know of the mount, so nothing is fenced
             unfenced_ms = self._rules.put_deadline_ms + self._rules.quarantine_ms
             usable_at_ms = now_ms + max(self._rules.lease_ms, unfenced_ms)
         else:
@@ -258,8 +256,7 @@ class Membership:
     def reported(
         self, now_ms: int, node: JoinedNode, report: ReportFailure, source: str = ""
     ) -> None:
-        """Called when a client cannot read or write on the node. ``source``: as in
-        ``liveness.reported``."""
+        """Record that a client cannot use the node. ``source``: see ``FailureReports``."""
         is_news = liveness.record_failure_report(node, report.host, now_ms, source)
         self._alive = None
         if is_news:
@@ -277,7 +274,6 @@ class Membership:
             self._log_event("node_stream_broken", node)
 
     def on_connectivity_result(self, node: JoinedNode, why_not: str) -> None:
-        """See ``NodeMessageHandler.on_connectivity_result``."""
         if why_not != node.unreachable:
             if why_not:
                 self._log_event("node_unreachable", node, reason=why_not)
@@ -303,7 +299,7 @@ class Membership:
             self._log_event("node_draining" if draining else "node_undrained", node)
 
     def dismiss(self, node: JoinedNode) -> None:
-        """Tells the node to leave, and counts it as gone."""
+        """Request the node to leave, and count it as departed."""
         if node.session is not None:
             self._by_session.pop(node.session)
             self.effects.append(CloseSession(node.session, _drained(node.name)))

@@ -1,8 +1,5 @@
-"""Messages from nodes, reports about nodes, and what follows for their segments.
-
-``Membership`` decides which nodes are joined; this module tells the other parts which segments have
-come and gone.
-"""
+"""Handles messages from nodes and reports about nodes, and notifies the other parts of mounted and
+lost segments. ``Membership`` decides which nodes are joined."""
 
 from __future__ import annotations
 
@@ -21,12 +18,10 @@ from kvstore.master.state.replication import ReplicationPlanner, not_draining
 from kvstore.master.state.state_context import StateContext
 
 WATCH_MS = 1_000
-"""How often the master checks that nodes carry out its orders and send their claims."""
+"""Interval of the check that nodes execute wipe requests and send their claims."""
 
 
 class NodeMessageHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
@@ -42,18 +37,18 @@ class NodeMessageHandler:
         self._copying = copying
         self._sweeping = sweeping
         self._watched_ms = common.started_ms
-        """When ``_fence_idle`` was last called."""
+        """Time of the last ``_fence_idle``."""
 
     # --- streams ------------------------------------------------------------------------------
 
     def on_node_join(
         self, now_ms: int, session: int, join: calls.NodeJoin, certified: str = ""
     ) -> calls.MasterAccepted:
-        """Handles the first message of a node's stream. ``certified``: as in ``SegmentInfo``.
-        Errors: as ``Membership.join``; then there is no session.
+        """Handle the first message of a node's stream. ``certified``: see ``SegmentInfo``. Errors
+        as ``Membership.join``; there is no session then.
 
-        A node that knows a later master is refused: its claims of versions above our epoch would be
-        refused, and wiped. It joins our next term, which begins above that epoch.
+        A node that knows a later master is rejected: its claims of versions above our epoch would
+        be rejected and wiped. It joins our next term, which starts above that epoch.
         """
         common = self._common
         self._membership.check(join)
@@ -72,13 +67,13 @@ class NodeMessageHandler:
         return accepted
 
     def on_node_message(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
-        """Handles any later message. Messages of a session that is over are ignored."""
+        """Handle a later message; messages of ended sessions are ignored."""
         common = self._common
         node = self._membership.node_of_session(session)
         if node is None:
             return
         if self._membership.state_of(node, now_ms) != liveness.ALIVE:
-            self._common.space_freed()  # if it was only silent, puts may use it again
+            self._common.space_freed()  # after silence, puts may use it again
         self._membership.on_heartbeat(now_ms, node)
         common.changing = True
         match message:
@@ -98,7 +93,7 @@ class NodeMessageHandler:
                     common.effects += common.reclaim.request_zeroing(now_ms)
                     self._common.space_freed()
             case calls.NodeClaims():
-                if max(message.epochs, default=0) > common.epoch:  # its join did not say so
+                if max(message.epochs, default=0) > common.epoch:  # its join did not report it
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
                     self._check_later(node.name, max(later, default=0))
                 self._returning.node_claims(now_ms, node, message)
@@ -116,12 +111,12 @@ class NodeMessageHandler:
         )  # no node is declared dead here, so the time does not matter
 
     def segments_of_session(self, session: int) -> list[calls.SegmentInfo]:
-        """The segments of the node of that session; none if the session is over."""
+        """Return the segments of the session's node; none if it has ended."""
         node = self._membership.node_of_session(session)
         return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
 
     def on_connectivity_result(self, session: int, why_not: str) -> None:
-        """Called when the master has tried to connect to the node. ``why_not``: empty: it could."""
+        """Record the result of a connectivity probe. ``why_not``: the error, or empty."""
         node = self._membership.node_of_session(session)
         if node is not None:
             self._membership.on_connectivity_result(node, why_not)
@@ -130,7 +125,7 @@ class NodeMessageHandler:
             )  # no node is declared dead here, so the time does not matter
 
     def _check_later(self, node: str, epoch: int) -> None:
-        """Raises UnavailableError: the node has joined a later master, of this epoch."""
+        """Raise UnavailableError if the node has joined a later master, of this epoch."""
         common = self._common
         if common.is_later(epoch):
             common.effect(SupersedeEpoch(epoch))
@@ -139,9 +134,10 @@ class NodeMessageHandler:
     # --- calls --------------------------------------------------------------------------------
 
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
-        """Checks whether this master may serve the client. A client ends no term: if it has joined
-        a later master, so have the nodes of that master, and these end our term. Until they have
-        had time to join, the client has to wait.
+        """Check whether this master may serve the client.
+
+        A client ends no term: the nodes of a later master do, once they join. Until then the client
+        waits.
 
         Raises:
             UnavailableError: the client has to wait.
@@ -168,7 +164,7 @@ class NodeMessageHandler:
         return calls.ReportFailureReply(states.count(liveness.SUSPECT))
 
     def drain(self, now_ms: int, request: calls.Drain) -> calls.DrainReply:
-        """Raises InvalidArgumentError: no such node, or it is to leave and is not being drained."""
+        """Raise InvalidArgumentError if the node is unknown, or leaves without draining."""
         common, members = self._common, self._membership
         if request.step is DrainStep.LEAVE and request.node not in members.nodes:
             return calls.DrainReply(common.epoch, 0, 0)  # it has left
@@ -192,7 +188,7 @@ class NodeMessageHandler:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Declares nodes dead that are silent for too long, or beat and do nothing else."""
+        """Declare nodes dead that are silent, or send only heartbeats."""
         self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
@@ -201,7 +197,7 @@ class NodeMessageHandler:
         self._apply_membership_changes(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
-        """Declares nodes dead that only send beats: removals would wait for them."""
+        """Declare nodes dead that only send heartbeats: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms
         late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
         for segment in self._common.reclaim.unanswered(now_ms, patience_ms):
@@ -212,8 +208,7 @@ class NodeMessageHandler:
     # --- segments -----------------------------------------------------------------------------
 
     def _apply_membership_changes(self, now_ms: int, *, left: bool = False) -> None:
-        """Passes changes of the membership on to the other parts. ``left``: a node has said that
-        it leaves, and serves no client any more."""
+        """Notify the other parts of changes. ``left``: the node left by itself."""
         members = self._membership
         self._common.effects += members.effects
         for segment in members.lost:

@@ -34,8 +34,7 @@ class WaitingPuts:
         self._jobs = common.jobs
         self._queue = common.waiting
         self._stuck: dict[Tenant | None, AllocationFailure] = {}
-        """What the first put of a tenant lacked, if it found no space since space was last
-        freed."""
+        """Shortage of each tenant's first put, if it failed since space was last freed."""
         self._rooms = 0
 
     def add(self, now_ms: int, request: Wanting, wait_ms: int) -> DeferredReply:

@@ -120,8 +120,7 @@ class PutHandler:
         return later
 
     def _has_reachable_node(self, request: Wanting) -> bool:
-        """Return whether a node that the client can reach may ever have space; True without
-        nodes."""
+        """Return whether a reachable node may ever have space; True without nodes."""
         segments = self._pool.segments.values()
         return not segments or any(
             segment.offer.uuid not in request.avoid_segments

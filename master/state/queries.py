@@ -252,8 +252,7 @@ class QueryHandler:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """Record a query in ``traffic``, unless inventories are loading: misses are not final
-        then."""
+        """Record a query, unless inventories are loading: misses are not final then."""
         if not (self._gathering and self._is_loading_inventories(now_ms)):
             self._traffic.record_query(now_ms, namespace, keys, found, first, tip)
 

@@ -1,20 +1,18 @@
 """Wipes the headers of removed objects, and frees their extents one lease after the removal.
 
-Extents of evicted objects and abandoned puts are wiped, too, before they are granted again. So a
-valid header in memory always belongs to an object, and implies its payload after a restart.
+Evicted objects and abandoned puts are wiped too, before their extents are granted again. So a valid
+header always belongs to an object, and implies its payload after a restart.
 
-The master does not count the readers of a removed object. Its extents are free when (a) the longest
-possible lease on it has ended, and (b) its node has reported that the header is wiped, so that no
-restart finds the object again. A removal is acknowledged at (b), because readers refuse a wiped
-header. A segment that dies counts as wiped at (a): the master accepts none of these objects when
-the segment joins anew (tombstones forbid them), but until the lease ends a client may read there,
-if only the master cannot reach the node.
+Readers of a removed object are not counted. Its extents are free when (a) the longest possible
+lease has ended, and (b) the node has reported the wipe, so that no restart finds the object again.
+A removal is acknowledged at (b), because readers reject a wiped header. A dead segment counts as
+wiped at (a): tombstones forbid its objects when it joins again, but until then a client may read
+there, if only the master cannot reach the node.
 
-A node that takes capabilities zeroes extents before they are granted again (``segment.zeroes``),
-but not while a client may use them. Extents that are free at once are zeroed by the order to wipe
-them. Others are zeroed by an order of their own, when the lease has ended; so are the bytes that no
-object claims in memory that comes back. A segment has one such order at a time, so that the orders
-behind it do not wait for gigabytes.
+A node with capabilities zeroes extents before they are granted again (``segment.zeroes``), but not
+while a client may use them. Extents that are free immediately are zeroed by their wipe request.
+Others get a further request when the lease has ended, as do unclaimed bytes of returned memory. A
+segment has one such request at a time, so that the following ones do not wait for gigabytes.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Sta
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
-"""Extents of one order at most: they are freed in one step, which takes about 2 ms."""
+"""Maximum number of extents per request: one step frees them in about 2 ms."""
 
 ZERO_BYTES = 256 << 20
-"""Bytes of one order to zero memory that is not free yet: a node takes 25 to 100 ms."""
+"""Bytes of one request that zeroes memory before it is free: 25 to 100 ms for a node."""
 
 
 @dataclass(slots=True, eq=False)
 class WipeRequest:
-    """The extents of one wipe order, all on one segment: pending free."""
+    """The extents of one wipe request, all on one segment: pending free."""
 
     wipe_seq: int
     segment: MountedSegment
@@ -49,7 +47,6 @@ class WipeRequest:
     removals: list[PendingRemoval] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """The namespaces of ``names``."""
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -57,25 +54,25 @@ class WipeRequest:
     zeroed: list[int] = field(default_factory=list)
     """Bytes to zero at each offset; empty on a segment that does not zero."""
     forbidden: list[Version] = field(default_factory=list)
-    """The versions that get a tombstone if the segment dies before their headers are wiped."""
+    """Versions that get a tombstone if the segment dies before the wipe."""
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
     removal_watermark: Version = NO_VERSION
-    """The mark that the node must keep, when the headers are wiped."""
+    """Removal watermark to store after the wipe."""
     writers: dict[Writer, None] = field(default_factory=dict)
-    """Connections that the node must end before it wipes the headers."""
+    """Connections that the node must close before the wipe."""
     ahead: bool = False
-    """Whether the objects were evicted ahead of need."""
+    """Whether the objects were evicted ahead of demand."""
     released: bool = False
-    """Whether the extents have been handed back, to the allocator or to quarantine."""
+    """Whether the allocator or the quarantine has the extents."""
 
     def count(self) -> None:
-        """Called if the extents have yet to be handed back: adds them to ``reclaim_bytes``."""
+        """Add extents that are not released yet to ``reclaim_bytes``."""
         self.segment.reclaim_bytes += sum(self.lengths)
 
     def add(self, removals: Iterable[PendingRemoval]) -> None:
-        """Makes these removals wait for this order, unless they do already."""
+        """Make these removals wait for this request."""
         known = set(self.removals)
         new = [removal for removal in removals if removal not in known]
         self.removals += new
@@ -105,7 +102,7 @@ class WipeRequest:
 
 @dataclass(slots=True, eq=False)
 class PendingRemoval:
-    """An answer that waits until the last of its orders is done."""
+    """A reply that waits until its last wipe request is done."""
 
     reply_id: int
     reply: calls.Reply
@@ -113,7 +110,7 @@ class PendingRemoval:
 
 
 class SpaceReclaimer:
-    """Keeps the extents of all removed objects until they are free, and the orders to wipe them."""
+    """Keeps the extents of removed objects until they are free, and their wipe requests."""
 
     def __init__(self, tombstones: Tombstones) -> None:
         self._tombstones = tombstones
@@ -121,34 +118,34 @@ class SpaceReclaimer:
         self._unwiped: dict[int, WipeRequest] = {}
         self._unwiped_of: dict[Name, list[WipeRequest]] = {}
         self._unclean: dict[MountedSegment, dict[int, WipeRequest]] = {}
-        """Released orders not done yet, by segment and number."""
+        """Pending requests with released extents, by segment and number."""
         self._still_read: deque[tuple[Version, WipeRequest]] = deque()
-        """Segments that died within the last lease, as ``wait_for_readers`` was told."""
+        """Segments that died within the last lease; see ``wait_for_readers``."""
         self._held: dict[MountedSegment, WipeRequest] = {}
-        """Segments whose inventory is not complete, each with a placeholder order."""
+        """Segments with an incomplete inventory, each with a placeholder request."""
         self._unzeroed: dict[MountedSegment, deque[tuple[int, int]]] = {}
         """Offset and length of memory that is free once it is zeroed."""
         self._zeroing: dict[MountedSegment, int] = {}
-        """The order under way that zeroes such memory."""
+        """The pending request that zeroes such memory."""
         self.last_order = 0
-        """The number of the last order that was made; 0: there was none."""
+        """Number of the last wipe request; 0: none."""
         self._ordered: deque[tuple[int, int]] = deque()
-        """Times at which ``unanswered`` was called, and the last order at each."""
+        """Times of calls of ``unanswered``, and the last request at each."""
 
     @property
     def with_wipe_seqs(self) -> bool:
-        """Whether there are unfinished orders that concern objects."""
+        """Whether there are pending requests of objects."""
         return bool(self._unwiped_of)
 
     def for_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
-        """Unfinished orders that concern these objects."""
+        """Return the pending requests of these objects."""
         wipings = {
             wiping.wipe_seq: wiping for name in names for wiping in self._unwiped_of.get(name, ())
         }
         return list(wipings.values())
 
     def for_namespace(self, namespace: str) -> list[WipeRequest]:
-        """Unfinished orders that concern this namespace; empty: any namespace."""
+        """Return the pending requests of the namespace; "": of any."""
         return [
             wiping
             for wiping in self._unwiped.values()
@@ -163,12 +160,12 @@ class SpaceReclaimer:
         reply: calls.Reply,
         earlier: Sequence[WipeRequest],
     ) -> tuple[list[Effect], bool]:
-        """Orders the headers wiped. Answers ``reply_id`` with ``reply`` when that and the
-        ``earlier`` orders are done.
+        """Request wipes of headers, and send ``reply`` when these and the ``earlier`` requests are
+        done.
 
-        ``free_at_ms``: when no lease of the usual length is left. An order with a longer lease (on
-        a committed allocation) delays the orders behind it, which is simpler than a heap. Returns
-        the effects and whether there is anything to wait for.
+        ``free_at_ms``: when all leases of the usual length have ended. A request with a longer
+        lease (on a committed allocation) delays the following ones, which is simpler than a heap.
+        Return the effects, and whether there is anything to wait for.
         """
         removal = PendingRemoval(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms, kept=True)
@@ -181,8 +178,7 @@ class SpaceReclaimer:
         return [effect for wiping in wipings for effect in _send(wiping)], removal.wipe_seqs > 0
 
     def clean(self, gone: Iterable[StaleExtents]) -> list[Effect]:
-        """Orders headers wiped in extents that are free already, or that another part frees
-        (``StaleExtents.kept``)."""
+        """Request wipes of extents that are free, or freed elsewhere."""
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
             wiping.ended = wiping.released = True
@@ -191,18 +187,18 @@ class SpaceReclaimer:
         return effects
 
     def wait_for_readers(self, segment: MountedSegment, newest: Version, until_ms: int) -> None:
-        """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
+        """Track a dead segment, on which clients may read leased objects until ``until_ms``.
 
         Args:
-            newest: versions up to this one were stored before, if at all.
-            until_ms: not earlier than in any call before.
+            newest: upper bound of the versions stored so far.
+            until_ms: not earlier than in any previous call.
         """
         wiping = self._new(segment, until_ms)
         self._still_read.append((newest, wiping))
 
     def still_read(self, record: ObjectRecord | None) -> list[WipeRequest]:
-        """Placeholder orders of dead segments on which clients may still read an earlier version of
-        this object, or a version that this master no longer knows."""
+        """Return placeholder requests of dead segments on which clients may still read an earlier
+        version of the object, or one that this master does not know any more."""
         if not self._still_read:
             return []
         if record is None or not record.complete:
@@ -212,7 +208,7 @@ class SpaceReclaimer:
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
     def add_reader(self, readers: Iterable[WipeRequest], name: Name) -> None:
-        """Notes that these readers may read a removed version of this object (``being_read``)."""
+        """Record that readers of these requests may read a removed version (``being_read``)."""
         for wiping in readers:
             wipings = self._unwiped_of.setdefault(name, [])
             if wiping not in wipings:
@@ -220,13 +216,12 @@ class SpaceReclaimer:
                 wiping.names.append(name)
 
     def being_read(self, name: Name) -> list[WipeRequest]:
-        """Unfinished orders for ended versions of this object on which leases may be left: their
-        readers have not heard that the version has ended, and do not ask."""
+        """Return pending requests of ended versions that may still have leases."""
         wipings = self._unwiped_of.get(name)
         return [wiping for wiping in wipings if not wiping.ended] if wipings else []
 
     def keep_removal_watermark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
-        """Orders the node to keep the mark, after all earlier orders."""
+        """Request the node to store the watermark, after all earlier requests."""
         wiping = self._new(segment)
         wiping.removal_watermark = mark
         wiping.ended = wiping.released = True
@@ -234,7 +229,7 @@ class SpaceReclaimer:
         return _send(wiping)
 
     def unmarked(self) -> list[WipeRequest]:
-        """Unfinished orders to keep a mark."""
+        """Return the pending requests to store a watermark."""
         return [
             wiping
             for wipings in self._unclean.values()
@@ -243,8 +238,7 @@ class SpaceReclaimer:
         ]
 
     def clean_ahead(self, gone: Iterable[StaleExtents]) -> list[Effect]:
-        """Orders headers wiped, and frees the extents when that is done; until then these count in
-        ``wiping_bytes`` of their segments."""
+        """Request wipes and free the extents afterwards."""
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
@@ -252,7 +246,7 @@ class SpaceReclaimer:
         return [effect for wiping in wipings for effect in _send(wiping)]
 
     def pending_wipes(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
-        """Orders that must be done before a client may write to free extents of these segments."""
+        """Return the requests to complete before these segments' free extents are written."""
         if not self._unclean:
             return []
         return [
@@ -262,7 +256,7 @@ class SpaceReclaimer:
         ]
 
     def free_unclaimed(self, segment: MountedSegment, offset: int, length: int) -> None:
-        """Frees memory that no object claims, at once or when it is zeroed."""
+        """Free memory that no object claims, immediately or once zeroed."""
         if segment.zeroes:
             segment.reclaim_bytes += length
             self._unzeroed.setdefault(segment, deque()).append((offset, length))
@@ -271,7 +265,7 @@ class SpaceReclaimer:
             segment.allocator.free(offset, length)
 
     def request_zeroing(self, now_ms: int) -> list[Effect]:
-        """Orders more memory zeroed, on each segment where no such order is under way."""
+        """Request zeroing of more memory, on each segment without a pending request for it."""
         effects: list[Effect] = []
         for segment, waiting in list(self._unzeroed.items()):
             if segment in self._zeroing or segment.usable_at_ms > now_ms:
@@ -297,7 +291,7 @@ class SpaceReclaimer:
         return effects
 
     def _return_extents(self, wiping: WipeRequest) -> None:
-        """Frees the extents of an order that is done and has ended, or has them zeroed first."""
+        """Free the extents of a done and ended request, or have them zeroed first."""
         segment = wiping.segment
         if not segment.zeroes or not segment.alive or any(wiping.zeroed):
             wiping.free()
@@ -306,7 +300,6 @@ class SpaceReclaimer:
             waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
 
     def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> WipeRequest:
-        """One more order, which its node has not done."""
         self.last_order += 1
         wiping = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
         return wiping
@@ -314,7 +307,7 @@ class SpaceReclaimer:
     def _new_wipings(
         self, gone: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
     ) -> list[WipeRequest]:
-        """``kept``: as in ``StaleExtents``, for all of them."""
+        """``kept``: see ``StaleExtents``, for all of them."""
         wipings: list[WipeRequest] = []
         open_wipings: dict[MountedSegment, WipeRequest] = {}
         for residue in gone:
@@ -346,15 +339,15 @@ class SpaceReclaimer:
         return wipings
 
     def hold_removals(self, segment: MountedSegment) -> None:
-        """Removals must wait for this segment (``held_removals``), until ``release_held``."""
+        """Make removals wait for this segment until ``release_held``."""
         self._held[segment] = WipeRequest(0, segment, 0)
 
     def held_removals(self) -> list[WipeRequest]:
-        """Placeholder orders: one for each segment that removals must wait for."""
+        """Return a placeholder request for each segment that removals must wait for."""
         return list(self._held.values())
 
     def release_held(self, segment: MountedSegment) -> list[Effect]:
-        """Lets the removals that waited for this segment wait for its unfinished orders instead."""
+        """Make the removals that waited for this segment wait for its pending requests instead."""
         held = self._held.pop(segment)
         for wiping in self.pending_wipes((segment,)):
             wiping.add(held.removals)
@@ -365,7 +358,7 @@ class SpaceReclaimer:
         ]
 
     def wiped(self, order: int) -> list[Effect]:
-        """Called when the node has done the order (or is dead)."""
+        """Complete a request that the node has done, or whose segment is dead."""
         wiping = self._unwiped.pop(order, None)
         if wiping is None:
             return []
@@ -394,7 +387,7 @@ class SpaceReclaimer:
         ]
 
     def waiting_for(self, segment: MountedSegment) -> list[PendingRemoval]:
-        """The removals that wait for orders to this segment, or for its inventory."""
+        """Return the removals that wait for requests or the inventory of this segment."""
         wipings = self._on(segment)
         if segment in self._held:
             wipings.append(self._held[segment])
@@ -403,13 +396,13 @@ class SpaceReclaimer:
     def wait_for_other_segments(
         self, removals: Sequence[PendingRemoval], lost: MountedSegment
     ) -> None:
-        """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
+        """Make removals wait for watermarks and inventories of segments except ``lost``."""
         for wiping in (*self.held_removals(), *self.unmarked()):
             if wiping.segment is not lost:
                 wiping.add(removals)
 
     def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
-        """Answers these removals with an error; they wait for nothing any more."""
+        """Reply to these removals with an error."""
         failed = set(removals)
         for wiping in (*self._unwiped.values(), *self._held.values()):
             wiping.removals = [each for each in wiping.removals if each not in failed]
@@ -420,8 +413,7 @@ class SpaceReclaimer:
         return None if wiping is None else wiping.segment
 
     def unanswered(self, now_ms: int, patience_ms: int) -> list[MountedSegment]:
-        """Living segments whose nodes have not done an order for ``patience_ms``. The result is as
-        precise as the interval between calls."""
+        """Return live segments with a request pending for ``patience_ms``, to one call interval."""
         ordered = self._ordered
         if not ordered or ordered[-1][1] != self.last_order:
             ordered.append((now_ms, self.last_order))
@@ -434,7 +426,7 @@ class SpaceReclaimer:
         return [wiping.segment for wiping in late if wiping.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
-        """Sends orders again that a node may have missed while its stream was broken."""
+        """Send again the requests that a node may have missed while its stream was broken."""
         return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:
@@ -447,8 +439,7 @@ class SpaceReclaimer:
         return [effect for wiping in ended for effect in self.wiped(wiping.wipe_seq)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
-        """Frees the extents of one order on which every lease has ended. Returns the effects, and
-        whether there was such an order."""
+        """Free one request's extents after its leases. Return whether there was one."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
         wiping = self._by_end.popleft()
@@ -458,7 +449,7 @@ class SpaceReclaimer:
         return ([] if wiping.segment.alive else self.wiped(wiping.wipe_seq)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
-        """Ends the waiting for readers of segments that died long enough ago."""
+        """Stop waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
         while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
             effects += self.wiped(self._still_read.popleft()[1].wipe_seq)

@@ -165,8 +165,7 @@ class RemovalHandler:
         return [*self._reclaim.for_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[WipeRequest]:
-        """Return pending inventories and removal watermarks, as other memory may hold the
-        object."""
+        """Return pending inventories and watermarks: other memory may hold the object."""
         self._marks.advance()
         return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 

@@ -1,13 +1,12 @@
-"""The forest as operators see it: the chains that are used most, and where they branch.
+"""Views of the prefix forest for operators: the most used chains and their forks.
 
-A record knows its parent and how many children it has, but not which ones. So the tree is built
-from below: from its tip, each chain is walked to its root, or to a branch that another walk found.
-A branch ends where the chain forks, so only forks and tips are remembered during the walks.
+A record knows its parent and its number of children. So the tree is built from the tips: each chain
+is walked to its root, or to a branch of another walk. A branch ends where the chain forks, so walks
+remember only forks and tips.
 
-Tips come from two places, without a search through all objects: those at which the last matches
-ended (``traffic``), and the leaves among the records that were added last to a namespace's table.
-An answer is made in slices between other calls. So it does not show one moment, but each branch
-was there when it was walked.
+Tips are those of the last matches (``traffic``), and leaves among the newest records of a
+namespace. A reply is computed in slices between other calls: it is not one moment's state, but each
+branch existed when it was walked.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ STEPS = 6_000
 """Records that one slice walks over: 1 ms."""
 
 LOOKS = 2_000
-"""Records that one slice looks at for tips before it begins no further namespace: 1 ms."""
+"""Records that one slice scans for tips before the next namespace: 1 ms."""
 
 STEPS_MAX = 400_000
-"""Records that the walks of one answer pass: 70 ms, in slices. Longer chains are cut."""
+"""Records that the walks of one reply visit: 70 ms, in slices. Longer chains are truncated."""
 
 BRANCHES_MAX = 256
-"""Branches in one answer."""
+"""Maximum number of branches in a reply."""
 
 SPACES_MAX: Final = 256
-"""Namespaces that a question about all of them looks at."""
+"""Namespaces that a query for all of them examines."""
 
 NEWEST: Final = 512
-"""Records added last to a namespace that are searched for leaves; in a table of many dictionaries
-four times as many. A question about several namespaces searches an eighth of that in each."""
+"""Newest records of a namespace that are searched for leaves; four times as many in a table with
+many shards, an eighth in a query for several namespaces."""
 
 WAITING_MAX: Final = 16
-"""Questions that may wait at the same time."""
+"""Maximum number of pending queries."""
 
 SEGMENTS_TOLD: Final = 8
-"""Segments that are named per branch: those with most replicas of its blocks."""
+"""Segments listed per branch: those with the most replicas of its blocks."""
 
 _NEVER: Final = 1 << 62
 """Later than any time."""
@@ -65,7 +64,7 @@ class _WalkStart:
 
 
 class _OpenBranch:
-    """A ``calls.Branch`` that is being made."""
+    """A ``calls.Branch`` in progress."""
 
     def __init__(self, last: ObjectRecord) -> None:
         self.last = last
@@ -73,7 +72,7 @@ class _OpenBranch:
         self.above: _OpenBranch | None = None
         self.below: list[_OpenBranch] = []
         self.number = 0
-        """Its number in the answer, from 1."""
+        """Number in the reply, from 1."""
         self.blocks = 0
         self.missing = 0
         self.being_written = 0
@@ -82,43 +81,41 @@ class _OpenBranch:
         self.matched = 0
         self.ended = 0
         self.counted_ms = _NEVER
-        """When the oldest of its counts of matches began."""
+        """Start of the oldest of its match counts."""
         self.used_ms = NEVER_MS
         self.leased_ms = NEVER_MS
-        """When the last lease on one of its blocks ends."""
+        """End of the last lease on one of its blocks."""
         self.pinned = 0
         self.cut = False
         self.places: dict[int, int] = {}
 
 
 class _ChainQuery:
-    """A question, and how far its answer is made."""
+    """A query and its progress."""
 
     def __init__(self, ticket: int, names: list[str], count: int) -> None:
         self.ticket = ticket
         self.names = names
-        """Namespaces in which tips are still looked for."""
+        """Namespaces that are not searched for tips yet."""
         self.newest = NEWEST if len(names) == 1 else NEWEST >> 3
         self.count = count
         self.found: list[_WalkStart] = []
         self.tips: list[_WalkStart] = []
-        """The tips from which chains are walked; chosen when all are found."""
+        """The chosen tips, after the search."""
         self.place = 0
-        """From how many of the tips a walk was begun."""
+        """Number of tips whose walk has begun."""
         self.branches: list[_OpenBranch] = []
         self.marks: dict[ObjectRecord, _OpenBranch | None] = {}
-        """Forks and tips, and the branch that ends there; None: it was not walked yet."""
+        """Forks and tips, with the branch that ends there; None: not walked yet."""
         self.branch: _OpenBranch | None = None
-        """The branch that is being walked."""
+        """The current branch."""
         self.at: ObjectRecord | None = None
-        """The next block of that branch."""
+        """The next block of the current branch."""
         self.steps_left = STEPS_MAX
         self.whole = True
 
 
 class ChainQueries:
-    """See the module."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
         self._forest = common.forest
@@ -131,10 +128,7 @@ class ChainQueries:
     # --- calls --------------------------------------------------------------------------------
 
     def find(self, now_ms: int, request: calls.Chains) -> DeferredReply:
-        """
-        Raises:
-            BusyError: too many such questions wait.
-        """
+        """Raise BusyError if too many queries are pending."""
         del now_ms
         if len(self._questions) >= WAITING_MAX:
             raise BusyError(
@@ -155,7 +149,7 @@ class ChainQueries:
         return DeferredReply(question.ticket)
 
     def _names(self) -> list[str]:
-        """The namespaces that were used last, and others if those are few."""
+        """Return the last used namespaces, and others if those are few."""
         names: dict[str, None] = {}
         for space in reversed(self._common.traffic.spaces("")):
             names[space.name] = None
@@ -212,7 +206,7 @@ class ChainQueries:
     # --- slices -------------------------------------------------------------------------------
 
     def walk_on(self, now_ms: int) -> None:
-        """Does a slice for the first question: looks for tips, or walks, or answers."""
+        """Run a slice of the first query: search tips, walk, or reply."""
         question = self._questions[0]
         if question.names:
             self._visit(now_ms, question)
@@ -224,7 +218,7 @@ class ChainQueries:
             self._reply(now_ms, question)
 
     def _visit(self, now_ms: int, question: _ChainQuery) -> None:
-        """Looks for tips in the next namespaces."""
+        """Search the next namespaces for tips."""
         steps = 0
         while question.names and steps < LOOKS:
             name = question.names.pop()
@@ -241,7 +235,7 @@ class ChainQueries:
         question.found = _best(question.found, question.count)
 
     def _visit_newest(self, question: _ChainQuery, table: NamespaceTable) -> int:
-        """Finds leaves among the records that were added last. Returns how many it looked at."""
+        """Find leaves among the newest records. Return the number of scanned records."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
             each = max(1, 4 * each // shards)
@@ -254,7 +248,7 @@ class ChainQueries:
         return steps
 
     def _choose(self, now_ms: int, question: _ChainQuery) -> None:
-        """Chooses the tips from which chains are walked."""
+        """Choose the tips from which chains are walked."""
         chosen = _best(question.found, question.count)
         question.found = []
         if not chosen:
@@ -265,7 +259,7 @@ class ChainQueries:
             question.marks[tip.record] = None
 
     def _walk(self, now_ms: int, question: _ChainQuery) -> None:
-        """Goes on with the walks, over up to ``STEPS`` records."""
+        """Continue the walks, over up to ``STEPS`` records."""
         steps = min(STEPS, question.steps_left)
         question.steps_left -= steps
         marks, pins = question.marks, self._pins
@@ -280,7 +274,7 @@ class ChainQueries:
                 record = tip.record
                 question.place += 1
                 if self._forest.get(record.namespace, record.key) is not record:
-                    continue  # it has been removed or evicted meanwhile
+                    continue  # removed or evicted in the meantime
                 above = marks[record]
                 if above is None:
                     above = self._begin(question, record)
@@ -336,7 +330,7 @@ class ChainQueries:
                 question.branch = None
 
     def _begin(self, question: _ChainQuery, last: ObjectRecord) -> _OpenBranch | None:
-        """Begins a branch that ends at ``last``; None: there are too many, so the walks end."""
+        """Begin a branch that ends at ``last``; None ends the walks: there are too many."""
         if len(question.branches) == BRANCHES_MAX:
             question.whole = False
             question.place = len(question.tips)
@@ -349,7 +343,7 @@ class ChainQueries:
         return branch
 
     def _reply(self, now_ms: int, question: _ChainQuery) -> None:
-        """Puts the branches in order, each after the one above it, and answers."""
+        """Sort the branches, parents first, and reply."""
         roots: list[_OpenBranch] = []
         for branch in question.branches:
             if branch.blocks:
@@ -368,7 +362,7 @@ class ChainQueries:
         ordered = _downwards(roots)
         for number, branch in enumerate(ordered, 1):
             branch.number = number
-            branch.below = []  # leaves no reference cycle
+            branch.below = []  # avoids a reference cycle
         self._finish(now_ms, question, [_to_branch(branch, now_ms) for branch in ordered])
 
     def _finish(self, now_ms: int, question: _ChainQuery, branches: Sequence[calls.Branch]) -> None:
@@ -381,8 +375,7 @@ class ChainQueries:
 
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
-    """The most matched starts, and those of the records that were used last: half of ``count``
-    each, if there are as many."""
+    """Return up to ``count`` starts: half the most matched, half the last used."""
     distinct: dict[ObjectRecord, _WalkStart] = {}
     for each in found:
         known = distinct.get(each.record)
@@ -403,8 +396,8 @@ def _rank(branch: _OpenBranch) -> tuple[int, int]:
 
 
 def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
-    """These branches and all below them, each after the one above it. Leaves out branches that are
-    below none of these: their chain was taken apart between two slices."""
+    """Return these branches and their descendants, parents first. Branches whose chain was broken
+    up between two slices are omitted."""
     ordered: list[_OpenBranch] = []
     waiting = roots[::-1]
     while waiting:

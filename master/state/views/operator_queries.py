@@ -1,4 +1,4 @@
-"""Answers operators: the cluster at a glance, a listing, one object, the traffic. Only reads."""
+"""Read-only queries of operators: status, listing, one object, traffic."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from kvstore.master.state.traffic import ClientRow, NamespaceTrafficRecord
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
 LIST_STEPS_MAX = 10_000
-"""Records that one page may look at, about 3 ms: a prefix may match few of them, and to tell that a
-record is detached its ancestors are walked over."""
+"""Records that one call examines, with the ancestors of detached ones: about 3 ms."""
 
 DESCRIBED_MAX = 1_024
-"""Segments that one answer describes; clients ask again for the rest."""
+"""Maximum number of segments in a reply; clients request the others again."""
 
 STATUS_ROWS_MAX = 1_000
-"""Segments and namespaces on one page of the status: 3 ms, and as long again to encode them."""
+"""Segments and namespaces per status reply: 3 ms, and as long to encode them."""
 
 TRAFFIC_ROWS_MAX = 1_000
-"""Clients and keys on one page of the traffic, after which no further namespace is added."""
+"""Clients and keys per traffic reply, after which no further namespace is added."""
 
 _NAMESPACES = 1 << 63
-"""This bit is set in a cursor that has passed the nodes."""
+"""Bit of a cursor that has passed the nodes."""
 
 
 class OperatorQueries:
-    """Answers the queries from the state of one master."""
+    """Answers operators' queries from the state of one master."""
 
     def __init__(self, common: StateContext) -> None:
         self._common = common
@@ -77,7 +76,7 @@ class OperatorQueries:
             tables = [] if table is None else [table]
         else:
             tables = common.forest.namespaces.values()
-        # The cursor says which of the dictionaries is next, and how many of its records were seen.
+        # The cursor holds the index of the next dictionary and its number of visited records.
         first, position = divmod(request.cursor, 1 << _POSITION_BITS)
         common.forest.begin_step()
         limit = max(1, min(request.limit, LIST_ROWS_MAX))
@@ -179,7 +178,7 @@ def _counters(common: StateContext) -> list[calls.Counter]:
 def _namespaces(
     common: StateContext, place: int, left: int, rows: list[calls.NamespaceStatus]
 ) -> int:
-    """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
+    """Add up to ``left`` rows. Return the next cursor; 0: none."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
     for table in islice(known.values(), place, min(place + left, len(known))):
         held = pins.pinned_in(table.name)
