@@ -204,8 +204,8 @@ def _encoded(call: RpcMethod[Any, Any], reply: Reply) -> bytes:
     encoded = call.encode_reply(reply)
     if len(encoded) > REPLY_BYTES_MAX:
         raise BatchTooLargeError(
-            f"{call.name}: the reply has {len(encoded)} bytes, the limit is {REPLY_BYTES_MAX}",
-            advice="Ask for fewer keys or namespaces at once.",
+            f"{call.name}: the reply of {len(encoded)} bytes exceeds {REPLY_BYTES_MAX}",
+            advice="Request fewer keys or namespaces per call.",
             reply_bytes=len(encoded),
         )
     return encoded

@@ -166,10 +166,10 @@ class Election:
         named = await self._etcd.cluster_named(self.cluster, deadline)
         if self.cluster and named != self.cluster:
             raise ClusterMismatchError(
-                f"the masters of the cluster {named} use {self._etcd.place.text}, and this "
-                f"one belongs to the cluster {self.cluster}",
-                advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX); or, if it is "
-                "the same one, all masters the same --cluster. The name is in the etcd, under "
+                f"{self._etcd.place.text} belongs to the cluster {named}, not to this "
+                f"master's cluster {self.cluster}",
+                advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX), or all "
+                "masters of one cluster the same --cluster. etcd stores the name as "
                 f"{self._etcd.place.cluster_key.decode()}.",
                 cluster=named,
                 wanted=self.cluster,

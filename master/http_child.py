@@ -67,7 +67,7 @@ async def supervise_http_child(
                     await _end_broken(child, ended.result(), ending)
                 status = await ending
                 level = logging.WARNING if status else logging.INFO  # a signal to all
-                log.log(level, "http_child_ended status=%d: it is started again", status)
+                log.log(level, "http_child_ended status=%d: restarting", status)
             finally:
                 channel.detach()
                 await asyncio.to_thread(child.stop)
@@ -82,7 +82,7 @@ async def _end_broken(child: Child, why: str, ending: asyncio.Task[int]) -> None
     """Kill a child after an error; without one, it closed its channel and gets time to exit."""
     if not why:
         await asyncio.wait((ending,), timeout=ENDING_S)
-        why = "it has closed its channel and does not end"
+        why = "it closed its channel but did not exit"
     if not ending.done():
         log.error("http_child_killed pid=%d reason=%s", child.pid, why)
         child.kill()
@@ -93,7 +93,7 @@ def _ends() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
-        raise StartupError(f"its child needs sockets: {error.strerror}") from error
+        raise StartupError(f"cannot create sockets for the HTTP child: {error.strerror}") from error
 
 
 def is_installed(*, required: bool) -> bool:
@@ -101,7 +101,7 @@ def is_installed(*, required: bool) -> bool:
     if importlib.util.find_spec("kvstore.console") is not None:
         return True
     if required:
-        raise ConfigError("http_port is given, and kvstore.console is not installed")
+        raise ConfigError("http_port requires kvstore.console, which is not installed")
     log.warning("no_console: no metrics and no dashboard, kvstore.console is not installed")
     return False
 

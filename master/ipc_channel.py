@@ -252,7 +252,7 @@ class MasterChannel:
                 nonlocal looking, silent, why
                 silent += 1
                 if silent == LOOKS:
-                    why = f"it is silent for {SILENT_S:g} s"
+                    why = f"no message for {SILENT_S:g} s"
                     writer.transport.abort()
                 looking = loop.call_later(SILENT_S / LOOKS, look)
 
@@ -291,7 +291,7 @@ class MasterChannel:
             self._end_snapshot(number)
             return ""
         if kind == NEXT_PAGE and len(self._requests) >= ASKED_MAX:
-            return "it asks for too many pages"
+            return "too many pending requests"
         try:
             if kind == NEXT_PAGE:
                 if self._source is not None:  # else the child learns that the term has ended
@@ -302,7 +302,7 @@ class MasterChannel:
             answer = json.dumps(self._answers[name](*map(int, numbers))).encode()
         except Exception:
             log.exception("http_child_not_answered question=%r", text)
-            return "it could not be answered"
+            return "invalid request"
         self._frame(ANSWER, number, 0, answer)
         return ""
 
@@ -369,7 +369,7 @@ class ChildChannel:
         finally:
             self._writer.close()
             self._on_frame(Frame(EVENTS, 0, 0, 0, 0, _NONE))
-            self._forget(self._question_turns, "the process that this belongs to is gone")
+            self._forget(self._question_turns, "the master process has ended")
 
     async def request(self, question: str, timeout_s: float) -> dict[str, Any]:
         """Return the master's reply. Raise UnavailableError if there is none in time."""
@@ -380,7 +380,7 @@ class ChildChannel:
                 number = next(self._numbers)
                 frame = await self._reply(QUESTION, number, question, self._question_turns)
         except TimeoutError:
-            raise UnavailableError(f"no answer within {timeout_s:.1f} s") from None
+            raise UnavailableError(f"no reply within {timeout_s:.1f} s") from None
         answer: dict[str, Any] = json.loads(frame.payload)
         return answer
 
@@ -412,10 +412,10 @@ class ChildChannel:
                 await self._page_turns.acquire()
                 if not self._epoch or self._epoch != survey.epoch:
                     self._page_turns.release()
-                    raise UnavailableError("this term of the master is over")
+                    raise UnavailableError("the master's term has ended")
                 frame = await self._reply(NEXT_PAGE, survey.number, namespace, self._page_turns)
         except TimeoutError:
-            raise UnavailableError("the master does not answer") from None
+            raise UnavailableError("no reply from the master") from None
         rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
         return SnapshotPage(frame.before, rows, frame.kind == LAST_PAGE)
 
@@ -424,7 +424,7 @@ class ChildChannel:
         assert self._writer is not None, "it is connected"
         if self._writer.is_closing():
             turns.release()
-            raise UnavailableError("the process that this belongs to is gone")
+            raise UnavailableError("the master process has ended")
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._asked[number] = turns, reply
         text = said.encode()
@@ -441,7 +441,7 @@ class ChildChannel:
             return
         if frame.epoch != self._epoch:
             self._epoch = frame.epoch
-            self._forget(self._page_turns, "this term of the master is over")
+            self._forget(self._page_turns, "the master's term has ended")
         self._took(frame)
 
     def _forget(self, turns: asyncio.Semaphore, why: str) -> None:

@@ -31,7 +31,9 @@ class TenantsFileWatcher:
 
         def accept(before: _Tenants, new: _Tenants) -> _Tenants:
             if before.rules and not new.rules:  # the start of a copy, or a full disk
-                raise ConfigError(f"tenants {path} names no tenant any more", key="tenants")
+                raise ConfigError(
+                    f"tenants {path}: the changed file contains no tenants", key="tenants"
+                )
             return new
 
         self._file = WatchedFile("tenants", path, load, accept=accept)

@@ -234,7 +234,7 @@ class Forest:
                 )
             if not self._ring_steps:
                 raise InvalidArgumentError(
-                    f"key {record.key!r} is below too many blocks without a root",
+                    f"key {record.key!r} has too many ancestors without a root",
                     advice="Put a chain from its root.",
                     key=record.key.hex(),
                 )

@@ -68,8 +68,8 @@ class GrantManager:
         common = self._common
         if len(self._pending) + len(sizes) > common.rules.pending_puts_max:
             raise BusyError(
-                f"{len(self._pending)} puts are under way, at most "
-                f"{common.rules.pending_puts_max} are allowed",
+                f"{len(self._pending)} puts are pending; {len(sizes)} more exceed the limit of "
+                f"{common.rules.pending_puts_max}",
                 advice="Finish or revoke some first.",
                 pending_puts=len(self._pending),
             )
@@ -113,8 +113,8 @@ class GrantManager:
         if owner.pending + count > bound:
             owner.refused += 1
             raise BusyError(
-                f"{tenant_text(owner.name)} has {owner.pending} puts under way, at most {bound} "
-                "are allowed",
+                f"{tenant_text(owner.name)} has {owner.pending} pending puts; {count} more exceed its "
+                f"limit of {bound}",
                 advice="Finish or revoke some first.",
                 pending_puts=owner.pending,
                 tenant=owner.name,

@@ -86,7 +86,7 @@ class InventoryLoad:
             self._at = 0
             self._last_seen = False
         if len(self._waiting) > CLAIMS_UNANSWERED_MAX or self._last_seen:
-            raise ProtocolError("a node sends more of its inventory than was asked for")
+            raise ProtocolError("the node sent more claims than requested")
         self._waiting.append(claims)
         self._last_seen = claims.last
 

@@ -75,7 +75,9 @@ class InventoryLoader:
         segments = self._common.membership.segments[node.name]
         index = claims.segment
         if index >= len(segments):
-            raise ProtocolError(f"a node of {len(segments)} segments claims for another")
+            raise ProtocolError(
+                f"claims for segment {index} of a node with {len(segments)} segments"
+            )
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
             self._common.jobs.due |= CLAIM

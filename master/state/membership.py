@@ -112,13 +112,13 @@ class Membership:
         check_cluster(self._cluster, join.cluster, f"node {join.name}")
         for offer in join.segments:
             if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
-                raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
+                raise InvalidArgumentError("a segment must have a size and a uuid of 16 bytes")
         if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
             raise InvalidArgumentError(
-                f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
+                f"a node must have a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
             )
         if len({offer.uuid for offer in join.segments}) < len(join.segments):
-            raise InvalidArgumentError("a node offers each of its segments once")
+            raise InvalidArgumentError("the node offers a segment twice")
 
     def join(
         self,
@@ -155,13 +155,13 @@ class Membership:
             holder = self._holders.get(uuid, known)
             if holder is not None and holder.name != join.name:
                 raise UnavailableError(
-                    f"memory that node {join.name} offers is mounted by node {holder.name}",
+                    f"memory of node {join.name} is already mounted by node {holder.name}",
                     advice="A segment belongs to one node. If that one has ended, try again once "
                     "it counts as dead.",
                     node=holder.name,
                 )
         if known is None and len(self.nodes) >= NODES_MAX:
-            raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
+            raise BusyError(f"the limit of {NODES_MAX} joined nodes is reached")
         if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
             raise NodeNameTakenError(
                 f"a node named {join.name} is alive on {known.location_text}",
@@ -218,7 +218,7 @@ class Membership:
         ):
             return known
         raise SegmentGoneError(
-            f"node {join.name} has no stream to resume here", advice="Join anew."
+            f"node {join.name} has no stream to resume here", advice="Join again."
         )
 
     def _departed_of(
@@ -365,7 +365,7 @@ class Membership:
 
 
 def _drained(node: str) -> DrainedError:
-    return DrainedError(f"node {node} was drained, and leaves", node=node)
+    return DrainedError(f"node {node} was drained and must leave", node=node)
 
 
 def describe(segment: MountedSegment) -> SegmentInfo:

@@ -101,7 +101,7 @@ class NodeMessageHandler:
                 self._membership.leave(node)
                 self._apply_membership_changes(now_ms, left=True)
             case calls.NodeJoin():
-                raise ProtocolError("a node joins once per stream")
+                raise ProtocolError("a second join on one stream")
 
     def stream_broken(self, session: int) -> None:
         self._common.changing = True
@@ -240,8 +240,8 @@ class NodeMessageHandler:
 
 def _joined_later(who: str, epoch: int, own: int) -> UnavailableError:
     return UnavailableError(
-        f"{who} has joined a master of epoch {epoch} before; this one has epoch {own}, and begins "
-        "a new term above that once a node has told it so",
+        f"{who} last joined a master with epoch {epoch}; this master has epoch {own} and starts a "
+        "higher one when a node reports it",
         advice="Join again. The clock of a master's host was set back.",
         epoch=epoch,
     )

@@ -42,7 +42,7 @@ class WaitingPuts:
         common = self._common
         if len(self._queue) >= common.rules.waiting_puts_max:
             raise BusyError(
-                f"{len(self._queue)} puts are waiting for space, the limit",
+                f"the limit of puts waiting for space is reached: {len(self._queue)}",
                 advice="Add memory (kvstore-node --memory), or put less at a time.",
                 waiting_puts=len(self._queue),
             )
@@ -52,8 +52,8 @@ class WaitingPuts:
             if owner.waiting >= bound:
                 owner.refused += 1
                 raise BusyError(
-                    f"{owner.waiting} puts of {tenant_text(owner.name)} are waiting for space, "
-                    "its limit",
+                    f"{tenant_text(owner.name)} has reached its limit of puts waiting for space: "
+                    f"{owner.waiting}",
                     advice="Put less at a time, or raise the tenant's share of puts.",
                     waiting_puts=owner.waiting,
                     tenant=owner.name,

@@ -64,10 +64,10 @@ class PutHandler:
         keys = request.keys
         count = len(keys)
         if len(request.sizes) != count:
-            raise InvalidArgumentError("put_start needs one size per key")
+            raise InvalidArgumentError("put_start requires one size per key")
         if not 1 <= request.replicas <= REPLICAS_MAX:
             raise InvalidArgumentError(
-                f"replicas is 1 to {REPLICAS_MAX}, not {request.replicas}",
+                f"replicas must be 1 to {REPLICAS_MAX}, not {request.replicas}",
                 replicas=request.replicas,
             )
         if request.parent is not None and request.parent in keys:
@@ -91,8 +91,7 @@ class PutHandler:
         capacity_max = self._pool.capacity_max
         if capacity_max and sizes and extent_bytes(max(sizes)) > capacity_max:
             raise ValueTooLargeError(
-                f"a value of {max(sizes)} bytes does not fit into any segment, "
-                f"the largest has room for {capacity_max}",
+                f"a value of {max(sizes)} bytes exceeds the largest segment, {capacity_max} bytes",
                 advice="Split it into smaller values, or start a node with more --memory.",
                 size_bytes=max(sizes),
                 segment_bytes_max=capacity_max,

@@ -19,8 +19,7 @@ def unrecorded_removal_error() -> UnavailableError:
     """Return the error of a removal that no memory can record: it would be lost if the master died,
     while absent memory may hold the object."""
     return UnavailableError(
-        "no node is connected that could record the removal, and a node that joins may hold the "
-        "object",
+        "no joined node can record the removal, and an absent node may hold the object",
         advice="Try again when a node has joined.",
     )
 

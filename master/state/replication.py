@@ -369,7 +369,7 @@ class ReplicationPlanner:
 
 def not_draining(node: JoinedNode) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"node {node.name} is not being drained", advice=f"kvstore drain {node.name}"
+        f"node {node.name} is not draining", advice=f"kvstore drain {node.name}"
     )
 
 

@@ -78,7 +78,7 @@ class RetentionManager:
             while at is not None and at not in added and not self._pins.holds(at):
                 if len(added) == PIN_STEPS:
                     raise InvalidArgumentError(
-                        f"more than {PIN_STEPS} ancestors would be pinned with these keys",
+                        f"these keys have more than {PIN_STEPS} ancestors to pin",
                         advice="Pin the chain in several calls, from its root.",
                     )
                 added[at] = bytes_held(at) if at.complete else 0
@@ -105,7 +105,7 @@ class RetentionManager:
             raise NoSpaceError(
                 f"not pinned: {tenant_text(owner.name)} has {format_size_short(before)} pinned, "
                 f"and {format_size_short(wanted)} exceed its limit, {format_size_short(bound)}",
-                advice="Unpin others or let their pins end, or raise the tenant's pin_limit.",
+                advice="Unpin other objects, wait for pins to end or raise the tenant's pin_limit.",
                 cause="pins",
                 missing_bytes=missing,
                 pinned_bytes=before,
@@ -124,8 +124,8 @@ class RetentionManager:
                 f"not pinned: {who} {format_size_short(before)} pinned, and "
                 f"{format_size_short(wanted)} more exceed the limit, {format_size_short(bound)} "
                 f"of the pool's {format_size_short(capacity)}",
-                advice="Unpin others or let their pins end, add a node, or raise the master's "
-                "--pinned-max.",
+                advice="Unpin other objects, wait for pins to end, add a node, or raise "
+                "--pinned-max of the master.",
                 cause="pins",
                 missing_bytes=before + wanted - bound,
                 pinned_bytes=before,

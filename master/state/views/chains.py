@@ -132,7 +132,7 @@ class ChainQueries:
         del now_ms
         if len(self._questions) >= WAITING_MAX:
             raise BusyError(
-                f"{WAITING_MAX} questions about chains wait already", advice="Try again."
+                f"too many pending chain queries (limit {WAITING_MAX})", advice="Try again."
             )
         count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
