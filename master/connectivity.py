@@ -38,15 +38,15 @@ class ConnectivityProbe:
     def __init__(self, tls: ClientTls | None = None) -> None:
         """``tls``: the master's identity, for nodes that encrypt; or None."""
         self._tls = tls
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, segments: Sequence[SegmentInfo]) -> str:
         """Return an error if a segment with an address is not reachable there, else ""."""
-        async with self._places:
-            return await asyncio.to_thread(_why_not, segments, self._tls)
+        async with self._slots:
+            return await asyncio.to_thread(_probe_error, segments, self._tls)
 
 
-def _why_not(segments: Sequence[SegmentInfo], tls: ClientTls | None) -> str:
+def _probe_error(segments: Sequence[SegmentInfo], tls: ClientTls | None) -> str:
     deadline = uptime() + REACH_S
     for segment in segments:
         if not segment.address:

@@ -138,9 +138,9 @@ class Election:
                     now_ms = time.time_ns() // 1_000_000
                     # Another master may have accepted reported epochs by a clock that is ahead of
                     # ours.
-                    believed = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
+                    accepted_max = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
                     least = max(role.epoch + 1, role.epoch_least, now_ms)
-                    epoch = await etcd.new_epoch(leader, least, believed, deadline)
+                    epoch = await etcd.new_epoch(leader, least, accepted_max, deadline)
                 role.campaigned(LeaderKey(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
@@ -163,18 +163,18 @@ class Election:
                 log.warning("stepped_down epoch=%d why=%s", role.epoch, why)
 
     async def _cluster(self, deadline: float) -> str:
-        named = await self._etcd.cluster_named(self.cluster, deadline)
-        if self.cluster and named != self.cluster:
+        name = await self._etcd.cluster_named(self.cluster, deadline)
+        if self.cluster and name != self.cluster:
             raise ClusterMismatchError(
-                f"{self._etcd.place.text} belongs to the cluster {named}, not to this "
+                f"{self._etcd.place.text} belongs to the cluster {name}, not to this "
                 f"master's cluster {self.cluster}",
                 advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX), or all "
                 "masters of one cluster the same --cluster. etcd stores the name as "
                 f"{self._etcd.place.cluster_key.decode()}.",
-                cluster=named,
+                cluster=name,
                 wanted=self.cluster,
             )
-        return named
+        return name
 
     def _stand_by(self) -> None:
         """Name the leader in replies, but never this master, which does not lead."""

@@ -35,43 +35,45 @@ class FairScheduler:
         """Deferred work of each identity that has used its slice, oldest first."""
         self._is_due = False
 
-    def slice_used_up(self, who: str) -> bool:
+    def slice_used_up(self, identity: str) -> bool:
         """Return whether the identity has used its slice of this round."""
-        return self._used.get(who, 0.0) >= SLICE_S
+        return self._used.get(identity, 0.0) >= SLICE_S
 
-    def run_timed(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
+    def run_timed(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:
         """Run ``work`` now and charge its time to the identity."""
         started = self._clock()
         try:
             return work()
         finally:
-            self._used[who] = self._used.get(who, 0.0) + self._clock() - started
+            self._used[identity] = self._used.get(identity, 0.0) + self._clock() - started
 
-    def defer(self, who: str, work: Callable[[], object]) -> None:
+    def defer(self, identity: str, work: Callable[[], object]) -> None:
         """Run ``work`` in a round in which the identity has time left, after its earlier work.
         ``work`` calls ``run_timed`` and raises nothing."""
-        self._waiting.setdefault(who, deque()).append(work)
+        self._waiting.setdefault(identity, deque()).append(work)
         self._call_soon()
 
-    async def run_in_turn(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
+    async def run_in_turn(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:
         """Return the result of ``work``, run in a slice of this identity, or not at all if the
         caller is cancelled earlier. Raises the ``KVStoreError`` of ``work``."""
-        if not self.slice_used_up(who):
-            return self.run_timed(who, work)
-        turn: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
-        self.defer(who, functools.partial(self._go, who, work, turn))
+        if not self.slice_used_up(identity):
+            return self.run_timed(identity, work)
+        result: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+        self.defer(identity, functools.partial(self._go, identity, work, result))
         try:
-            return await turn
+            return await result
         finally:
-            del turn  # an error's traceback refers to it: a cycle
+            del result  # an error's traceback refers to it: a cycle
 
-    def _go(self, who: str, work: Callable[[], ReplyT], turn: asyncio.Future[ReplyT]) -> None:
-        if turn.done():  # cancelled
+    def _go(
+        self, identity: str, work: Callable[[], ReplyT], result: asyncio.Future[ReplyT]
+    ) -> None:
+        if result.done():  # cancelled
             return
         try:
-            turn.set_result(self.run_timed(who, work))
+            result.set_result(self.run_timed(identity, work))
         except KVStoreError as error:
-            turn.set_exception(without_frames(error))
+            result.set_exception(without_frames(error))
 
     def _call_soon(self) -> None:
         if not self._is_due:
@@ -82,11 +84,11 @@ class FairScheduler:
         self._is_due = False
         self._used.clear()
         try:
-            for who in list(self._waiting):
-                while (queue := self._waiting.get(who)) and not self.slice_used_up(who):
+            for identity in list(self._waiting):
+                while (queue := self._waiting.get(identity)) and not self.slice_used_up(identity):
                     work = queue.popleft()
                     if not queue:
-                        del self._waiting[who]
+                        del self._waiting[identity]
                     work()
         finally:
             if self._waiting:

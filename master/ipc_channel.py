@@ -131,10 +131,10 @@ class MasterChannel:
         self._serving: asyncio.Task[str] | None = None
         self._writer: asyncio.StreamWriter | None = None
         """None: there is no child."""
-        self._answers: Answers = {}
+        self._handlers: Answers = {}
         self._missed = False
         """Whether events were dropped and the child does not know yet."""
-        self._surveys: dict[int, SnapshotSource] = {}
+        self._snapshots: dict[int, SnapshotSource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
     def counters(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class MasterChannel:
         """Begin a term, without visible objects; None: this master does not lead any more."""
         self._source = source
         self._number = 0
-        self._surveys.clear()
+        self._snapshots.clear()
         self._requests.clear()
         self._send_position()
 
@@ -196,27 +196,27 @@ class MasterChannel:
     def _send_page(self, source: Source) -> None:
         """Send the next requested batch, after all events so far."""
         number, namespace = self._requests.popleft()
-        survey = self._surveys.get(number)
-        if survey is None:
-            if len(self._surveys) >= SURVEYS_MAX:
-                del self._surveys[next(iter(self._surveys))]
-            survey = self._surveys[number] = source.snapshot(namespace)
-        rows = survey.take(SURVEY_STEPS)
-        kind = LAST_PAGE if survey.done else PAGE
-        if survey.done:
-            del self._surveys[number]
+        snapshot = self._snapshots.get(number)
+        if snapshot is None:
+            if len(self._snapshots) >= SURVEYS_MAX:
+                del self._snapshots[next(iter(self._snapshots))]
+            snapshot = self._snapshots[number] = source.snapshot(namespace)
+        rows = snapshot.take(SURVEY_STEPS)
+        kind = LAST_PAGE if snapshot.done else PAGE
+        if snapshot.done:
+            del self._snapshots[number]
         self._frame(kind, number, len(rows), marshal.dumps(rows))
 
     def _end_snapshot(self, number: int) -> None:
-        self._surveys.pop(number, None)
-        asked = [each for each in self._requests if each[0] == number]
-        for each in asked:  # the child waits for a reply to each
+        self._snapshots.pop(number, None)
+        pending = [each for each in self._requests if each[0] == number]
+        for each in pending:  # the child waits for a reply to each
             self._requests.remove(each)
             self._frame(LAST_PAGE, number, 0, _NONE)
 
     # --- the socket -----------------------------------------------------------------------------
 
-    def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Task[str]:
+    def attach(self, sock: socket.socket, handlers: Answers) -> asyncio.Task[str]:
         """Connect a started child. Takes ownership of ``sock``.
 
         Returns:
@@ -224,7 +224,7 @@ class MasterChannel:
             ``detach`` cancels it.
         """
         self.detach()
-        self._answers = answers
+        self._handlers = handlers
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._serving = start_task("http channel", self._serve(sock))
         return self._serving
@@ -238,41 +238,41 @@ class MasterChannel:
     def _forget(self) -> None:
         self._writer = None
         self._missed = False
-        self._surveys.clear()
+        self._snapshots.clear()
         self._requests.clear()
 
     async def _serve(self, sock: socket.socket) -> str:
-        loop, silent, why = asyncio.get_running_loop(), 0, ""
+        loop, silent, error = asyncio.get_running_loop(), 0, ""
         with sock:
             reader, writer = await asyncio.open_connection(sock=sock)
             self._writer = writer
-            looking: asyncio.TimerHandle
+            timer: asyncio.TimerHandle
 
-            def look() -> None:
-                nonlocal looking, silent, why
+            def check() -> None:
+                nonlocal timer, silent, error
                 silent += 1
                 if silent == LOOKS:
-                    why = f"no message for {SILENT_S:g} s"
+                    error = f"no message for {SILENT_S:g} s"
                     writer.transport.abort()
-                looking = loop.call_later(SILENT_S / LOOKS, look)
+                timer = loop.call_later(SILENT_S / LOOKS, check)
 
-            looking = loop.call_later(SILENT_S / LOOKS, look)
+            timer = loop.call_later(SILENT_S / LOOKS, check)
             self._send_position()
             self.changed()
             try:
-                while not why:
+                while not error:
                     head = await reader.readexactly(_REQUEST.size)
                     kind, number, length = _REQUEST.unpack(head)
-                    why = self._handle_request(kind, number, await reader.readexactly(length))
+                    error = self._handle_request(kind, number, await reader.readexactly(length))
                     silent = 0
             except (asyncio.IncompleteReadError, OSError):
                 pass
             finally:
-                looking.cancel()
+                timer.cancel()
                 writer.transport.abort()
                 if self._writer is writer:
                     self._forget()
-        return why
+        return error
 
     @property
     def _buffered(self) -> int:
@@ -299,11 +299,11 @@ class MasterChannel:
                     self.changed()
                 return ""
             name, *numbers = text.decode().split()
-            answer = json.dumps(self._answers[name](*map(int, numbers))).encode()
+            reply = json.dumps(self._handlers[name](*map(int, numbers))).encode()
         except Exception:
             log.exception("http_child_not_answered question=%r", text)
             return "invalid request"
-        self._frame(ANSWER, number, 0, answer)
+        self._frame(ANSWER, number, 0, reply)
         return ""
 
 
@@ -346,10 +346,10 @@ class ChildChannel:
         self._took = took
         self._epoch = 0
         self._numbers = itertools.count(1)
-        self._page_turns = asyncio.Semaphore(ASKED_MAX)
-        self._question_turns = asyncio.Semaphore(1)
+        self._batch_slots = asyncio.Semaphore(ASKED_MAX)
+        self._query_slots = asyncio.Semaphore(1)
         """One query at a time, so that none pile up for a hanging master."""
-        self._asked: dict[int, tuple[asyncio.Semaphore, asyncio.Future[Frame]]] = {}
+        self._pending: dict[int, tuple[asyncio.Semaphore, asyncio.Future[Frame]]] = {}
         """Requests without a reply, by number, with the semaphore that the reply releases."""
         self._connected = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
@@ -369,39 +369,39 @@ class ChildChannel:
         finally:
             self._writer.close()
             self._on_frame(Frame(EVENTS, 0, 0, 0, 0, _NONE))
-            self._forget(self._question_turns, "the master process has ended")
+            self._forget(self._query_slots, "the master process has ended")
 
-    async def request(self, question: str, timeout_s: float) -> dict[str, Any]:
+    async def request(self, query: str, timeout_s: float) -> dict[str, Any]:
         """Return the master's reply. Raise UnavailableError if there is none in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()
-                await self._question_turns.acquire()
+                await self._query_slots.acquire()
                 number = next(self._numbers)
-                frame = await self._reply(QUESTION, number, question, self._question_turns)
+                frame = await self._reply(QUESTION, number, query, self._query_slots)
         except TimeoutError:
             raise UnavailableError(f"no reply within {timeout_s:.1f} s") from None
-        answer: dict[str, Any] = json.loads(frame.payload)
-        return answer
+        reply: dict[str, Any] = json.loads(frame.payload)
+        return reply
 
-    async def request_until_reply(self, question: str, timeout_s: float) -> None:
+    async def request_until_reply(self, query: str, timeout_s: float) -> None:
         """Send the query periodically, which shows the master that this process does not hang."""
         while True:
             await asyncio.sleep(ASK_S)
             with contextlib.suppress(UnavailableError):
-                await self.request(question, timeout_s)
+                await self.request(query, timeout_s)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[ActiveSnapshot]:
         """Begin a snapshot that ends with the block."""
-        survey = ActiveSnapshot(next(self._numbers), self._epoch)
+        snapshot = ActiveSnapshot(next(self._numbers), self._epoch)
         try:
-            yield survey
+            yield snapshot
         finally:
-            if self._writer is not None and 0 < survey.epoch == self._epoch:
-                self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
+            if self._writer is not None and 0 < snapshot.epoch == self._epoch:
+                self._writer.write(_REQUEST.pack(END_SURVEY, snapshot.number, 0))
 
-    async def page(self, survey: ActiveSnapshot, namespace: str) -> SnapshotPage:
+    async def page(self, snapshot: ActiveSnapshot, namespace: str) -> SnapshotPage:
         """Return the next batch of a snapshot; one caller at a time.
 
         Raises:
@@ -409,45 +409,45 @@ class ChildChannel:
         """
         try:
             async with asyncio.timeout(PAGE_S):
-                await self._page_turns.acquire()
-                if not self._epoch or self._epoch != survey.epoch:
-                    self._page_turns.release()
+                await self._batch_slots.acquire()
+                if not self._epoch or self._epoch != snapshot.epoch:
+                    self._batch_slots.release()
                     raise UnavailableError("the master's term has ended")
-                frame = await self._reply(NEXT_PAGE, survey.number, namespace, self._page_turns)
+                frame = await self._reply(NEXT_PAGE, snapshot.number, namespace, self._batch_slots)
         except TimeoutError:
             raise UnavailableError("no reply from the master") from None
         rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
         return SnapshotPage(frame.before, rows, frame.kind == LAST_PAGE)
 
-    async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
-        """Send a request and wait for the reply. The caller has acquired one of ``turns``."""
+    async def _reply(self, kind: int, number: int, query: str, slots: asyncio.Semaphore) -> Frame:
+        """Send a request and wait for the reply. The caller has acquired one of ``slots``."""
         assert self._writer is not None, "it is connected"
         if self._writer.is_closing():
-            turns.release()
+            slots.release()
             raise UnavailableError("the master process has ended")
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._asked[number] = turns, reply
-        text = said.encode()
+        self._pending[number] = slots, reply
+        text = query.encode()
         self._writer.write(_REQUEST.pack(kind, number, len(text)) + text)
         return await reply
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind != EVENTS:
-            if (asked := self._asked.pop(frame.number, None)) is not None:
-                turns, reply = asked
-                turns.release()
+            if (pending := self._pending.pop(frame.number, None)) is not None:
+                slots, reply = pending
+                slots.release()
                 if not reply.done():
                     reply.set_result(frame)
             return
         if frame.epoch != self._epoch:
             self._epoch = frame.epoch
-            self._forget(self._page_turns, "the master's term has ended")
+            self._forget(self._batch_slots, "the master's term has ended")
         self._took(frame)
 
-    def _forget(self, turns: asyncio.Semaphore, why: str) -> None:
+    def _forget(self, slots: asyncio.Semaphore, error: str) -> None:
         """Fail the requests that hold these slots, as their replies do not come."""
-        for number in [each for each, (its, _) in self._asked.items() if its is turns]:
-            _, reply = self._asked.pop(number)
-            turns.release()
+        for number in [each for each, (its, _) in self._pending.items() if its is slots]:
+            _, reply = self._pending.pop(number)
+            slots.release()
             if not reply.done():
-                reply.set_exception(UnavailableError(why))
+                reply.set_exception(UnavailableError(error))

@@ -127,7 +127,7 @@ class ElectionStateMachine:
         self._stale: list[int] = []
         """Leases to revoke."""
         self._ttl_s = 0.0
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         """Time of the last ``next_action``; its request is sent later."""
         self._granted_until = 0.0
         self._not_before = 0.0
@@ -139,7 +139,7 @@ class ElectionStateMachine:
         return self._leading
 
     def next_action(self, now: float) -> Action:
-        self._asked_at = now
+        self._requested_at = now
         if self._leading:
             if not self._why and now >= self.until:
                 self._why = "lease_not_kept"
@@ -181,7 +181,7 @@ class ElectionStateMachine:
     def on_lease_granted(self, lease_id: int, ttl_s: float) -> None:
         """Report ``AcquireLease``."""
         self._lease_id, self._ttl_s = lease_id, ttl_s
-        self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
+        self._granted_until = self._requested_at + ttl_s * (1 - MARGIN)
 
     def campaigned(self, leader: LeaderKey, epoch: int) -> None:
         """Report ``Campaign``: the leader, and the new epoch if it is this master."""
@@ -203,8 +203,8 @@ class ElectionStateMachine:
         else:
             self._failures = 0
             self._ttl_s = ttl_s
-            self.until = max(self.until, self._asked_at + ttl_s * (1 - MARGIN))
-            self._not_before = self._asked_at + ttl_s * KEEP_SHARE
+            self.until = max(self.until, self._requested_at + ttl_s * (1 - MARGIN))
+            self._not_before = self._requested_at + ttl_s * KEEP_SHARE
 
     def on_service_stopped(self) -> None:
         """After ``on_lease_kept``: the service had already stopped at its deadline."""

@@ -51,14 +51,14 @@ class TenantsFileWatcher:
             self.poll_once(apply)
 
     def poll_once(self, apply: Apply) -> None:
-        found = self._file.value
-        if found is self._applied:
+        loaded = self._file.value
+        if loaded is self._applied:
             return
         try:
-            if found.rules != self.rules:
-                apply(found.rules, found.matcher)
+            if loaded.rules != self.rules:
+                apply(loaded.rules, loaded.matcher)
         except InvalidArgumentError as error:
             self._file.report(error.message)
         else:
-            self._applied = found
+            self._applied = loaded
             self._file.report("")

@@ -81,7 +81,7 @@ class GrantManager:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
-        taken, evicted = common.pool.allocate(
+        extents, evicted = common.pool.allocate(
             sizes,
             replicas=replicas,
             usable=usable,
@@ -93,28 +93,30 @@ class GrantManager:
             everywhere=everywhere,
         )
         if evicted:
-            for residue in evicted:
-                for segment, _ in residue.extents:
+            for stale in evicted:
+                for segment, _ in stale.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
-        if owner is not None and not isinstance(taken, AllocationFailure):
-            TenantAccounting.record_allocation(owner, taken, [extent_bytes(size) for size in sizes])
+        if owner is not None and not isinstance(extents, AllocationFailure):
+            TenantAccounting.record_allocation(
+                owner, extents, [extent_bytes(size) for size in sizes]
+            )
         if victims is None:  # else a drain would evict too much, even moved objects
             for segment in usable:
                 self._sweeping.note_allocation(segment)
-        if host and not isinstance(taken, AllocationFailure):
-            for segment, _ in taken[0]:  # usually all are on one segment
+        if host and not isinstance(extents, AllocationFailure):
+            for segment, _ in extents[0]:  # usually all are on one segment
                 liveness.record_writer(segment.node, host, now_ms)
-        return taken
+        return extents
 
     def _check_puts(self, owner: Tenant, count: int) -> None:
         """Raise BusyError if the tenant has reached its limit of pending puts."""
-        bound = owner.share_of(self._common.rules.pending_puts_max)
-        if owner.pending + count > bound:
+        limit = owner.share_of(self._common.rules.pending_puts_max)
+        if owner.pending + count > limit:
             owner.refused += 1
             raise BusyError(
-                f"{tenant_text(owner.name)} has {owner.pending} pending puts; {count} more exceed its "
-                f"limit of {bound}",
+                f"{tenant_text(owner.name)} has {owner.pending} pending puts; {count} more exceed "
+                f"its limit of {limit}",
                 advice="Finish or revoke some first.",
                 pending_puts=owner.pending,
                 tenant=owner.name,
@@ -197,9 +199,9 @@ class GrantManager:
 
     def abandon(self, put: Grant, now_ms: int) -> None:
         self.end(put)
-        residue = put.stale_extents(self._common.epoch)
+        stale = put.stale_extents(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([residue._replace(writers=put.writers(), kept=True)])
+        self._common.wipe([stale._replace(writers=put.writers(), kept=True)])
         self.detach_from_record(put)
 
     def quarantine(self, put: Grant, writes_until_ms: int) -> None:
@@ -225,9 +227,9 @@ class GrantManager:
     def wipe_again(self, token: int) -> None:
         """Wipe an abandoned put again after its writer has finished: shared memory may hold a
         header written after the first wipe."""
-        residue = self._pending.quarantined(token)
-        if residue is not None:
-            self._common.wipe([residue._replace(kept=True)])
+        stale = self._pending.quarantined(token)
+        if stale is not None:
+            self._common.wipe([stale._replace(kept=True)])
 
     def expire(self, now_ms: int) -> None:
         """Abandon puts whose deadline has passed; free extents whose quarantine has ended."""
@@ -240,8 +242,8 @@ class GrantManager:
             size = sum(put.size for put in expired)
             common.effect(LogClusterEvent("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
-        for residue in over:
-            common.pool.free(residue.extents, extent_bytes(residue.size))
+        for stale in over:
+            common.pool.free(stale.extents, extent_bytes(stale.size))
             self._common.space_freed()
         common.effects += common.reclaim.clean(over)
 

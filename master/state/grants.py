@@ -128,8 +128,8 @@ class CopyGrant(ObjectGrant):
     def stale_extents(self, epoch: int) -> StaleExtents:
         if not self.repairs:
             return super().stale_extents(epoch)
-        (copied_epoch, counter), residue = self.copied, super().stale_extents(epoch)
-        return residue._replace(epoch=copied_epoch, counter=counter, forbid=False)
+        (copied_epoch, counter), stale = self.copied, super().stale_extents(epoch)
+        return stale._replace(epoch=copied_epoch, counter=counter, forbid=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -225,20 +225,20 @@ class PendingGrants:
         """Return the lowest pending token; every put before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
+    def quarantine(self, put: Grant, stale: StaleExtents, until_ms: int) -> None:
         """Quarantine the extents of an ended put; they still count for its tenant."""
         owner = None
         if self.tenants is not None:
             owner = self.tenants.owner(put)
             if owner is not None:
                 self.tenants.on_quarantine(owner, put.extents, put.length)
-        self._quarantine[put.token] = until_ms, residue, owner
-        for segment, _ in residue.extents:
+        self._quarantine[put.token] = until_ms, stale, owner
+        for segment, _ in stale.extents:
             segment.quarantined_bytes += put.length
 
     def quarantined(self, token: int) -> StaleExtents | None:
-        held = self._quarantine.get(token)
-        return None if held is None else held[1]
+        entry = self._quarantine.get(token)
+        return None if entry is None else entry[1]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[StaleExtents]:
         """Remove and yield the extents whose quarantine has ended.
@@ -247,13 +247,13 @@ class PendingGrants:
         deadline, which is simpler than a heap.
         """
         while self._quarantine:
-            token, (until_ms, residue, owner) = next(iter(self._quarantine.items()))
+            token, (until_ms, stale, owner) = next(iter(self._quarantine.items()))
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
-            length = extent_bytes(residue.size)
-            for segment, _ in residue.extents:
+            length = extent_bytes(stale.size)
+            for segment, _ in stale.extents:
                 segment.quarantined_bytes -= length
             if owner is not None and self.tenants is not None:
-                self.tenants.on_quarantine(owner, residue.extents, -length)
-            yield residue
+                self.tenants.on_quarantine(owner, stale.extents, -length)
+            yield stale

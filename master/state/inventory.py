@@ -56,7 +56,7 @@ class InventoryLoad:
         self.claimed = 0
         self.refused = 0
         self._use_ms = joined_ms
-        self._joined_ms = self._heard_ms = joined_ms
+        self._joined_ms = self._last_message_ms = joined_ms
         self._waiting: deque[NodeClaims] = deque()
         self._at = 0
         """Processed rows of the first message."""
@@ -74,13 +74,13 @@ class InventoryLoad:
 
     def is_late(self, now_ms: int, silence_ms: int) -> bool:
         """Return whether no claims arrived for ``silence_ms``, or the total is too slow."""
-        whole_ms = 10 * silence_ms + self.segment.offer.size // TOLD_BYTES_PER_MS
-        is_silent = not self.has_work and now_ms - self._heard_ms > silence_ms
-        return is_silent or now_ms - self._joined_ms > whole_ms
+        total_ms = 10 * silence_ms + self.segment.offer.size // TOLD_BYTES_PER_MS
+        is_silent = not self.has_work and now_ms - self._last_message_ms > silence_ms
+        return is_silent or now_ms - self._joined_ms > total_ms
 
     def add(self, now_ms: int, claims: NodeClaims) -> None:
         """Raise ProtocolError if the node sends more claims than the flow control allows."""
-        self._heard_ms = now_ms
+        self._last_message_ms = now_ms
         if claims.first:
             self._waiting.clear()
             self._at = 0
@@ -163,11 +163,11 @@ class IntervalSet:
         """Return whether no range overlaps this one. O(log n)."""
         run = bisect_right(self._firsts, start) - 1
         if run >= 0:
-            place = bisect_right(self._starts[run], start) - 1
-            if self._stops[run][place] > start:
+            index = bisect_right(self._starts[run], start) - 1
+            if self._stops[run][index] > start:
                 return False
-            if place + 1 < len(self._starts[run]):
-                return self._starts[run][place + 1] >= stop
+            if index + 1 < len(self._starts[run]):
+                return self._starts[run][index + 1] >= stop
         return run + 1 == len(self._firsts) or self._firsts[run + 1] >= stop
 
     def add(self, start: int, stop: int) -> None:
@@ -177,19 +177,19 @@ class IntervalSet:
             return
         run = max(0, bisect_right(self._firsts, start) - 1)
         starts, stops = self._starts[run], self._stops[run]
-        place = bisect_right(starts, start)
-        joins_before = place > 0 and stops[place - 1] == start
-        if place < len(starts) and starts[place] == stop:
+        index = bisect_right(starts, start)
+        joins_before = index > 0 and stops[index - 1] == start
+        if index < len(starts) and starts[index] == stop:
             if joins_before:
-                stops[place - 1] = stops[place]
-                del starts[place], stops[place]
+                stops[index - 1] = stops[index]
+                del starts[index], stops[index]
             else:
-                starts[place] = start
+                starts[index] = start
         elif joins_before:  # not joined at the border of two runs, which is harmless
-            stops[place - 1] = stop
+            stops[index - 1] = stop
         else:
-            starts.insert(place, start)
-            stops.insert(place, stop)
+            starts.insert(index, start)
+            stops.insert(index, stop)
             if len(starts) > RUN_MAX:
                 half = RUN_MAX // 2
                 self._insert_run(run + 1, starts[half:], stops[half:])
@@ -201,8 +201,8 @@ class IntervalSet:
         first = max(0, bisect_right(self._firsts, at) - 1)
         for run in range(first, len(self._firsts)):
             starts, stops = self._starts[run], self._stops[run]
-            for place in range(bisect_right(stops, at), len(starts)):
-                yield starts[place], stops[place]
+            for index in range(bisect_right(stops, at), len(starts)):
+                yield starts[index], stops[index]
 
     def _insert_run(self, run: int, starts: list[int], stops: list[int]) -> None:
         self._firsts.insert(run, starts[0])

@@ -22,13 +22,13 @@ CLAIMS_PER_STEP = 256
 
 class InventoryLoader:
     def __init__(
-        self, common: StateContext, marks: RemovalWatermarks, copying: ReplicationPlanner
+        self, common: StateContext, watermarks: RemovalWatermarks, replication: ReplicationPlanner
     ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
-        self._marks = marks
-        self._copying = copying
+        self._watermarks = watermarks
+        self._replication = replication
         self._inventories: dict[MountedSegment, InventoryLoad] = {}
         self._absent_since: dict[bytes, int] = {}
         """Unmounted memory (uuid), and the number of tombstones at that time."""
@@ -43,10 +43,10 @@ class InventoryLoader:
         """Start the inventory of a mounted segment, before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
-            self._marks.propagate_to(segment)
+            self._watermarks.propagate_to(segment)
             return
         inventory = InventoryLoad(segment, segment.node.last_heartbeat_ms, absent_since)
-        inventory.outdated = self._marks.is_outdated(segment)
+        inventory.outdated = self._watermarks.is_outdated(segment)
         self._inventories[segment] = inventory
         self._common.reclaim.hold_removals(segment)
 
@@ -103,23 +103,25 @@ class InventoryLoader:
         self._common.space_freed()
         del self._inventories[segment]
         common.jobs.due |= ANSWER
-        self._marks.propagate_to(segment)
-        self._copying.nodes_changed(now_ms, segment.usable_at_ms)
+        self._watermarks.propagate_to(segment)
+        self._replication.nodes_changed(now_ms, segment.usable_at_ms)
         common.effects += common.reclaim.release_held(segment)
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
         common.effect(LogClusterEvent("inventory_done", {"node": segment.node.name, **fields}))
 
     def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
-        claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        refused: list[StaleExtents] = []
+        claims, ends_message = inventory.next(CLAIMS_PER_STEP)
+        rejected: list[StaleExtents] = []
         stored: list[ObjectRecord] = []
         for claim in claims:
             record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
-                of = [(segment, claim.offset)]
+                extents = [(segment, claim.offset)]
                 # It may overlap a claimed object. Gaps are zeroed after the last claim.
-                refused.append(StaleExtents(claim.name, claim.size, *claim.version, of, kept=True))
+                rejected.append(
+                    StaleExtents(claim.name, claim.size, *claim.version, extents, kept=True)
+                )
             else:
                 stored.append(record)
         for record in stored:  # most children have found their parents by now
@@ -127,12 +129,12 @@ class InventoryLoader:
                 self._pool.delete_if_unused(record)
                 self._common.space_freed()  # it is evictable
         inventory.claimed += len(stored)
-        inventory.refused += len(refused)
+        inventory.refused += len(rejected)
         common.counters["recovered_objects"] += len(stored)
-        if refused:
-            common.counters["refused_claims"] += len(refused)
-            common.effects += common.reclaim.clean(refused)
-        if is_answered and segment.node.session is not None:
+        if rejected:
+            common.counters["refused_claims"] += len(rejected)
+            common.effects += common.reclaim.clean(rejected)
+        if ends_message and segment.node.session is not None:
             index = common.membership.segments[segment.node.name].index(segment)
             common.effect(SendToNode(segment.node.session, calls.MasterClaimsAck(index)))
 
@@ -162,7 +164,7 @@ class InventoryLoader:
         ):
             return None
         if record is not None and known == version:
-            if not self._copying.claim_replica(now_ms, record, extent):
+            if not self._replication.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
             replaced = [StaleExtents.of(record, forbid=True)]
@@ -172,18 +174,18 @@ class InventoryLoader:
             common.reply_when_wiped(now_ms, replaced, calls.RemoveReply(b""))
         else:
             record = self._forest.ensure(namespace, key)
-            lacks = 0
+            missing_replicas = 0
             if record.lost and version == (record.epoch, record.counter):
                 used_ms = record.last_used_ms
-                lacks = repair_queue.desired_replicas(record) - 1
-            above = None if parent is None else self._forest.ensure(namespace, parent)
+                missing_replicas = repair_queue.desired_replicas(record) - 1
+            parent_record = None if parent is None else self._forest.ensure(namespace, parent)
             try:
-                common.adopt(now_ms, record, above)
+                common.adopt(now_ms, record, parent_record)
             except InvalidArgumentError:  # they form a cycle
                 self._pool.delete_if_unused(record)
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
-            self._pool.store(record, [extent], size, version, used_ms, lacks)
+            self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
         self._pool.count_unrequested_bytes(record)
         inventory.claim_range(offset, size)
         # The previous master may have leased the object until then.

@@ -33,9 +33,9 @@ missing until their memory returns. Checking all names for a lost node takes 10 
 
 
 class _DepartedNode:
-    def __init__(self, place: str, why: str, gone_ms: int) -> None:
-        self.place = place
-        self.why = why
+    def __init__(self, location: str, reason: str, gone_ms: int) -> None:
+        self.place = location
+        self.why = reason
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
         self.back: dict[bytes, MountedSegment] = {}
@@ -67,7 +67,7 @@ class MissingObjects:
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._gone: dict[str, _DepartedNode] = {}
+        self._departed: dict[str, _DepartedNode] = {}
         """Departed nodes by name, oldest first."""
         self._by_memory: dict[bytes, _DepartedNode] = {}
         self._named: dict[Namespace, dict[Key, _MissingEntry]] = {}
@@ -76,54 +76,60 @@ class MissingObjects:
 
     @property
     def objects(self) -> int:
-        return sum(each.missing for each in self._gone.values())
+        return sum(each.missing for each in self._departed.values())
 
     def segment_died(self, now_ms: int, segment: MountedSegment) -> None:
         node, uuid = segment.node, segment.offer.uuid
         if node.departed == "drained":
             self._forget(now_ms, node.name)  # the objects left on it are lost on purpose
             return
-        gone = self._gone.get(node.name)
-        if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
+        departed = self._departed.get(node.name)
+        if departed is None or (uuid not in departed.memory and departed.gone_ms != now_ms):
             self._forget(now_ms, node.name)  # an earlier node of that name had other memory
-            gone = self._gone[node.name] = _DepartedNode(node.location_text, node.departed, now_ms)
-        gone.is_settled = False
-        gone.why, gone.gone_ms = node.departed, now_ms
-        gone.memory.add(uuid)
-        gone.back.pop(uuid, None)
-        self._by_memory[uuid] = gone
-        if len(self._gone) > NODES_MAX:
-            self._forget(now_ms, next(iter(self._gone)))
+            departed = self._departed[node.name] = _DepartedNode(
+                node.location_text, node.departed, now_ms
+            )
+        departed.is_settled = False
+        departed.why, departed.gone_ms = node.departed, now_ms
+        departed.memory.add(uuid)
+        departed.back.pop(uuid, None)
+        self._by_memory[uuid] = departed
+        if len(self._departed) > NODES_MAX:
+            self._forget(now_ms, next(iter(self._departed)))
 
     def segment_mounted(self, segment: MountedSegment) -> None:
-        gone = self._by_memory.get(segment.offer.uuid)
-        if gone is not None:
-            gone.back[segment.offer.uuid] = segment
+        departed = self._by_memory.get(segment.offer.uuid)
+        if departed is not None:
+            departed.back[segment.offer.uuid] = segment
 
     def on_object_departed(self, record: ObjectRecord, end_ms: int) -> None:
         """Track an object whose last replica was on a dead segment, before it loses its bytes.
         ``end_ms``: when it expires; 0: never."""
         assert record.segment is not None
-        gone = self._by_memory.get(record.segment.offer.uuid)
-        if gone is None or gone.is_settled:
+        departed = self._by_memory.get(record.segment.offer.uuid)
+        if departed is None or departed.is_settled:
             self._counters["lost_objects"] += 1
-            if gone is not None:
-                gone.lost += 1
+            if departed is not None:
+                departed.lost += 1
             return
         self.forget(record.namespace, record.key)  # an earlier object of that name
-        gone.missing += 1
+        departed.missing += 1
         if self._names >= NAMES_MAX:
-            gone.unnamed += 1
+            departed.unnamed += 1
             return
-        self._named.setdefault(record.namespace, {})[record.key] = _MissingEntry(gone, end_ms)
+        self._named.setdefault(record.namespace, {})[record.key] = _MissingEntry(departed, end_ms)
         self._names += 1
 
     def object_claimed(self, segment: MountedSegment, name: Name) -> None:
         """Uncount an unnamed missing object that a returned segment stores again."""
-        gone = self._by_memory.get(segment.offer.uuid)
-        if gone is not None and gone.unnamed and name[1] not in self._named.get(name[0], ()):
-            gone.unnamed -= 1
-            gone.missing -= 1
+        departed = self._by_memory.get(segment.offer.uuid)
+        if (
+            departed is not None
+            and departed.unnamed
+            and name[1] not in self._named.get(name[0], ())
+        ):
+            departed.unnamed -= 1
+            departed.missing -= 1
 
     def forget(self, namespace: str, key: Key) -> None:
         """Stop tracking a key when an object is stored under it, or none is expected."""
@@ -149,49 +155,53 @@ class MissingObjects:
 
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
         """Count overdue objects as lost. ``nodes``: the names of the joined nodes."""
-        for name, gone in list(self._gone.items()):
-            age_ms = now_ms - gone.gone_ms
-            if age_ms >= LOST_AFTER_MS and not gone.reports():
-                self._count_as_lost(now_ms, gone)
-            is_well = not gone.missing and not gone.lost and (gone.is_back() or name in nodes)
-            if (is_well and not gone.reports()) or (gone.is_settled and age_ms >= TOLD_MS):
+        for name, departed in list(self._departed.items()):
+            age_ms = now_ms - departed.gone_ms
+            if age_ms >= LOST_AFTER_MS and not departed.reports():
+                self._count_as_lost(now_ms, departed)
+            is_complete = (
+                not departed.missing and not departed.lost and (departed.is_back() or name in nodes)
+            )
+            if (is_complete and not departed.reports()) or (
+                departed.is_settled and age_ms >= TOLD_MS
+            ):
                 self._forget(now_ms, name)
 
     def list_departed(self, now_ms: int) -> list[DepartedNode]:
         return [
             DepartedNode(
                 name=name,
-                host=gone.place,
-                reason=gone.why,
-                departed_ms=now_ms - gone.gone_ms,
-                missing=gone.missing,
-                lost=gone.lost,
-                reports=gone.reports(),
+                host=departed.place,
+                reason=departed.why,
+                departed_ms=now_ms - departed.gone_ms,
+                missing=departed.missing,
+                lost=departed.lost,
+                reports=departed.reports(),
             )
-            for name, gone in self._gone.items()
+            for name, departed in self._departed.items()
         ]
 
-    def _count_as_lost(self, now_ms: int, gone: _DepartedNode) -> None:
+    def _count_as_lost(self, now_ms: int, departed: _DepartedNode) -> None:
         """Count the missing objects of a node as lost, except expired ones."""
-        gone.is_settled = True
-        if not gone.missing:
+        departed.is_settled = True
+        if not departed.missing:
             return
-        lost = gone.missing
+        lost = departed.missing
         for namespace, named in list(self._named.items()):
-            keys = [key for key, entry in named.items() if entry.departed is gone]
+            keys = [key for key, entry in named.items() if entry.departed is departed]
             for key in keys:
                 lost -= 0 < named.pop(key).end_ms <= now_ms
             self._names -= len(keys)
             if not named:
                 del self._named[namespace]
-        gone.lost += lost
+        departed.lost += lost
         self._counters["lost_objects"] += lost
-        gone.missing = gone.unnamed = 0
+        departed.missing = departed.unnamed = 0
 
     def _forget(self, now_ms: int, name: str) -> None:
-        gone = self._gone.pop(name, None)
-        if gone is not None:
-            self._count_as_lost(now_ms, gone)
-            for uuid in gone.memory:
-                if self._by_memory.get(uuid) is gone:
+        departed = self._departed.pop(name, None)
+        if departed is not None:
+            self._count_as_lost(now_ms, departed)
+            for uuid in departed.memory:
+                if self._by_memory.get(uuid) is departed:
                     del self._by_memory[uuid]

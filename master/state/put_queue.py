@@ -48,8 +48,8 @@ class WaitingPuts:
             )
         owner = common.pool.tenant_of(request.namespace)
         if owner is not None:
-            bound = owner.share_of(common.rules.waiting_puts_max)
-            if owner.waiting >= bound:
+            limit = owner.share_of(common.rules.waiting_puts_max)
+            if owner.waiting >= limit:
                 owner.refused += 1
                 raise BusyError(
                     f"{tenant_text(owner.name)} has reached its limit of puts waiting for space: "
@@ -60,14 +60,14 @@ class WaitingPuts:
                     quota=PUT_SHARE,
                 )
             owner.waiting += 1
-        ticket = common.new_reply_id()
-        self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
+        reply_id = common.new_reply_id()
+        self._queue.append(WaitingPut(reply_id, request, now_ms + wait_ms, owner))
         common.counters["queued_puts"] += 1
-        return DeferredReply(ticket)
+        return DeferredReply(reply_id)
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, reply_id: int) -> None:
         for waiting in self._queue:
-            if waiting.reply_id == ticket:
+            if waiting.reply_id == reply_id:
                 self._drop(waiting)
                 self._jobs.note(SERVE, bool(self._queue))  # the next one may need less
                 return
@@ -87,7 +87,7 @@ class WaitingPuts:
         self._rooms = common.rooms
         jobs.note(SERVE, False)
         served = 0
-        lacked: dict[Tenant | None, AllocationFailure] = {}
+        lacking: dict[Tenant | None, AllocationFailure] = {}
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
         for put in list(self._queue):
             if put.tenant in self._stuck:
@@ -100,7 +100,7 @@ class WaitingPuts:
             except KVStoreError as error:
                 result = error
             if isinstance(result, AllocationFailure):
-                lacked[put.tenant] = result
+                lacking[put.tenant] = result
                 if result.may_retry:  # try this put first again
                     jobs.due |= SERVE
                 else:
@@ -111,7 +111,7 @@ class WaitingPuts:
             served += PUT_COUNTS_FOR + _keys_of(put.request)
             if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
                 jobs.due |= SERVE
-        self._reject_expired(now_ms, self._stuck | lacked)
+        self._reject_expired(now_ms, self._stuck | lacking)
         if not self._queue:
             jobs.note(SERVE, False)
 
@@ -125,10 +125,10 @@ class WaitingPuts:
         else:
             common.effect(SendReply(put.reply_id, result))
 
-    def _reject_expired(self, now_ms: int, lacked: dict[Tenant | None, AllocationFailure]) -> None:
-        """Reject expired puts. ``lacked``: what each tenant's first put lacks, if tried."""
+    def _reject_expired(self, now_ms: int, lacking: dict[Tenant | None, AllocationFailure]) -> None:
+        """Reject expired puts. ``lacking``: what each tenant's first put lacks, if tried."""
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
-            missing = self._lacking(put, lacked.get(put.tenant))
+            missing = self._shortage(put, lacking.get(put.tenant))
             self._drop(put)
             self._jobs.due |= SERVE  # the next one may need less
             self._common.counters["refused_no_space"] += 1
@@ -136,13 +136,13 @@ class WaitingPuts:
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
             self._common.effect(SendReply(put.reply_id, error))
 
-    def _lacking(self, put: WaitingPut, found: AllocationFailure | None) -> AllocationFailure:
+    def _shortage(self, put: WaitingPut, found: AllocationFailure | None) -> AllocationFailure:
         """Return what a rejected put lacks. ``found``: what the first put of its tenant lacked."""
-        asked = no_space_report.asked_bytes(put.request)
+        requested_bytes = no_space_report.asked_bytes(put.request)
         if found is None:
-            return AllocationFailure(asked)
+            return AllocationFailure(requested_bytes)
         is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
-        return found if is_first else AllocationFailure(asked, quota=found.quota)
+        return found if is_first else AllocationFailure(requested_bytes, quota=found.quota)
 
     def blocked_by_pins(self, until_ms: int, request: Wanting) -> bool:
         """Return whether pins leave too little of the pool for the request until ``until_ms``, so

@@ -30,7 +30,7 @@ from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, StaleExtents, Writer
 from kvstore.memory.header import extent_bytes
 
-WIPES_PER_ORDER = 1_024
+WIPES_PER_REQUEST = 1_024
 """Maximum number of extents per request: one step frees them in about 2 ms."""
 
 ZERO_BYTES = 256 << 20
@@ -77,7 +77,7 @@ class WipeRequest:
         new = [removal for removal in removals if removal not in known]
         self.removals += new
         for removal in new:
-            removal.wipe_seqs += 1
+            removal.unfinished_wipes += 1
 
     def free(self) -> None:
         self.segment.reclaim_bytes -= sum(self.lengths)
@@ -106,7 +106,7 @@ class PendingRemoval:
 
     reply_id: int
     reply: calls.Reply
-    wipe_seqs: int = 0
+    unfinished_wipes: int = 0
 
 
 class SpaceReclaimer:
@@ -121,7 +121,7 @@ class SpaceReclaimer:
         """Pending requests with released extents, by segment and number."""
         self._still_read: deque[tuple[Version, WipeRequest]] = deque()
         """Segments that died within the last lease; see ``wait_for_readers``."""
-        self._held: dict[MountedSegment, WipeRequest] = {}
+        self._placeholders: dict[MountedSegment, WipeRequest] = {}
         """Segments with an incomplete inventory, each with a placeholder request."""
         self._unzeroed: dict[MountedSegment, deque[tuple[int, int]]] = {}
         """Offset and length of memory that is free once it is zeroed."""
@@ -129,34 +129,36 @@ class SpaceReclaimer:
         """The pending request that zeroes such memory."""
         self.last_order = 0
         """Number of the last wipe request; 0: none."""
-        self._ordered: deque[tuple[int, int]] = deque()
+        self._checkpoints: deque[tuple[int, int]] = deque()
         """Times of calls of ``unanswered``, and the last request at each."""
 
     @property
-    def with_wipe_seqs(self) -> bool:
+    def has_object_wipes(self) -> bool:
         """Whether there are pending requests of objects."""
         return bool(self._unwiped_of)
 
     def for_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
         """Return the pending requests of these objects."""
-        wipings = {
-            wiping.wipe_seq: wiping for name in names for wiping in self._unwiped_of.get(name, ())
+        requests = {
+            request.wipe_seq: request
+            for name in names
+            for request in self._unwiped_of.get(name, ())
         }
-        return list(wipings.values())
+        return list(requests.values())
 
     def for_namespace(self, namespace: str) -> list[WipeRequest]:
         """Return the pending requests of the namespace; "": of any."""
         return [
-            wiping
-            for wiping in self._unwiped.values()
-            if not namespace or namespace in wiping.namespaces
+            request
+            for request in self._unwiped.values()
+            if not namespace or namespace in request.namespaces
         ]
 
     def wipe(
         self,
-        gone: Iterable[StaleExtents],
+        stale_extents: Iterable[StaleExtents],
         free_at_ms: int,
-        ticket: int,
+        reply_id: int,
         reply: calls.Reply,
         earlier: Sequence[WipeRequest],
     ) -> tuple[list[Effect], bool]:
@@ -167,23 +169,25 @@ class SpaceReclaimer:
         lease (on a committed allocation) delays the following ones, which is simpler than a heap.
         Return the effects, and whether there is anything to wait for.
         """
-        removal = PendingRemoval(ticket, reply)
-        wipings = self._new_wipings(gone, free_at_ms, kept=True)
-        self._by_end.extend(wipings)
-        for wiping in wipings:
-            wiping.count()
-        for wiping in dict.fromkeys((*wipings, *earlier)):
-            wiping.removals.append(removal)
-            removal.wipe_seqs += 1
-        return [effect for wiping in wipings for effect in _send(wiping)], removal.wipe_seqs > 0
+        removal = PendingRemoval(reply_id, reply)
+        requests = self._new_requests(stale_extents, free_at_ms, kept=True)
+        self._by_end.extend(requests)
+        for request in requests:
+            request.count()
+        for request in dict.fromkeys((*requests, *earlier)):
+            request.removals.append(removal)
+            removal.unfinished_wipes += 1
+        return [
+            effect for request in requests for effect in _send(request)
+        ], removal.unfinished_wipes > 0
 
-    def clean(self, gone: Iterable[StaleExtents]) -> list[Effect]:
+    def clean(self, stale_extents: Iterable[StaleExtents]) -> list[Effect]:
         """Request wipes of extents that are free, or freed elsewhere."""
         effects: list[Effect] = []
-        for wiping in self._new_wipings(gone, 0):
-            wiping.ended = wiping.released = True
-            self._unclean.setdefault(wiping.segment, {})[wiping.wipe_seq] = wiping
-            effects += _send(wiping)
+        for request in self._new_requests(stale_extents, 0):
+            request.ended = request.released = True
+            self._unclean.setdefault(request.segment, {})[request.wipe_seq] = request
+            effects += _send(request)
         return effects
 
     def wait_for_readers(self, segment: MountedSegment, newest: Version, until_ms: int) -> None:
@@ -193,8 +197,8 @@ class SpaceReclaimer:
             newest: upper bound of the versions stored so far.
             until_ms: not earlier than in any previous call.
         """
-        wiping = self._new(segment, until_ms)
-        self._still_read.append((newest, wiping))
+        request = self._new(segment, until_ms)
+        self._still_read.append((newest, request))
 
     def still_read(self, record: ObjectRecord | None) -> list[WipeRequest]:
         """Return placeholder requests of dead segments on which clients may still read an earlier
@@ -202,57 +206,57 @@ class SpaceReclaimer:
         if not self._still_read:
             return []
         if record is None or not record.complete:
-            return [wiping for _, wiping in self._still_read]
+            return [request for _, request in self._still_read]
         version = record.epoch, record.counter
         on = {segment for segment, _ in record.extents()}
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
     def add_reader(self, readers: Iterable[WipeRequest], name: Name) -> None:
         """Record that readers of these requests may read a removed version (``being_read``)."""
-        for wiping in readers:
-            wipings = self._unwiped_of.setdefault(name, [])
-            if wiping not in wipings:
-                wipings.append(wiping)
-                wiping.names.append(name)
+        for request in readers:
+            requests = self._unwiped_of.setdefault(name, [])
+            if request not in requests:
+                requests.append(request)
+                request.names.append(name)
 
     def being_read(self, name: Name) -> list[WipeRequest]:
         """Return pending requests of ended versions that may still have leases."""
-        wipings = self._unwiped_of.get(name)
-        return [wiping for wiping in wipings if not wiping.ended] if wipings else []
+        requests = self._unwiped_of.get(name)
+        return [request for request in requests if not request.ended] if requests else []
 
-    def keep_removal_watermark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
+    def keep_removal_watermark(self, segment: MountedSegment, watermark: Version) -> list[Effect]:
         """Request the node to store the watermark, after all earlier requests."""
-        wiping = self._new(segment)
-        wiping.removal_watermark = mark
-        wiping.ended = wiping.released = True
-        self._unclean.setdefault(segment, {})[wiping.wipe_seq] = wiping
-        return _send(wiping)
+        request = self._new(segment)
+        request.removal_watermark = watermark
+        request.ended = request.released = True
+        self._unclean.setdefault(segment, {})[request.wipe_seq] = request
+        return _send(request)
 
     def unmarked(self) -> list[WipeRequest]:
         """Return the pending requests to store a watermark."""
         return [
-            wiping
-            for wipings in self._unclean.values()
-            for wiping in wipings.values()
-            if wiping.removal_watermark != NO_VERSION
+            request
+            for requests in self._unclean.values()
+            for request in requests.values()
+            if request.removal_watermark != NO_VERSION
         ]
 
-    def clean_ahead(self, gone: Iterable[StaleExtents]) -> list[Effect]:
+    def clean_ahead(self, stale_extents: Iterable[StaleExtents]) -> list[Effect]:
         """Request wipes and free the extents afterwards."""
-        wipings = self._new_wipings(gone, 0)
-        for wiping in wipings:
-            wiping.ended = wiping.ahead = True
-            wiping.count()
-        return [effect for wiping in wipings for effect in _send(wiping)]
+        requests = self._new_requests(stale_extents, 0)
+        for request in requests:
+            request.ended = request.ahead = True
+            request.count()
+        return [effect for request in requests for effect in _send(request)]
 
     def pending_wipes(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
         """Return the requests to complete before these segments' free extents are written."""
         if not self._unclean:
             return []
         return [
-            wiping
+            request
             for segment in dict.fromkeys(segments)
-            for wiping in self._unclean.get(segment, {}).values()
+            for request in self._unclean.get(segment, {}).values()
         ]
 
     def free_unclaimed(self, segment: MountedSegment, offset: int, length: int) -> None:
@@ -270,183 +274,187 @@ class SpaceReclaimer:
         for segment, waiting in list(self._unzeroed.items()):
             if segment in self._zeroing or segment.usable_at_ms > now_ms:
                 continue
-            wiping = self._new(segment)
-            wiping.ended = True
-            room = ZERO_BYTES
-            while waiting and room and len(wiping.offsets) < WIPES_PER_ORDER:
+            request = self._new(segment)
+            request.ended = True
+            budget = ZERO_BYTES
+            while waiting and budget and len(request.offsets) < WIPES_PER_REQUEST:
                 offset, length = waiting.popleft()
-                if length > room:
-                    waiting.appendleft((offset + room, length - room))
-                    length = room
-                room -= length
-                wiping.offsets.append(offset)
-                wiping.lengths.append(length)
-                wiping.zeroed.append(length)
-                wiping.epochs.append(0)  # no header has this version
-                wiping.counters.append(0)
+                if length > budget:
+                    waiting.appendleft((offset + budget, length - budget))
+                    length = budget
+                budget -= length
+                request.offsets.append(offset)
+                request.lengths.append(length)
+                request.zeroed.append(length)
+                request.epochs.append(0)  # no header has this version
+                request.counters.append(0)
             if not waiting:
                 del self._unzeroed[segment]
-            self._zeroing[segment] = wiping.wipe_seq
-            effects += _send(wiping)
+            self._zeroing[segment] = request.wipe_seq
+            effects += _send(request)
         return effects
 
-    def _return_extents(self, wiping: WipeRequest) -> None:
+    def _return_extents(self, request: WipeRequest) -> None:
         """Free the extents of a done and ended request, or have them zeroed first."""
-        segment = wiping.segment
-        if not segment.zeroes or not segment.alive or any(wiping.zeroed):
-            wiping.free()
-        elif wiping.offsets:
+        segment = request.segment
+        if not segment.zeroes or not segment.alive or any(request.zeroed):
+            request.free()
+        elif request.offsets:
             waiting = self._unzeroed.setdefault(segment, deque())
-            waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
+            waiting.extend(zip(request.offsets, request.lengths, strict=True))
 
     def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> WipeRequest:
         self.last_order += 1
-        wiping = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
-        return wiping
+        request = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
+        return request
 
-    def _new_wipings(
-        self, gone: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
+    def _new_requests(
+        self, stale_extents: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
     ) -> list[WipeRequest]:
         """``kept``: see ``StaleExtents``, for all of them."""
-        wipings: list[WipeRequest] = []
-        open_wipings: dict[MountedSegment, WipeRequest] = {}
-        for residue in gone:
-            length = extent_bytes(residue.size)
-            version = Version(residue.epoch, residue.counter)
-            for segment, offset in residue.extents:
+        requests: list[WipeRequest] = []
+        open_requests: dict[MountedSegment, WipeRequest] = {}
+        for stale in stale_extents:
+            length = extent_bytes(stale.size)
+            version = Version(stale.epoch, stale.counter)
+            for segment, offset in stale.extents:
                 if not segment.alive:
-                    if residue.forbid:
+                    if stale.forbid:
                         self._tombstones.add_version(version)
                     continue
-                wiping = open_wipings.get(segment)
-                if wiping is None or len(wiping.offsets) == WIPES_PER_ORDER:
-                    wiping = open_wipings[segment] = self._new(segment, free_at_ms)
-                    wipings.append(wiping)
-                if residue.name is not None:
-                    wiping.names.append(residue.name)
-                    wiping.namespaces.add(residue.name[0])
-                    self._unwiped_of.setdefault(residue.name, []).append(wiping)
-                wiping.free_at_ms = max(wiping.free_at_ms, residue.lease_until_ms)
-                wiping.offsets.append(offset)
-                wiping.lengths.append(length)
-                wiping.epochs.append(residue.epoch)
-                wiping.counters.append(residue.counter)
+                request = open_requests.get(segment)
+                if request is None or len(request.offsets) == WIPES_PER_REQUEST:
+                    request = open_requests[segment] = self._new(segment, free_at_ms)
+                    requests.append(request)
+                if stale.name is not None:
+                    request.names.append(stale.name)
+                    request.namespaces.add(stale.name[0])
+                    self._unwiped_of.setdefault(stale.name, []).append(request)
+                request.free_at_ms = max(request.free_at_ms, stale.lease_until_ms)
+                request.offsets.append(offset)
+                request.lengths.append(length)
+                request.epochs.append(stale.epoch)
+                request.counters.append(stale.counter)
                 if segment.zeroes:
-                    wiping.zeroed.append(0 if kept or residue.kept else length)
-                if residue.forbid:
-                    wiping.forbidden.append(version)
-                wiping.writers.update(dict.fromkeys(residue.writers))
-        return wipings
+                    request.zeroed.append(0 if kept or stale.kept else length)
+                if stale.forbid:
+                    request.forbidden.append(version)
+                request.writers.update(dict.fromkeys(stale.writers))
+        return requests
 
     def hold_removals(self, segment: MountedSegment) -> None:
         """Make removals wait for this segment until ``release_held``."""
-        self._held[segment] = WipeRequest(0, segment, 0)
+        self._placeholders[segment] = WipeRequest(0, segment, 0)
 
     def held_removals(self) -> list[WipeRequest]:
         """Return a placeholder request for each segment that removals must wait for."""
-        return list(self._held.values())
+        return list(self._placeholders.values())
 
     def release_held(self, segment: MountedSegment) -> list[Effect]:
         """Make the removals that waited for this segment wait for its pending requests instead."""
-        held = self._held.pop(segment)
-        for wiping in self.pending_wipes((segment,)):
-            wiping.add(held.removals)
-        for removal in held.removals:
-            removal.wipe_seqs -= 1
+        placeholder = self._placeholders.pop(segment)
+        for request in self.pending_wipes((segment,)):
+            request.add(placeholder.removals)
+        for removal in placeholder.removals:
+            removal.unfinished_wipes -= 1
         return [
-            SendReply(done.reply_id, done.reply) for done in held.removals if not done.wipe_seqs
+            SendReply(done.reply_id, done.reply)
+            for done in placeholder.removals
+            if not done.unfinished_wipes
         ]
 
-    def wiped(self, order: int) -> list[Effect]:
+    def wiped(self, wipe_seq: int) -> list[Effect]:
         """Complete a request that the node has done, or whose segment is dead."""
-        wiping = self._unwiped.pop(order, None)
-        if wiping is None:
+        request = self._unwiped.pop(wipe_seq, None)
+        if request is None:
             return []
-        wiping.wiped = True
-        if wiping.released:
-            unclean = self._unclean[wiping.segment]
-            del unclean[order]
-            if not unclean:
-                del self._unclean[wiping.segment]
-        elif wiping.ended:
-            self._return_extents(wiping)
-        if self._zeroing.get(wiping.segment) == order:
-            del self._zeroing[wiping.segment]
-            wiping.segment.unready = False
-        if wiping.ahead:
-            wiping.segment.wiping_bytes -= sum(wiping.lengths)
-        for name in wiping.names:
-            wipings = self._unwiped_of[name]
-            wipings.remove(wiping)
-            if not wipings:
+        request.wiped = True
+        if request.released:
+            pending = self._unclean[request.segment]
+            del pending[wipe_seq]
+            if not pending:
+                del self._unclean[request.segment]
+        elif request.ended:
+            self._return_extents(request)
+        if self._zeroing.get(request.segment) == wipe_seq:
+            del self._zeroing[request.segment]
+            request.segment.unready = False
+        if request.ahead:
+            request.segment.wiping_bytes -= sum(request.lengths)
+        for name in request.names:
+            requests = self._unwiped_of[name]
+            requests.remove(request)
+            if not requests:
                 del self._unwiped_of[name]
-        for removal in wiping.removals:
-            removal.wipe_seqs -= 1
+        for removal in request.removals:
+            removal.unfinished_wipes -= 1
         return [
-            SendReply(done.reply_id, done.reply) for done in wiping.removals if not done.wipe_seqs
+            SendReply(done.reply_id, done.reply)
+            for done in request.removals
+            if not done.unfinished_wipes
         ]
 
     def waiting_for(self, segment: MountedSegment) -> list[PendingRemoval]:
         """Return the removals that wait for requests or the inventory of this segment."""
-        wipings = self._on(segment)
-        if segment in self._held:
-            wipings.append(self._held[segment])
-        return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
+        requests = self._pending_on(segment)
+        if segment in self._placeholders:
+            requests.append(self._placeholders[segment])
+        return list(dict.fromkeys(removal for request in requests for removal in request.removals))
 
     def wait_for_other_segments(
         self, removals: Sequence[PendingRemoval], lost: MountedSegment
     ) -> None:
         """Make removals wait for watermarks and inventories of segments except ``lost``."""
-        for wiping in (*self.held_removals(), *self.unmarked()):
-            if wiping.segment is not lost:
-                wiping.add(removals)
+        for request in (*self.held_removals(), *self.unmarked()):
+            if request.segment is not lost:
+                request.add(removals)
 
     def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
         """Reply to these removals with an error."""
         failed = set(removals)
-        for wiping in (*self._unwiped.values(), *self._held.values()):
-            wiping.removals = [each for each in wiping.removals if each not in failed]
+        for request in (*self._unwiped.values(), *self._placeholders.values()):
+            request.removals = [each for each in request.removals if each not in failed]
         return [SendReply(removal.reply_id, error) for removal in removals]
 
-    def segment_of(self, order: int) -> MountedSegment | None:
-        wiping = self._unwiped.get(order)
-        return None if wiping is None else wiping.segment
+    def segment_of(self, wipe_seq: int) -> MountedSegment | None:
+        request = self._unwiped.get(wipe_seq)
+        return None if request is None else request.segment
 
     def unanswered(self, now_ms: int, patience_ms: int) -> list[MountedSegment]:
         """Return live segments with a request pending for ``patience_ms``, to one call interval."""
-        ordered = self._ordered
-        if not ordered or ordered[-1][1] != self.last_order:
-            ordered.append((now_ms, self.last_order))
-        while len(ordered) > 1 and ordered[1][0] + patience_ms <= now_ms:
-            ordered.popleft()
-        since_ms, last = ordered[0]
+        checkpoints = self._checkpoints
+        if not checkpoints or checkpoints[-1][1] != self.last_order:
+            checkpoints.append((now_ms, self.last_order))
+        while len(checkpoints) > 1 and checkpoints[1][0] + patience_ms <= now_ms:
+            checkpoints.popleft()
+        since_ms, last = checkpoints[0]
         if since_ms + patience_ms > now_ms:
             return []
-        late = takewhile(lambda wiping: wiping.wipe_seq <= last, self._unwiped.values())
-        return [wiping.segment for wiping in late if wiping.segment.alive]
+        overdue = takewhile(lambda request: request.wipe_seq <= last, self._unwiped.values())
+        return [request.segment for request in overdue if request.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
         """Send again the requests that a node may have missed while its stream was broken."""
-        return [effect for wiping in self._on(segment) for effect in _send(wiping)]
+        return [effect for request in self._pending_on(segment) for effect in _send(request)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:
-        unwiped = self._on(segment)
-        for wiping in unwiped:
-            for version in wiping.forbidden:
+        unwiped = self._pending_on(segment)
+        for request in unwiped:
+            for version in request.forbidden:
                 self._tombstones.add_version(version)
-        ended = [wiping for wiping in unwiped if wiping.ended]
+        ended = [request for request in unwiped if request.ended]
         self._unzeroed.pop(segment, None)
-        return [effect for wiping in ended for effect in self.wiped(wiping.wipe_seq)]
+        return [effect for request in ended for effect in self.wiped(request.wipe_seq)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
         """Free one request's extents after its leases. Return whether there was one."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
-        wiping = self._by_end.popleft()
-        wiping.ended = True
-        if wiping.wiped:
-            self._return_extents(wiping)
-        return ([] if wiping.segment.alive else self.wiped(wiping.wipe_seq)), True
+        request = self._by_end.popleft()
+        request.ended = True
+        if request.wiped:
+            self._return_extents(request)
+        return ([] if request.segment.alive else self.wiped(request.wipe_seq)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
         """Stop waiting for readers of segments that died long enough ago."""
@@ -455,10 +463,10 @@ class SpaceReclaimer:
             effects += self.wiped(self._still_read.popleft()[1].wipe_seq)
         return effects
 
-    def _on(self, segment: MountedSegment) -> list[WipeRequest]:
-        return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]
+    def _pending_on(self, segment: MountedSegment) -> list[WipeRequest]:
+        return [request for request in self._unwiped.values() if request.segment is segment]
 
 
-def _send(wiping: WipeRequest) -> list[Effect]:
-    session = wiping.segment.node.session
-    return [] if session is None else [SendToNode(session, wiping.to_message())]
+def _send(request: WipeRequest) -> list[Effect]:
+    session = request.segment.node.session
+    return [] if session is None else [SendToNode(session, request.to_message())]

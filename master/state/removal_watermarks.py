@@ -74,19 +74,21 @@ class RemovalWatermarks:
         """Return whether the segment missed a removal by an earlier master."""
         return segment.offer.uuid in self._outdated or segment.offer.removal_watermark < self._found
 
-    def node_joined(self, session: int, name: str, mark: Version) -> None:
+    def node_joined(self, session: int, name: str, watermark: Version) -> None:
         """Process the watermark of a joining node, which is trusted: no other may have been present
         at a removal. Nodes with an older one must join again, and their claims are rejected."""
         common = self._common
-        if mark.epoch >= common.epoch or mark <= self._found:
+        if watermark.epoch >= common.epoch or watermark <= self._found:
             return
-        self._found = mark
-        self._newest = max(self._newest, mark)
-        fields = {"epoch": mark.epoch, "number": mark.counter}
+        self._found = watermark
+        self._newest = max(self._newest, watermark)
+        fields = {"epoch": watermark.epoch, "number": watermark.counter}
         common.effect(LogClusterEvent("removal_watermark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
-            older = [s for s in segments if s.offer.removal_watermark < mark and not s.offer.fresh]
+            older = [
+                s for s in segments if s.offer.removal_watermark < watermark and not s.offer.fresh
+            ]
             if older and node.session != session:
                 self._outdated.update(segment.offer.uuid for segment in older)
                 common.membership.declare_dead(node, "outdated")

@@ -36,22 +36,22 @@ HIDE_STEPS = 4_096
 
 class RemovalHandler:
     def __init__(
-        self, common: StateContext, marks: RemovalWatermarks, granting: GrantManager
+        self, common: StateContext, watermarks: RemovalWatermarks, granting: GrantManager
     ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._reclaim = common.reclaim
-        self._marks = marks
+        self._watermarks = watermarks
         self._granting = granting
 
     # --- calls --------------------------------------------------------------------------------
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
         """Raise UnavailableError if no joined node can record the removal."""
-        self._check_remembered()
+        self._check_recordable()
         removed = bytearray(len(request.keys))
-        gone: list[StaleExtents] = []
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
@@ -61,17 +61,17 @@ class RemovalHandler:
             self._reclaim.add_reader(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
                 removed[index] = self._pool.is_stored(record, now_ms)
-                gone.append(StaleExtents.of(record))
+                stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
             self._common.add_tombstone(request.namespace, key)
-        self._common.counters["removed_objects"] += len(gone)
+        self._common.counters["removed_objects"] += len(stale)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.RemoveReply(bytes(removed))
-        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
+        return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
         """Raise UnavailableError if no joined node can record the removal."""
-        self._check_remembered()
+        self._check_recordable()
         namespace = request.namespace
         if namespace:
             table = self._forest.table(namespace)
@@ -79,7 +79,7 @@ class RemovalHandler:
         else:
             tables = self._forest.namespaces.values()
         chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
-        gone: list[StaleExtents] = []
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         copied = self._granting.copied(namespace)
@@ -89,21 +89,21 @@ class RemovalHandler:
             if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
                 self._reclaim.add_reader(readers, (record.namespace, record.key))
-                gone.append(StaleExtents.of(record))
+                stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
-        self._common.counters["removed_objects"] += len(gone)
+        self._common.counters["removed_objects"] += len(stale)
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
         self._common.add_tombstone(namespace, None)
         earlier = [*self._reclaim.for_namespace(namespace), *self._elsewhere()]
         earlier += self._reclaim.still_read(None)
-        reply = calls.ClearReply(len(gone), remaining)
-        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
+        reply = calls.ClearReply(len(stale), remaining)
+        return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:
         """Remove the reported objects without waiting for the wipe. An object with another replica
         stays, and that replica is read first."""
-        bad: dict[ObjectRecord, set[MountedSegment]] = {}
+        corrupt: dict[ObjectRecord, set[MountedSegment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
             record = self._forest.get(request.namespace, key)
@@ -111,25 +111,25 @@ class RemovalHandler:
                 continue
             for segment, _ in record.extents():
                 if segment.alive and segment.offer.uuid == uuid:
-                    bad.setdefault(record, set()).add(segment)
-        gone: list[StaleExtents] = []
+                    corrupt.setdefault(record, set()).add(segment)
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         counters = self._common.counters
         self._common.changing = True
-        for record, segments in bad.items():
+        for record, segments in corrupt.items():
             if record.segment is None:
                 continue  # already deleted with an earlier record
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             counters["corrupt_replicas"] += len(segments)
-            self._common.effect(_notice(record, segments))
+            self._common.effect(_corrupt_event(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
-                gone.append(StaleExtents.of(record, forbid=True))
+                stale.append(StaleExtents.of(record, forbid=True))
                 self._pool.remove(record, steps_max)
             else:
                 self._pool.demote(record, segments)
-        counters["corrupt_objects"] += len(gone)
-        reply = calls.ReportCorruptReply(len(gone))
-        self._common.reply_when_wiped(now_ms, gone, reply)
+        counters["corrupt_objects"] += len(stale)
+        reply = calls.ReportCorruptReply(len(stale))
+        self._common.reply_when_wiped(now_ms, stale, reply)
         return reply
 
     def replace(
@@ -166,10 +166,10 @@ class RemovalHandler:
 
     def _elsewhere(self) -> list[WipeRequest]:
         """Return pending inventories and watermarks: other memory may hold the object."""
-        self._marks.advance()
+        self._watermarks.advance()
         return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 
-    def _check_remembered(self) -> None:
+    def _check_recordable(self) -> None:
         """Raise UnavailableError if no memory can record the removal."""
         if not self._pool.segments:
             raise unrecorded_removal_error()
@@ -179,15 +179,15 @@ class RemovalHandler:
     def free(self, now_ms: int) -> None:
         """Free the extents of one request whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
-        effects, may_go_on = self._reclaim.end_next(now_ms)
+        effects, has_more = self._reclaim.end_next(now_ms)
         self._common.effects += effects
         self._common.effects += self._reclaim.request_zeroing(now_ms)
-        self._common.jobs.note(FREE, may_go_on)
-        if may_go_on:
+        self._common.jobs.note(FREE, has_more)
+        if has_more:
             self._common.space_freed()
 
 
-def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:
+def _corrupt_event(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:
     nodes = ",".join(segment.node.name for segment in segments)
     key_hex = record.key.hex()
     return LogClusterEvent(

@@ -44,9 +44,9 @@ class ReplicationPlanner:
         self._repairs = repairs
         self._targets: tuple[int, list[MountedSegment]] = NEVER_MS, []
         """Time and result of the last search for segments with space for copies, emptiest first."""
-        self._told_short = 0
+        self._logged_short = 0
         """Last logged numbers of under-replicated and of repaired objects."""
-        self._told_repaired = 0
+        self._logged_repaired = 0
 
     def start_moves(
         self, now_ms: int, request: calls.StartMoves
@@ -76,42 +76,42 @@ class ReplicationPlanner:
         )
         common.changing = True
         puts: list[CopyGrant] = []
-        goes_to: dict[ObjectRecord, MountedSegment] = {}
-        left = left_bytes = waits = 0
+        destinations: dict[ObjectRecord, MountedSegment] = {}
+        remaining = remaining_bytes = deferred = 0
         alive = common.membership.alive_segments(now_ms)
-        room_comes = not all(segment.usable(now_ms) for segment in alive)  # after a restart
+        space_expected = not all(segment.usable(now_ms) for segment in alive)  # after a restart
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
                 continue  # evicted from another node for an earlier object
-            room = self._allocate_move_target(now_ms, record, goes_to, request)
-            if isinstance(room, AllocationFailure):
-                if room.may_retry or room_comes:
-                    waits += was_found
+            allocated = self._allocate_move_target(now_ms, record, destinations, request)
+            if isinstance(allocated, AllocationFailure):
+                if allocated.may_retry or space_expected:
+                    deferred += was_found
                 else:
-                    left += was_found
-                    left_bytes += record.size * was_found
+                    remaining += was_found
+                    remaining_bytes += record.size * was_found
                 continue
             client, missing = request.client_number, repair_queue.missing(record)
-            puts.append(self._granting.copy(now_ms, record, room, client, missing=missing))
-            goes_to[record] = room[0][0]
+            puts.append(self._granting.copy(now_ms, record, allocated, client, missing=missing))
+            destinations[record] = allocated[0][0]
         self._granting.release_copies([put for put in puts if not self._granting.unexpired(put)])
         puts = [put for put in puts if self._granting.unexpired(put)]
         next_cursor = page.next_cursor
         if not puts and next_cursor == request.cursor:
             next_cursor += 1  # no space for the root of a long chain
-            if room_comes:
-                waits += 1  # the tip of that chain
+            if space_expected:
+                deferred += 1  # the tip of that chain
             else:
-                left += 1
-        return self._started(
+                remaining += 1
+        return self._moves_reply(
             now_ms,
             puts,
             common.placements([put.record for put in puts], now_ms),
             next_cursor=next_cursor,
-            skipped=page.skipped + waits,
-            left=left,
-            left_bytes=left_bytes,
+            skipped=page.skipped + deferred,
+            remaining=remaining,
+            remaining_bytes=remaining_bytes,
             evicted=common.counters["evicted_objects"] - evicted,
         )
 
@@ -119,7 +119,7 @@ class ReplicationPlanner:
         self,
         now_ms: int,
         record: ObjectRecord,
-        goes_to: dict[ObjectRecord, MountedSegment],
+        destinations: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
     ) -> list[Extent] | AllocationFailure:
         """Allocate extents to move the object to, next to its parent if possible. Evict only less
@@ -127,15 +127,15 @@ class ReplicationPlanner:
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
-            near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
+            near = destinations.get(parent) or next(s for s, _ in parent.extents() if s.alive)
         replicas = sum(segment.alive for segment, _ in record.extents())
         victims = EvictionConstraint(record.last_used_ms, request.evict_up_to)
-        taken = self._granting.reserve(
+        allocated = self._granting.reserve(
             now_ms, [record.size], replicas, near=near, victims=victims, avoid=request.avoid
         )
-        return taken if isinstance(taken, AllocationFailure) else taken[0]
+        return allocated if isinstance(allocated, AllocationFailure) else allocated[0]
 
-    def _started(
+    def _moves_reply(
         self,
         now_ms: int,
         puts: list[CopyGrant],
@@ -143,8 +143,8 @@ class ReplicationPlanner:
         *,
         next_cursor: int = 0,
         skipped: int = 0,
-        left: int = 0,
-        left_bytes: int = 0,
+        remaining: int = 0,
+        remaining_bytes: int = 0,
         evicted: int = 0,
         keeps_version: bool = False,
     ) -> calls.StartMovesReply | DeferredReply:
@@ -154,8 +154,8 @@ class ReplicationPlanner:
         reply = calls.StartMovesReply(
             next_cursor=next_cursor,
             skipped=skipped,
-            remaining=left,
-            remaining_bytes=left_bytes,
+            remaining=remaining,
+            remaining_bytes=remaining_bytes,
             evicted=evicted,
             namespaces=[record.namespace for record in records],
             keys=[record.key for record in records],
@@ -203,9 +203,9 @@ class ReplicationPlanner:
         common.jobs.note(SCAN, False)
         short, repaired = repairs.found, common.counters["repaired_objects"]
         self._pool.short_objects = short
-        if (short, repaired) != (self._told_short, self._told_repaired):
-            done = repaired - self._told_repaired
-            self._told_short, self._told_repaired = short, repaired
+        if (short, repaired) != (self._logged_short, self._logged_repaired):
+            done = repaired - self._logged_repaired
+            self._logged_short, self._logged_repaired = short, repaired
             common.effect(LogClusterEvent("replicas_missing", {"objects": short, "repaired": done}))
 
     def _space_for_copies(self, now_ms: int) -> list[MountedSegment]:
@@ -240,11 +240,11 @@ class ReplicationPlanner:
         self._targets = NEVER_MS, []
         avoid = set(request.avoid)
         usable = [s for s in self._space_for_copies(now_ms) if s.offer.uuid not in avoid]
-        roomy = dict.fromkeys(usable)
+        targets = dict.fromkeys(usable)
         self._common.changing = True
         puts: list[CopyGrant] = []
         size = steps = 0
-        while roomy and len(puts) < request.limit and steps < REPAIR_STEPS:
+        while targets and len(puts) < request.limit and steps < REPAIR_STEPS:
             record = repairs.next(node.name)
             if record is None:
                 break
@@ -257,9 +257,9 @@ class ReplicationPlanner:
                     or len(self._common.pending) >= pending_max
                 ):
                     repairs.enqueue(record)
-                    roomy = {}
+                    targets = {}
                     break
-                put = self._grant_repair(now_ms, node, each, roomy, request.client_number)
+                put = self._grant_repair(now_ms, node, each, targets, request.client_number)
                 if put is not None:
                     puts.append(put)
                     size += each.size
@@ -273,30 +273,30 @@ class ReplicationPlanner:
             segments=[extent[0].segment_id for extent in extents if extent is not None],
             offsets=[extent[1] for extent in extents if extent is not None],
         )
-        return self._started(now_ms, puts, sources, keeps_version=True)
+        return self._moves_reply(now_ms, puts, sources, keeps_version=True)
 
     def _chain_to_repair(self, record: ObjectRecord) -> list[ObjectRecord]:
         """Return ``record`` and its near under-replicated ancestors, root first."""
-        is_there = self._forest.get(record.namespace, record.key) is record
-        if not is_there or not repair_queue.missing(record):
+        is_stored = self._forest.get(record.namespace, record.key) is record
+        if not is_stored or not repair_queue.missing(record):
             return []
-        line = [record]
+        chain = [record]
         copies = self._granting.copies
-        above = record.parent
+        ancestor = record.parent
         for _ in range(REPAIR_ANCESTORS):
-            if above is None:
+            if ancestor is None:
                 break
-            if repair_queue.missing(above) and (above.namespace, above.key) not in copies:
-                line.append(above)
-            above = above.parent
-        return line[::-1]
+            if repair_queue.missing(ancestor) and (ancestor.namespace, ancestor.key) not in copies:
+                chain.append(ancestor)
+            ancestor = ancestor.parent
+        return chain[::-1]
 
     def _grant_repair(
         self,
         now_ms: int,
         node: JoinedNode,
         record: ObjectRecord,
-        roomy: dict[MountedSegment, None],
+        targets: dict[MountedSegment, None],
         client_number: int,
     ) -> CopyGrant | None:
         """Grant space for one more replica of the object, if this node can copy it now."""
@@ -312,8 +312,10 @@ class ReplicationPlanner:
         parent = record.parent
         near = None
         if parent is not None and parent.more:  # next to a further replica of its parent
-            near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
-        extent = self._pool.space_for_copy(record, roomy, near)
+            near = next(
+                (s for s, _ in parent.extents() if s in targets and s.node is not node), None
+            )
+        extent = self._pool.space_for_copy(record, targets, near)
         if extent is None:
             self._repairs.note_deferred = True
             return None
@@ -352,8 +354,8 @@ class ReplicationPlanner:
         if _extent_on(extent[0].node, record) is not None:
             return False
         uuid = extent[0].offer.uuid
-        gone = [each for each in record.extents() if not each[0].alive]
-        instead_of = next((each for each in gone if each[0].offer.uuid == uuid), None)
+        dead_extents = [each for each in record.extents() if not each[0].alive]
+        instead_of = next((each for each in dead_extents if each[0].offer.uuid == uuid), None)
         if instead_of is None:
             instead_of = repair_queue.find_repairable_placeholder(
                 record, now_ms - self._common.rules.lease_ms
