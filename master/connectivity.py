@@ -29,7 +29,6 @@ AT_ONCE: Final = 4
 """Concurrent probes, each in a thread: all nodes join when a master starts."""
 
 Reach = Callable[[Sequence[SegmentInfo]], Awaitable[str]]
-"""Type of ``ConnectivityProbe.__call__``."""
 
 
 class ConnectivityProbe:

@@ -36,7 +36,6 @@ SLOW_S = 0.1
 """Traced calls that take longer are logged."""
 
 _TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
-"""Trace of the current call."""
 
 
 class RpcService(Protocol):
@@ -79,8 +78,6 @@ class RpcStats:
 
 
 class Dispatcher:
-    """Decodes calls, passes them to the service and encodes the replies."""
-
     def __init__(self, service: RpcService) -> None:
         self.service = service
         """Handles the calls; replaceable between two calls."""

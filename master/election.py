@@ -71,7 +71,6 @@ class Election:
         self._terms = terms
         self._role = ElectionStateMachine()
         self._named: str | None = None
-        """The last logged leader."""
         self._etcd_fails = False
         self._counters = {"elections_won": 0, "leadership_lost": 0, "etcd_failures": 0}
 

@@ -27,7 +27,6 @@ class FairScheduler:
     """Schedules calls by identity. Threads: the loop's."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock`` returns seconds."""
         self._clock = clock
         self._used: dict[str, float] = {}
         """Seconds used by identities in this round."""
@@ -36,7 +35,6 @@ class FairScheduler:
         self._is_due = False
 
     def slice_used_up(self, identity: str) -> bool:
-        """Return whether the identity has used its slice of this round."""
         return self._used.get(identity, 0.0) >= SLICE_S
 
     def run_timed(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:

@@ -105,8 +105,6 @@ class SnapshotSource(Protocol):
 
 
 class Source(Protocol):
-    """A term of the master: the source of events and snapshots."""
-
     @property
     def epoch(self) -> int: ...
 
@@ -151,7 +149,6 @@ class MasterChannel:
         self._send_position()
 
     def changed(self) -> None:
-        """Schedule sending of new events."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
@@ -191,7 +188,7 @@ class MasterChannel:
             self.dropped += count
             self._missed = True
 
-    # --- surveys --------------------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------
 
     def _send_page(self, source: Source) -> None:
         """Send the next requested batch, after all events so far."""
@@ -309,8 +306,6 @@ class MasterChannel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """A frame as received by the child."""
-
     kind: int
     number: int
     """Number of the snapshot or query replied to; 0: events."""
@@ -330,8 +325,6 @@ class SnapshotPage(NamedTuple):
 
 
 class ActiveSnapshot(NamedTuple):
-    """A snapshot requested by the child."""
-
     number: int
     epoch: int
 

@@ -98,8 +98,6 @@ Action = (
 
 
 class LeaderKey(NamedTuple):
-    """The leader according to etcd."""
-
     address: str
     lease_id: int
     revision: int
@@ -107,17 +105,13 @@ class LeaderKey(NamedTuple):
 
 
 class ElectionStateMachine:
-    """State machine of one process, for its lifetime."""
-
     def __init__(self) -> None:
         self.epoch = 0
-        """Epoch of the current or last term."""
         self.until = 0.0
         """This master may act as the leader only before this time; 0: it does not lead."""
         self.epoch_least = 0
         """Lowest epoch of the next term; nodes know a master of the previous one."""
         self.leader: LeaderKey | None = None
-        """The last other leader."""
         self._leading = False
         self._why = ""
         """Reason for stepping down, until ``StepDown`` is returned."""
@@ -125,7 +119,6 @@ class ElectionStateMachine:
         """The etcd revision at which ``leader`` is known; 0: ``ReadLeader`` first."""
         self._lease_id = 0
         self._stale: list[int] = []
-        """Leases to revoke."""
         self._ttl_s = 0.0
         self._requested_at = 0.0
         """Time of the last ``next_action``; its request is sent later."""
@@ -166,8 +159,6 @@ class ElectionStateMachine:
         if self.leader is not None:
             return WatchLeader(self._revision)
         return Campaign(self._lease_id) if self._lease_id else AcquireLease()
-
-    # --- reports ------------------------------------------------------------------------------
 
     def on_leader_read(self, leader: LeaderKey | None, revision: int) -> None:
         """Report ``ReadLeader``: the leader at that revision."""
@@ -233,7 +224,6 @@ class ElectionStateMachine:
         return lease_id
 
     def _end(self) -> None:
-        """Return to following, without a lease."""
         if self._lease_id:
             self._stale.append(self._lease_id)
         self._leading = False

@@ -22,8 +22,6 @@ two. An honest node reports a second later epoch only after clocks were set back
 
 
 class SupersededEpochs:
-    """Reports to one master process over its lifetime."""
-
     def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
         self._random = random
         self._ends = TokenBuckets(1, 1 / every_s, keys_max=1)

@@ -23,7 +23,7 @@ class TenantsFileWatcher:
     """Applies changes of the tenants file. Threads: the loop's."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError if the file is not usable."""
+        """Raise ConfigError if the file is not usable."""
 
         def load() -> _Tenants:
             rules = load_tenants(path)
@@ -41,7 +41,6 @@ class TenantsFileWatcher:
 
     @property
     def rules(self) -> Sequence[TenantRule]:
-        """The last usable rules."""
         return self._applied.rules
 
     async def follow(self, apply: Apply) -> None:

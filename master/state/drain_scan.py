@@ -34,7 +34,6 @@ class DrainPage(NamedTuple):
     """Objects, parents before children, all with the same number of replicas. True: scanned itself
     (once in a pass); False: an ancestor of such an object."""
     skipped: int
-    """Number of objects that are being replaced."""
     next_cursor: int
     """Start of the next batch; 0: none."""
 

@@ -56,7 +56,6 @@ class Forest:
         """Records with bytes, in all namespaces."""
         self.missing = MissingObjects(Counter() if counters is None else counters)
         self.tenants: TenantAccounting | None = None
-        """None without tenants."""
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None without subscribers."""
 
@@ -174,7 +173,6 @@ class Forest:
             yield from table
 
     def scan(self, namespace: str) -> SnapshotScan:
-        """Return a scan of a namespace, or of all for ``""``."""
         if not namespace:
             return SnapshotScan(self.namespaces.values())
         table = self.namespaces.tables.get(namespace)

@@ -40,8 +40,6 @@ class GrantManager:
         self.copies: dict[Name, list[CopyGrant]] = {}
         """Copies in progress by their object; read-only for other parts."""
 
-    # --- granting -----------------------------------------------------------------------------
-
     def reserve(
         self,
         now_ms: int,
@@ -110,7 +108,6 @@ class GrantManager:
         return extents
 
     def _check_puts(self, owner: Tenant, count: int) -> None:
-        """Raise BusyError if the tenant has reached its limit of pending puts."""
         limit = owner.share_of(self._common.rules.pending_puts_max)
         if owner.pending + count > limit:
             owner.refused += 1
@@ -156,7 +153,6 @@ class GrantManager:
         repairs: bool = False,
         missing: int = 0,
     ) -> CopyGrant:
-        """Grant a copy of a complete object."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         put = CopyGrant(token, record, extents, deadline_ms, client_number, repairs, missing)
@@ -188,8 +184,6 @@ class GrantManager:
             for segment, _ in put.extents:
                 until_ms = put.deadline_ms + self._common.rules.quarantine_ms
                 segment.allocated_until_ms = until_ms
-
-    # --- ending -------------------------------------------------------------------------------
 
     def end(self, put: Grant) -> None:
         """Invalidate the token; the caller releases the extents. Idempotent."""
@@ -247,8 +241,6 @@ class GrantManager:
             self._common.space_freed()
         common.effects += common.reclaim.clean(over)
 
-    # --- copies -------------------------------------------------------------------------------
-
     def copied(self, namespace: str) -> list[Name]:
         """Return the objects being copied; "": in all namespaces."""
         return [name for name in self.copies if not namespace or name[0] == namespace]
@@ -259,7 +251,6 @@ class GrantManager:
             self.abandon(put, now_ms)
 
     def unexpired(self, put: CopyGrant) -> bool:
-        """Return whether the copied version is still stored."""
         record = put.record
         return (
             self._common.forest.get(record.namespace, record.key) is record

@@ -38,16 +38,15 @@ class Grant:
         self.length = extent_bytes(size)
         """Bytes of each extent."""
         self.size = size
-        """Payload bytes."""
         self.deadline_ms = deadline_ms
         self.client_number = client_number
 
     def stale_extents(self, epoch: int) -> StaleExtents:
-        """The granted extents, which may hold bytes of the writer."""
+        """Return the granted extents, which may hold bytes of the writer."""
         return StaleExtents(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        """Connections that may still carry bytes; by default all of the client."""
+        """Return the connections that may still carry bytes, by default all of the client."""
         return [(self.client_number, number) for number in connections or (0,)]
 
 
@@ -76,7 +75,6 @@ class ObjectGrant(Grant):
         super().__init__(token, extents, size, deadline_ms, client_number)
         self.record = record
         self.overwrite = overwrite
-        """Whether this version replaces a stored one."""
         self.missing = missing
         """Requested replicas for which there was no node."""
 

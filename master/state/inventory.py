@@ -48,7 +48,6 @@ class InventoryLoad:
     """Inventory of one segment, from its mount until its last claim has been processed."""
 
     def __init__(self, segment: MountedSegment, joined_ms: int, absent_since: int) -> None:
-        """``absent_since``: see ``Tombstones.forbids``."""
         self.segment = segment
         self.absent_since = absent_since
         self.outdated = False
@@ -126,7 +125,6 @@ class InventoryLoad:
         return self._taken.is_free(offset, stop)
 
     def claim_range(self, offset: int, size: int) -> None:
-        """Record an object for which ``fits`` is true."""
         self._taken.add(offset, offset + extent_bytes(size))
 
     def free_gaps(self, free: Callable[[MountedSegment, int, int], None]) -> bool:
@@ -197,7 +195,6 @@ class IntervalSet:
         self._firsts[run] = starts[0]
 
     def behind(self, at: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges that end after ``at``, ascending."""
         first = max(0, bisect_right(self._firsts, at) - 1)
         for run in range(first, len(self._firsts)):
             starts, stops = self._starts[run], self._stops[run]
@@ -220,7 +217,6 @@ class Tombstones:
 
     def __init__(self) -> None:
         self.made = 0
-        """Number of tombstones made so far."""
         self._of: OrderedDict[
             tuple[str, Key | None] | Version, tuple[int, Version, Version | None]
         ] = OrderedDict()

@@ -37,8 +37,6 @@ class InventoryLoader:
     def in_progress(self) -> bool:
         return bool(self._inventories)
 
-    # --- segments -----------------------------------------------------------------------------
-
     def segment_mounted(self, segment: MountedSegment) -> None:
         """Start the inventory of a mounted segment, before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
@@ -67,8 +65,6 @@ class InventoryLoader:
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.is_late(now_ms, patience_ms)]
-
-    # --- claims -------------------------------------------------------------------------------
 
     def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
         """Raise ProtocolError for an unknown segment or more claims than requested."""

@@ -26,8 +26,6 @@ RELEASED_PER_STEP: Final = 1_024
 
 
 class LeaseGroup:
-    """Objects leased under one number."""
-
     __slots__ = ("records", "until_ms")
 
     def __init__(self) -> None:
@@ -44,7 +42,6 @@ class ReaderLeases:
         self._ending: deque[LeaseGroup] = deque()
         """Released or expired groups that some records still count."""
         self._leased = 0
-        """Number of objects in all groups."""
 
     def lease(
         self, now_ms: int, number: int, records: Sequence[ObjectRecord], until_ms: int

@@ -40,11 +40,8 @@ NOTED_MS = 10_000
 
 @dataclass(slots=True)
 class FailureReports:
-    """Reports of one host about one node."""
-
     at_ms: int
     noted_ms: int
-    """Time of the last log entry."""
     source: str
     """Identity and address of the last reporter; empty without an identity."""
 
@@ -79,7 +76,6 @@ class JoinedNode:
     address: str = ""
     """Address of its data port; empty: none."""
     certified: str = ""
-    """See ``SegmentInfo.certified``."""
     unreachable: str = ""
     """Error of the last connectivity probe; empty: none."""
     stored_bytes: int = 0
@@ -102,7 +98,6 @@ class LivenessRules:
 
 
 def record_writer(node: JoinedNode, host: str, now_ms: int) -> None:
-    """Record a grant on the node to a client on ``host``."""
     users = node.users
     if host not in users and len(users) >= HOSTS_MAX:
         del users[next(iter(users))]

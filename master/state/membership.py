@@ -54,7 +54,6 @@ class Membership:
     ) -> None:
         self.nodes: dict[str, JoinedNode] = {}
         self.segments: dict[str, list[MountedSegment]] = {}
-        """Segments by node name."""
         self.dead_nodes = 0
         """Nodes declared dead that neither left nor were dismissed."""
         self.departed_nodes = 0
@@ -72,7 +71,6 @@ class Membership:
         self._gone: dict[bytes, int] = {}
         """Unmounted memory (uuid), and until when owners of allocations may write to it."""
         self._dismissed: dict[bytes, None] = {}
-        """Memory (uuid) of dismissed nodes."""
         self._alive: tuple[int, list[MountedSegment]] | None = None
         """Time and result of the last ``alive_segments``, until something changes."""
 

@@ -68,7 +68,6 @@ class MissingObjects:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._departed: dict[str, _DepartedNode] = {}
-        """Departed nodes by name, oldest first."""
         self._by_memory: dict[bytes, _DepartedNode] = {}
         self._named: dict[Namespace, dict[Key, _MissingEntry]] = {}
         """Missing objects by namespace and key; no empty namespaces."""
@@ -182,7 +181,6 @@ class MissingObjects:
         ]
 
     def _count_as_lost(self, now_ms: int, departed: _DepartedNode) -> None:
-        """Count the missing objects of a node as lost, except expired ones."""
         departed.is_settled = True
         if not departed.missing:
             return

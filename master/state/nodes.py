@@ -37,9 +37,6 @@ class NodeMessageHandler:
         self._copying = copying
         self._sweeping = sweeping
         self._watched_ms = common.started_ms
-        """Time of the last ``_fence_idle``."""
-
-    # --- streams ------------------------------------------------------------------------------
 
     def on_node_join(
         self, now_ms: int, session: int, join: calls.NodeJoin, certified: str = ""
@@ -131,8 +128,6 @@ class NodeMessageHandler:
             common.effect(SupersedeEpoch(epoch))
             raise _joined_later(f"node {node}", epoch, common.epoch)
 
-    # --- calls --------------------------------------------------------------------------------
-
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
         """Check whether this master may serve the client.
 
@@ -185,10 +180,7 @@ class NodeMessageHandler:
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
         return calls.DrainReply(common.epoch, used, pending, node.drained_from)
 
-    # --- time ---------------------------------------------------------------------------------
-
     def tick(self, now_ms: int) -> None:
-        """Declare nodes dead that are silent, or send only heartbeats."""
         self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
@@ -204,8 +196,6 @@ class NodeMessageHandler:
             late.setdefault(segment.node, "unwiped")
         for node, why in late.items():
             self._membership.declare_dead(node, why)
-
-    # --- segments -----------------------------------------------------------------------------
 
     def _apply_membership_changes(self, now_ms: int, *, left: bool = False) -> None:
         """Notify the other parts of changes. ``left``: the node left by itself."""

@@ -21,8 +21,6 @@ from kvstore.memory.header import extent_bytes
 
 
 class _PinnedRecord:
-    """Counts of one record that pins hold."""
-
     __slots__ = ("above", "below", "dropped", "objects", "record", "size")
 
     def __init__(self, record: ObjectRecord) -> None:
@@ -40,21 +38,17 @@ class _PinnedRecord:
 
 
 class PinTable:
-    """All pins of a master."""
-
     def __init__(self, jobs: BackgroundJobs) -> None:
         self._jobs = jobs
         self.ends = ExpiryIndex()
         """Ends of the pins requested by clients."""
         self._shards: list[dict[ObjectRecord, _PinnedRecord]] = [{} for _ in range(TABLE_SHARDS)]
         self.tenants: TenantAccounting | None = None
-        """None without tenants."""
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
         self._ending: deque[_PinnedRecord] = deque()
         """Pins that have ended, or whose last pin below has; they may still be counted."""
         self.objects = 0
-        """Counted objects, in all namespaces."""
         self.size = 0
         """Bytes of memory of the counted objects."""
         self._count_all = 0
@@ -68,7 +62,6 @@ class PinTable:
         return self._held.get(namespace, (0, 0))
 
     def all_pinned(self) -> dict[Namespace, tuple[int, int]]:
-        """Return ``pinned_in`` of all namespaces; read-only."""
         return self._held
 
     def holds(self, record: ObjectRecord) -> bool:
@@ -82,7 +75,6 @@ class PinTable:
         self.ends.set(record, max(end_ms, self.ends.expiry_of(record)))
 
     def _count(self, record: ObjectRecord) -> None:
-        """Count the record and its ancestors."""
         pin = self._new(record)
         above = record.parent
         while above is not None:

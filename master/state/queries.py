@@ -65,8 +65,6 @@ class QueryHandler:
         self._waiting: deque[tuple[int, Caller, Query]] = deque()
         """Reply id, caller and request of the queries that wait for inventories."""
 
-    # --- calls --------------------------------------------------------------------------------
-
     def find(self, now_ms: int, request: Query) -> QueryReply | DeferredReply:
         self._forest.begin_step()
         if request.released:
@@ -163,7 +161,6 @@ class QueryHandler:
     def _objects_under_key(
         self, now_ms: int, namespaces: Sequence[Namespace], key: Key
     ) -> list[ObjectRecord]:
-        """Return the objects of ``key`` in the leading ``namespaces`` that have it."""
         stored: list[ObjectRecord] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
@@ -291,8 +288,6 @@ class QueryHandler:
         self._leases.release(now_ms, request.released)
         return calls.ReleaseReply()
 
-    # --- jobs ---------------------------------------------------------------------------------
-
     def _is_loading_inventories(self, now_ms: int) -> bool:
         age_ms = now_ms - self._common.started_ms
         in_progress = self._returning.in_progress
@@ -306,7 +301,6 @@ class QueryHandler:
         return self._may_wait and (joining or in_progress)
 
     def reply(self, now_ms: int) -> None:
-        """Process a slice of the waiting queries, if they need not wait any more."""
         self._jobs.note(ANSWER, False)
         if not self._waiting or self._is_loading_inventories(now_ms):
             return

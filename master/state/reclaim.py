@@ -57,11 +57,9 @@ class WipeRequest:
     """Versions that get a tombstone if the segment dies before the wipe."""
     wiped: bool = False
     ended: bool = False
-    """Whether the last possible lease has ended."""
     removal_watermark: Version = NO_VERSION
     """Removal watermark to store after the wipe."""
     writers: dict[Writer, None] = field(default_factory=dict)
-    """Connections that the node must close before the wipe."""
     ahead: bool = False
     """Whether the objects were evicted ahead of demand."""
     released: bool = False
@@ -72,7 +70,6 @@ class WipeRequest:
         self.segment.reclaim_bytes += sum(self.lengths)
 
     def add(self, removals: Iterable[PendingRemoval]) -> None:
-        """Make these removals wait for this request."""
         known = set(self.removals)
         new = [removal for removal in removals if removal not in known]
         self.removals += new
@@ -138,7 +135,6 @@ class SpaceReclaimer:
         return bool(self._unwiped_of)
 
     def for_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
-        """Return the pending requests of these objects."""
         requests = {
             request.wipe_seq: request
             for name in names
@@ -410,7 +406,6 @@ class SpaceReclaimer:
                 request.add(removals)
 
     def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
-        """Reply to these removals with an error."""
         failed = set(removals)
         for request in (*self._unwiped.values(), *self._placeholders.values()):
             request.removals = [each for each in request.removals if each not in failed]
@@ -434,7 +429,6 @@ class SpaceReclaimer:
         return [request.segment for request in overdue if request.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
-        """Send again the requests that a node may have missed while its stream was broken."""
         return [effect for request in self._pending_on(segment) for effect in _send(request)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:

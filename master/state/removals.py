@@ -45,8 +45,6 @@ class RemovalHandler:
         self._watermarks = watermarks
         self._granting = granting
 
-    # --- calls --------------------------------------------------------------------------------
-
     def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
         """Raise UnavailableError if no joined node can record the removal."""
         self._check_recordable()
@@ -70,7 +68,6 @@ class RemovalHandler:
         return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
-        """Raise UnavailableError if no joined node can record the removal."""
         self._check_recordable()
         namespace = request.namespace
         if namespace:
@@ -157,8 +154,6 @@ class RemovalHandler:
         earlier = [*self._earlier(names), *still_read]
         return self._common.reply_when_wiped(now_ms, replaced, reply, earlier)
 
-    # --- what removals wait for ---------------------------------------------------------------
-
     def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
         """Return what a removal of these objects waits for: pending wipes of the same objects (it
         may be repeated), and those of ``_elsewhere``."""
@@ -170,14 +165,10 @@ class RemovalHandler:
         return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 
     def _check_recordable(self) -> None:
-        """Raise UnavailableError if no memory can record the removal."""
         if not self._pool.segments:
             raise unrecorded_removal_error()
 
-    # --- jobs ---------------------------------------------------------------------------------
-
     def free(self, now_ms: int) -> None:
-        """Free the extents of one request whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
         effects, has_more = self._reclaim.end_next(now_ms)
         self._common.effects += effects

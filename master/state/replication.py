@@ -166,7 +166,7 @@ class ReplicationPlanner:
         unwiped = self._common.pending_wipes(grants.segments)
         return self._common.reply_when_wiped(now_ms, [], reply, unwiped) if unwiped else reply
 
-    # --- repairing: when ----------------------------------------------------------------------
+    # --- repair schedule ----------------------------------------------------------------------
 
     def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
         """Plan a search for missing replicas after ``ready_ms``, as nodes joined or departed."""
@@ -229,12 +229,11 @@ class ReplicationPlanner:
         self._targets = now_ms, found
         return found
 
-    # --- repairing: what ----------------------------------------------------------------------
+    # --- repair grants ------------------------------------------------------------------------
 
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grant space for repair copies, within the limits."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
         self._targets = NEVER_MS, []
@@ -324,7 +323,7 @@ class ReplicationPlanner:
         self._repairs.begun(put.size)
         return put
 
-    # --- repairing: what became of it ---------------------------------------------------------
+    # --- finished repairs ---------------------------------------------------------------------
 
     def add_replica(self, now_ms: int, put: CopyGrant) -> bool:
         """Make a finished copy a replica. Return False if no replica is missing any more, or the

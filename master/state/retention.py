@@ -42,8 +42,6 @@ class RetentionManager:
         self._lifetimes = common.pool.lifetimes
         self._granting = granting
 
-    # --- calls --------------------------------------------------------------------------------
-
     def pin(self, now_ms: int, request: calls.Pin) -> calls.PinReply:
         """Pin all stored objects among the keys, or none.
 
@@ -96,7 +94,6 @@ class RetentionManager:
         self._check_limit("all have", self._pins.size, size, share)
 
     def _check_tenant(self, tenant: Tenant, size: int) -> None:
-        """Raise NoSpaceError if the pins exceed the tenant's limit."""
         current, limit = tenant.pinned_bytes, tenant.pinned_max
         missing = current + size - limit
         if missing > 0:
@@ -115,7 +112,6 @@ class RetentionManager:
             )
 
     def _check_limit(self, subject: str, current: int, size: int, share: float) -> None:
-        """Raise NoSpaceError if the pins exceed this share of the pool."""
         capacity = sum(segment.capacity for segment in self._pool.segments.values())
         limit = int(capacity * share)
         if current + size > limit:
@@ -149,8 +145,6 @@ class RetentionManager:
     def _release_ended(self) -> None:
         self._pins.release_ended(ENDED_PER_STEP)
         self._common.space_freed()
-
-    # --- lifetimes ----------------------------------------------------------------------------
 
     def expire_before_put(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
         """Reclaim expired objects before a put allocates: first those of its keys, then others."""

@@ -115,13 +115,9 @@ class ClientRow:
         self.keys = 0
         """Keys in puts or queries of the client."""
         self.found = 0
-        """Keys found."""
         self.stored = 0
-        """Number of objects put."""
         self.stored_bytes = 0
-        """Payload bytes put."""
         self.key = Key(b"")
-        """First key of its last put."""
         self.questions = 0
         self.none = 0
         """Queries without a hit."""
@@ -130,7 +126,6 @@ class ClientRow:
         self.missed = Key(b"")
         """First missed key of the last query with a miss."""
         self.missed_ms = 0
-        """Time of that query."""
         self.missed_at = 0
         """Number of keys before the missed one in that query."""
         self.missed_of = 0
@@ -155,9 +150,7 @@ class Caller:
         self.number = number
         """Client number of its puts, once it has joined with an identity."""
         self.asks: ClientRow | None = None
-        """Row of its last query."""
         self.puts: ClientRow | None = None
-        """Row of its last put."""
 
     @property
     def source(self) -> str:
@@ -168,17 +161,13 @@ class Caller:
 
 
 class NamespaceTrafficRecord:
-    """Recorded traffic of one namespace."""
-
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.putters: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.askers: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.tips = MatchTips()
         self.evicted = 0
-        """Number of evicted objects."""
         self.evicted_ms = 0
-        """Time of the last eviction."""
         self.evicted_idle_ms = 0
         """Idle time of that object."""
 
@@ -188,7 +177,6 @@ class TrafficRecorder:
         self.unknown = Caller()
         """The caller of all calls without a client."""
         self.caller = self.unknown
-        """The caller of the current call."""
         self.known: Recent[str, NamespaceTrafficRecord] = Recent(SPACES_MAX)
         self.heads: Recent[tuple[str, Key], int] = Recent(HEADS_MAX)
         """Eviction times of first keys of chains; see ``HEADS_MAX``."""
@@ -233,7 +221,6 @@ class TrafficRecorder:
         row.missed_of = len(keys)
 
     def writer_row(self, now_ms: int, namespace: Namespace) -> ClientRow:
-        """Return the row of a writer."""
         row = self.caller.puts
         if row is None or row.era is not self._era or row.namespace != namespace:
             space = self._space(namespace)

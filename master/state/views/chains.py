@@ -35,7 +35,6 @@ STEPS_MAX = 400_000
 """Records that the walks of one reply visit: 70 ms, in slices. Longer chains are truncated."""
 
 BRANCHES_MAX = 256
-"""Maximum number of branches in a reply."""
 
 SPACES_MAX: Final = 256
 """Namespaces that a query for all of them examines."""
@@ -51,12 +50,9 @@ SEGMENTS_TOLD: Final = 8
 """Segments listed per branch: those with the most replicas of its blocks."""
 
 _NEVER: Final = 1 << 62
-"""Later than any time."""
 
 
 class _WalkStart:
-    """A block from which a chain may be walked."""
-
     def __init__(self, record: ObjectRecord, tip: MatchTip | None) -> None:
         self.record = record
         self.matched = 0 if tip is None else tip.matched
@@ -64,8 +60,6 @@ class _WalkStart:
 
 
 class _OpenBranch:
-    """A ``calls.Branch`` in progress."""
-
     def __init__(self, last: ObjectRecord) -> None:
         self.last = last
         self.top = last
@@ -91,8 +85,6 @@ class _OpenBranch:
 
 
 class _ChainQuery:
-    """A query and its progress."""
-
     def __init__(self, reply_id: int, names: list[str], count: int) -> None:
         self.reply_id = reply_id
         self.names = names
@@ -108,9 +100,7 @@ class _ChainQuery:
         self.ends: dict[ObjectRecord, _OpenBranch | None] = {}
         """Forks and tips, with the branch that ends there; None: not walked yet."""
         self.branch: _OpenBranch | None = None
-        """The current branch."""
         self.at: ObjectRecord | None = None
-        """The next block of the current branch."""
         self.steps_left = STEPS_MAX
         self.whole = True
 
@@ -124,8 +114,6 @@ class ChainQueries:
         self._lifetimes = common.pool.lifetimes
         self._jobs = common.jobs
         self._queries: deque[_ChainQuery] = deque()
-
-    # --- calls --------------------------------------------------------------------------------
 
     def find(self, now_ms: int, request: calls.Chains) -> DeferredReply:
         """Raise BusyError if too many queries are pending."""
@@ -203,8 +191,6 @@ class ChainQueries:
                 self._jobs.note(DRAW, bool(self._queries))
                 return
 
-    # --- slices -------------------------------------------------------------------------------
-
     def walk_on(self, now_ms: int) -> None:
         """Run a slice of the first query: search tips, walk, or reply."""
         query = self._queries[0]
@@ -218,7 +204,6 @@ class ChainQueries:
             self._reply(now_ms, query)
 
     def _visit(self, now_ms: int, query: _ChainQuery) -> None:
-        """Search the next namespaces for tips."""
         steps = 0
         while query.names and steps < LOOKS:
             name = query.names.pop()
@@ -248,7 +233,6 @@ class ChainQueries:
         return steps
 
     def _choose(self, now_ms: int, query: _ChainQuery) -> None:
-        """Choose the tips from which chains are walked."""
         chosen = _best(query.found, query.count)
         query.found = []
         if not chosen:
@@ -259,7 +243,6 @@ class ChainQueries:
             query.ends[tip.record] = None
 
     def _walk(self, now_ms: int, query: _ChainQuery) -> None:
-        """Continue the walks, over up to ``STEPS`` records."""
         steps = min(STEPS, query.steps_left)
         query.steps_left -= steps
         ends, pins = query.ends, self._pins
@@ -343,7 +326,6 @@ class ChainQueries:
         return branch
 
     def _reply(self, now_ms: int, query: _ChainQuery) -> None:
-        """Sort the branches, parents first, and reply."""
         roots: list[_OpenBranch] = []
         for branch in query.branches:
             if branch.blocks:

@@ -33,8 +33,6 @@ _NAMESPACES = 1 << 63
 
 
 class OperatorQueries:
-    """Answers operators' queries from the state of one master."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
 
