@@ -50,11 +50,20 @@ def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> Segm
     if not segment.takes_capabilities:
         return segment
     token, uuid, generation = segment.token, segment.uuid, segment.generation
-    key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
+    key, descriptor_socket, shm_name = (
+        holder_key(token, uuid, generation, holder),
+        None,
+        segment.shm_name,
+    )
     if segment.descriptor_socket is not None:
         for_map = map_key(token, uuid, generation, holder, rights)
-        handover, shm_name = segment.descriptor_socket._replace(rights=rights, key=for_map), ""
-    return segment._replace(token=key, holder=holder, descriptor_socket=handover, shm_name=shm_name)
+        descriptor_socket, shm_name = (
+            segment.descriptor_socket._replace(rights=rights, key=for_map),
+            "",
+        )
+    return segment._replace(
+        token=key, holder=holder, descriptor_socket=descriptor_socket, shm_name=shm_name
+    )
 
 
 class CapabilityIssuer:
@@ -64,7 +73,7 @@ class CapabilityIssuer:
         self._common = state.common
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
         """Time by which a holder's lease ends before the lease of the state."""
-        self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
+        self._handlers: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
             calls.LookupReply: self._found,
             calls.MatchPrefixReply: self._matched,
             calls.Grants: self._granted,
@@ -78,13 +87,15 @@ class CapabilityIssuer:
         self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
         """Add the holder's capabilities and MACs to a reply. ``now_ms``: the state's clock."""
-        way = self._ways.get(type(reply))
-        if way is not None:
-            return way(now_ms, request, reply, caller.holder)
+        handler = self._handlers.get(type(reply))
+        if handler is not None:
+            return handler(now_ms, request, reply, caller.holder)
         if isinstance(reply, calls.DescribeSegmentsReply):
             rights = map_rights(caller.identity)
-            made = [describe_segment(each, caller.holder, rights) for each in reply.segments]
-            return reply._replace(segments=made)
+            capabilities = [
+                describe_segment(each, caller.holder, rights) for each in reply.segments
+            ]
+            return reply._replace(segments=capabilities)
         return reply
 
     def _found(
@@ -173,8 +184,8 @@ class CapabilityIssuer:
             offsets.append(extents[0][1])
             sizes.append(0 if put is None else put.size)
         until_ms = now_ms + reply.deadline_ms + SLACK_MS
-        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.WRITE)
-        return reply._replace(capabilities=made)
+        capabilities = self._issue(segments, offsets, sizes, until_ms, holder, Op.WRITE)
+        return reply._replace(capabilities=capabilities)
 
     def _detail(
         self, now_ms: int, request: calls.StatObject, reply: calls.ObjectDetail, holder: int
@@ -188,10 +199,10 @@ class CapabilityIssuer:
         if not segments:
             return placements
         if len(segments) != len(sizes) or max(replicas, default=1) > 1:
-            sizes = _each(map(repeat, sizes, replicas))
+            sizes = _flatten(map(repeat, sizes, replicas))
         offsets = placements.offsets
-        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.READ)
-        return placements._replace(capabilities=made)
+        capabilities = self._issue(segments, offsets, sizes, until_ms, holder, Op.READ)
+        return placements._replace(capabilities=capabilities)
 
     def _writable(
         self,
@@ -205,17 +216,19 @@ class CapabilityIssuer:
         ``of_keys`` (epochs, counters, namespaces, keys) have a row per granted key."""
         columns: list[Sequence[Any]] = [sizes, *of_keys]
         if grants.replicas != 1:
-            columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
+            columns = [_flatten(repeat(row, grants.replicas) for row in each) for each in columns]
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
         segments, offsets = grants.segments, grants.offsets
-        made = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
+        capabilities = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
         known = self._common.pool.segments
         offers = {number: known[number].offer for number in set(segments) if number in known}
         mounts = {
             number: offer.header_mac_key for number, offer in offers.items() if offer.header_mac_key
         }
-        stamps = steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
-        return grants._replace(capabilities=made, header_macs=stamps)
+        header_macs = (
+            steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
+        )
+        return grants._replace(capabilities=capabilities, header_macs=header_macs)
 
     def _issue(
         self,
@@ -235,9 +248,9 @@ class CapabilityIssuer:
                 offer = segment.offer
                 expires_ms = max(0, until_ms + segment.node.ahead_ms)
                 mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
-        order = self._common.reclaim.last_order
-        return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
+        wipe_seq = self._common.reclaim.last_order
+        return steps.seal(mounts, segments, offsets, sizes, holder, wipe_seq, op)
 
 
-def _each(rows: Iterable[Iterable[Any]]) -> list[Any]:
+def _flatten(rows: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(rows))

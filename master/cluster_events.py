@@ -41,16 +41,16 @@ class ClusterEventLog:
         Returns:
             ``run``, which differs after each start of the master; ``last``, the number of the last
             event returned, or of all if there is none; ``is_all``, whether none is left;
-            ``notices``: number, time in milliseconds since 1970, event and fields of each.
+            ``events``: number, time in milliseconds since 1970, event and fields of each.
         """
         first = self._number - len(self._kept) + 1
         begin = max(first, number + 1)
         found = islice(self._kept, begin - first, begin - first + PAGE)
-        notices = [(begin + index, *each) for index, each in enumerate(found)]
-        last = notices[-1][0] if notices else self._number
+        events = [(begin + index, *each) for index, each in enumerate(found)]
+        last = events[-1][0] if events else self._number
         return {
             "run": self._run,
             "last": last,
             "is_all": last == self._number,
-            "notices": notices,
+            "notices": events,
         }

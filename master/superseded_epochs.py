@@ -32,5 +32,5 @@ class SupersededEpochs:
 
     def next_epoch(self, epoch: int, wall_clock_ms: int) -> int:
         """Return an epoch above the reported one that the next master accepts."""
-        room = min(EPOCH_STEP_MAX, plausible_epoch_max(wall_clock_ms) - epoch)
-        return max(epoch + self._random.randint(1, max(1, room)), wall_clock_ms)
+        distance_max = min(EPOCH_STEP_MAX, plausible_epoch_max(wall_clock_ms) - epoch)
+        return max(epoch + self._random.randint(1, max(1, distance_max)), wall_clock_ms)

@@ -24,7 +24,7 @@ LINE_MAX = 16_384
 """Ancestors per leaf; the second scan finds the others."""
 
 _POSITION_BITS = 32
-_SECOND_LOOK = 1 << 63
+_SECOND_SCAN = 1 << 63
 
 
 class DrainPage(NamedTuple):
@@ -47,65 +47,67 @@ def page(
     batch is in the next one again, without its moved objects.
     """
     tables = forest.namespaces.values()
-    look = cursor & _SECOND_LOOK
-    first, position = divmod(cursor ^ look, 1 << _POSITION_BITS)
+    second_scan = cursor & _SECOND_SCAN
+    first, position = divmod(cursor ^ second_scan, 1 << _POSITION_BITS)
     chosen: dict[ObjectRecord, bool] = {}
     size = skipped = replicas = 0
     steps_max = forest.steps + STEPS_MAX
     for index, shard in enumerate(shards_from(tables, first), first):
         for record in islice(shard.values(), position, None):
-            here = look | index << _POSITION_BITS | position
+            cursor_now = second_scan | index << _POSITION_BITS | position
             if forest.steps >= steps_max:
-                return DrainPage(chosen, skipped, here)
+                return DrainPage(chosen, skipped, cursor_now)
             forest.steps += 1
             position += 1
-            if bool(record.children) != bool(look) or not _lies_on(segments, record):
+            if bool(record.children) != bool(second_scan) or not _is_on(segments, record):
                 continue
             if record.writer:
                 skipped += 1
                 continue
-            _inherit(forest, segments, record)
-            for each in _line(segments, record):
-                if each not in chosen:
-                    count = _replicas(each)
-                    size += each.size
-                    full = len(chosen) >= limit or size > bytes_max
-                    if chosen and (full or count != replicas):
-                        return DrainPage(chosen, skipped, here)
+            _propagate_use(forest, segments, record)
+            for block in _local_chain(segments, record):
+                if block not in chosen:
+                    count = _replicas(block)
+                    size += block.size
+                    is_full = len(chosen) >= limit or size > bytes_max
+                    if chosen and (is_full or count != replicas):
+                        return DrainPage(chosen, skipped, cursor_now)
                     replicas = count
-                    chosen[each] = False
+                    chosen[block] = False
             chosen[record] = True
         position = 0
-    return DrainPage(chosen, skipped, 0 if look else _SECOND_LOOK)
+    return DrainPage(chosen, skipped, 0 if second_scan else _SECOND_SCAN)
 
 
-def _inherit(forest: Forest, segments: Collection[MountedSegment], record: ObjectRecord) -> None:
+def _propagate_use(
+    forest: Forest, segments: Collection[MountedSegment], record: ObjectRecord
+) -> None:
     """Propagate the record's last use to its ancestors, which a match does not update."""
-    above = record.parent
+    ancestor = record.parent
     for _ in range(LINE_MAX):
-        if above is None or above.last_used_ms >= record.last_used_ms:
+        if ancestor is None or ancestor.last_used_ms >= record.last_used_ms:
             break
-        if not _lies_on(segments, above):
+        if not _is_on(segments, ancestor):
             break
         forest.steps += 1
-        above.last_used_ms = record.last_used_ms
-        above = above.parent
+        ancestor.last_used_ms = record.last_used_ms
+        ancestor = ancestor.parent
 
 
-def _line(segments: Collection[MountedSegment], record: ObjectRecord) -> list[ObjectRecord]:
+def _local_chain(segments: Collection[MountedSegment], record: ObjectRecord) -> list[ObjectRecord]:
     """Return the record and its ancestors as far as they are on ``segments``, root first, so that
     each can be placed next to its parent."""
-    line = [record]
-    above = record.parent
+    chain = [record]
+    ancestor = record.parent
     for _ in range(LINE_MAX):
-        if above is None or above.writer or not _lies_on(segments, above):
+        if ancestor is None or ancestor.writer or not _is_on(segments, ancestor):
             break
-        line.append(above)
-        above = above.parent
-    return line[::-1]
+        chain.append(ancestor)
+        ancestor = ancestor.parent
+    return chain[::-1]
 
 
-def _lies_on(segments: Collection[MountedSegment], record: ObjectRecord) -> bool:
+def _is_on(segments: Collection[MountedSegment], record: ObjectRecord) -> bool:
     if not record.complete:
         return False
     if not record.more:

@@ -76,13 +76,13 @@ class ReaderLeases:
 
     def end_some(self, now_ms: int) -> None:
         """Process a slice of the ended groups."""
-        left = RELEASED_PER_STEP
+        remaining = RELEASED_PER_STEP
         pool, ending = self._common.pool, self._ending
         has_freed = False
-        while ending and left:
+        while ending and remaining:
             records = ending[0].records
-            while records and left:
-                left -= 1
+            while records and remaining:
+                remaining -= 1
                 self._leased -= 1
                 record = records.pop()
                 record.readers -= 1

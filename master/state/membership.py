@@ -68,7 +68,7 @@ class Membership:
         self._rules = rules
         self._new_policy = new_policy
         self._next_segment_id = 0
-        self._gone: dict[bytes, int] = {}
+        self._departed: dict[bytes, int] = {}
         """Unmounted memory (uuid), and until when owners of allocations may write to it."""
         self._dismissed: dict[bytes, None] = {}
         self._alive: tuple[int, list[MountedSegment]] | None = None
@@ -140,9 +140,9 @@ class Membership:
         uuids = {offer.uuid for offer in join.segments}
         self._alive = None
         known = self.nodes.get(join.name)
-        same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
+        is_same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            node = self._resumable(join, known if same else None, uuids)
+            node = self._resumable(join, known if is_same else None, uuids)
             changes()
             self._take_over(node, session)
             node.last_heartbeat_ms, node.certified = now_ms, certified
@@ -160,7 +160,7 @@ class Membership:
                 )
         if known is None and len(self.nodes) >= NODES_MAX:
             raise BusyError(f"the limit of {NODES_MAX} joined nodes is reached")
-        if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
+        if known is not None and not is_same and self.state_of(known, now_ms) == liveness.ALIVE:
             raise NodeNameTakenError(
                 f"a node named {join.name} is alive on {known.location_text}",
                 advice="Give this node another --name.",
@@ -178,13 +178,13 @@ class Membership:
         node.ahead_ms = join.clock_ms - now_ms
         if known is not None and known.draining:
             node.draining, node.drained_from = True, known.drained_from
-        gone = dict(self._departed_of(known, uuids))
-        segments = [self._mount_segment(now_ms, node, offer, gone) for offer in join.segments]
+        departed = dict(self._departed_of(known, uuids))
+        segments = [self._mount_segment(now_ms, node, offer, departed) for offer in join.segments]
         changes()
         if known is not None:
             self.declare_dead(known, "replaced")
         for uuid in uuids:
-            self._gone.pop(uuid, None)
+            self._departed.pop(uuid, None)
             self._dismissed.pop(uuid, None)
             self._holders[uuid] = node
         self.nodes[node.name] = node
@@ -202,7 +202,7 @@ class Membership:
             SegmentGoneError: there is no stream to resume.
         """
         if not self._dismissed.keys().isdisjoint(uuids):
-            raise _drained(join.name)
+            raise _drained_error(join.name)
         # A delayed join may arrive after a later one: its generations are older. An interrupted
         # inventory (not ``whole``) must start again.
         generations = {offer.uuid: offer.generation for offer in join.segments}
@@ -222,17 +222,17 @@ class Membership:
     def _departed_of(
         self, known: JoinedNode | None, uuids: set[bytes]
     ) -> Iterator[tuple[bytes, int]]:
-        """Return the entries for ``_gone`` once the known node is declared dead."""
-        for uuid in uuids & self._gone.keys():
-            yield uuid, self._gone[uuid]
+        """Return the entries for ``_departed`` once the known node is declared dead."""
+        for uuid in uuids & self._departed.keys():
+            yield uuid, self._departed[uuid]
         for segment in () if known is None else self.segments[known.name]:
             yield segment.offer.uuid, segment.allocated_until_ms
 
     def _mount_segment(
-        self, now_ms: int, node: JoinedNode, offer: SegmentOffer, gone: Mapping[bytes, int]
+        self, now_ms: int, node: JoinedNode, offer: SegmentOffer, departed: Mapping[bytes, int]
     ) -> MountedSegment:
         self._next_segment_id += 1
-        allocated_until_ms = gone.get(offer.uuid)
+        allocated_until_ms = departed.get(offer.uuid)
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._rules.lease_ms
             allocated_until_ms = 0
@@ -271,13 +271,13 @@ class Membership:
             self._alive = None
             self._log_event("node_stream_broken", node)
 
-    def on_connectivity_result(self, node: JoinedNode, why_not: str) -> None:
-        if why_not != node.unreachable:
-            if why_not:
-                self._log_event("node_unreachable", node, reason=why_not)
+    def on_connectivity_result(self, node: JoinedNode, error: str) -> None:
+        if error != node.unreachable:
+            if error:
+                self._log_event("node_unreachable", node, reason=error)
             else:
                 self._log_event("node_reachable", node)
-            node.unreachable = why_not
+            node.unreachable = error
 
     def on_shm_entry_report(self, node: JoinedNode, *, is_gone: bool) -> None:
         if is_gone and not node.shm_entry_missing:
@@ -300,7 +300,7 @@ class Membership:
         """Request the node to leave, and count it as departed."""
         if node.session is not None:
             self._by_session.pop(node.session)
-            self.effects.append(CloseSession(node.session, _drained(node.name)))
+            self.effects.append(CloseSession(node.session, _drained_error(node.name)))
             node.session = None
         for segment in self.segments[node.name]:
             self._dismissed[segment.offer.uuid] = None
@@ -313,27 +313,27 @@ class Membership:
             if self.state_of(node, now_ms) == liveness.DEAD:
                 self.declare_dead(node, "silent" if node.session is not None else "broken")
 
-    def declare_dead(self, node: JoinedNode, why: str) -> None:
+    def declare_dead(self, node: JoinedNode, reason: str) -> None:
         self._alive = None
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
+            error = SegmentGoneError(f"node {node.name} counts as dead ({reason})", node=node.name)
             self.effects.append(CloseSession(node.session, error))
             node.session = None
-        if why == "left":
+        if reason == "left":
             self.departed_nodes += 1
         else:
             self.dead_nodes += 1
-        node.departed = "drained" if node.draining and why == "left" else why
-        self._log_event("node_left" if why == "left" else "node_dead", node, why=why)
+        node.departed = "drained" if node.draining and reason == "left" else reason
+        self._log_event("node_left" if reason == "left" else "node_dead", node, why=reason)
         del self.nodes[node.name]
-        gone = self.segments.pop(node.name)
-        self.lost += gone
-        for segment in gone:
-            self._gone[segment.offer.uuid] = segment.allocated_until_ms
+        departed = self.segments.pop(node.name)
+        self.lost += departed
+        for segment in departed:
+            self._departed[segment.offer.uuid] = segment.allocated_until_ms
             del self._holders[segment.offer.uuid]
-        while len(self._gone) > GONE_MAX:
-            del self._gone[next(iter(self._gone))]
+        while len(self._departed) > GONE_MAX:
+            del self._departed[next(iter(self._departed))]
 
     def _take_over(self, node: JoinedNode, session: int) -> None:
         if node.session is not None:
@@ -362,7 +362,7 @@ class Membership:
         )
 
 
-def _drained(node: str) -> DrainedError:
+def _drained_error(node: str) -> DrainedError:
     return DrainedError(f"node {node} was drained and must leave", node=node)
 
 

@@ -33,12 +33,17 @@ def refusal_error(
 
 
 def quota_error(
-    common: StateContext, owner: Tenant, wanted: int, found: AllocationFailure
+    common: StateContext, owner: Tenant, requested: int, found: AllocationFailure
 ) -> NoSpaceError:
     assert found.quota == LIMIT
     owner.refused += 1
     return no_space_messages.over_bound(
-        owner.name, wanted, owner.size, owner.limit_bytes, found.missing_bytes, owner.pinned_bytes
+        owner.name,
+        requested,
+        owner.size,
+        owner.limit_bytes,
+        found.missing_bytes,
+        owner.pinned_bytes,
     )
 
 
@@ -46,18 +51,18 @@ def no_space_error(
     common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
     """Return the error of a put that found no space; ``found`` says how much is missing."""
-    of_cause: dict[str, list[MountedSegment]] = {}
+    by_cause: dict[str, list[MountedSegment]] = {}
     for segment in common.pool.segments.values():
         cause = _cause(segment, common.membership, now_ms, request)
-        of_cause.setdefault(cause, []).append(segment)
+        by_cause.setdefault(cause, []).append(segment)
     groups = [
-        _group(cause, of_cause[cause], now_ms, request.host)
+        _group(cause, by_cause[cause], now_ms, request.host)
         for cause in no_space_messages.CAUSES
-        if cause in of_cause
+        if cause in by_cause
     ]
-    wanted, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
+    requested, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
     return no_space_messages.no_space(
-        groups, request.host, wanted, found.missing_bytes, writing, pinned
+        groups, request.host, requested, found.missing_bytes, writing, pinned
     )
 
 

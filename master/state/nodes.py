@@ -25,17 +25,17 @@ class NodeMessageHandler:
     def __init__(
         self,
         common: StateContext,
-        marks: RemovalWatermarks,
-        returning: InventoryLoader,
-        copying: ReplicationPlanner,
-        sweeping: BackgroundSweeper,
+        watermarks: RemovalWatermarks,
+        inventories: InventoryLoader,
+        replication: ReplicationPlanner,
+        sweeper: BackgroundSweeper,
     ) -> None:
         self._common = common
         self._membership = common.membership
-        self._marks = marks
-        self._returning = returning
-        self._copying = copying
-        self._sweeping = sweeping
+        self._watermarks = watermarks
+        self._inventories = inventories
+        self._replication = replication
+        self._sweeper = sweeper
         self._watched_ms = common.started_ms
 
     def on_node_join(
@@ -50,13 +50,13 @@ class NodeMessageHandler:
         common = self._common
         self._membership.check(join)
         if join.highest_epoch > common.epoch:
-            self._check_later(join.name, join.highest_epoch)
+            self._check_epoch(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
             common.effect(LogClusterEvent("epoch_rejected", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
-            mark = max(offer.removal_watermark for offer in join.segments)
-            self._marks.node_joined(session, join.name, mark)
+            watermark = max(offer.removal_watermark for offer in join.segments)
+            self._watermarks.node_joined(session, join.name, watermark)
         self._apply_membership_changes(now_ms)
         for segment_id in accepted.segment_ids:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
@@ -81,19 +81,19 @@ class NodeMessageHandler:
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.on_shm_entry_report(node, is_gone=shm_entry_missing)
                 self._apply_membership_changes(now_ms)
-                repair = self._copying.has_work_for(node, now_ms)
+                repair = self._replication.has_work_for(node, now_ms)
                 common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))
-            case calls.NodeWipeDone(order):
-                segment = common.reclaim.segment_of(order)
+            case calls.NodeWipeDone(wipe_seq):
+                segment = common.reclaim.segment_of(wipe_seq)
                 if segment is not None and segment.node is node:
-                    common.effects += common.reclaim.wiped(order)
+                    common.effects += common.reclaim.wiped(wipe_seq)
                     common.effects += common.reclaim.request_zeroing(now_ms)
                     self._common.space_freed()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not report it
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
-                    self._check_later(node.name, max(later, default=0))
-                self._returning.node_claims(now_ms, node, message)
+                    self._check_epoch(node.name, max(later, default=0))
+                self._inventories.node_claims(now_ms, node, message)
             case calls.NodeLeave():
                 self._membership.leave(node)
                 self._apply_membership_changes(now_ms, left=True)
@@ -103,30 +103,26 @@ class NodeMessageHandler:
     def stream_broken(self, session: int) -> None:
         self._common.changing = True
         self._membership.stream_broken(session)
-        self._apply_membership_changes(
-            0
-        )  # no node is declared dead here, so the time does not matter
+        self._apply_membership_changes(0)  # no node dies, so the time does not matter
 
     def segments_of_session(self, session: int) -> list[calls.SegmentInfo]:
         """Return the segments of the session's node; none if it has ended."""
         node = self._membership.node_of_session(session)
         return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
 
-    def on_connectivity_result(self, session: int, why_not: str) -> None:
-        """Record the result of a connectivity probe. ``why_not``: the error, or empty."""
+    def on_connectivity_result(self, session: int, error: str) -> None:
+        """Record the result of a connectivity probe. ``error``: the error, or empty."""
         node = self._membership.node_of_session(session)
         if node is not None:
-            self._membership.on_connectivity_result(node, why_not)
-            self._apply_membership_changes(
-                0
-            )  # no node is declared dead here, so the time does not matter
+            self._membership.on_connectivity_result(node, error)
+            self._apply_membership_changes(0)  # no node dies, so the time does not matter
 
-    def _check_later(self, node: str, epoch: int) -> None:
+    def _check_epoch(self, node: str, epoch: int) -> None:
         """Raise UnavailableError if the node has joined a later master, of this epoch."""
         common = self._common
         if common.is_later(epoch):
             common.effect(SupersedeEpoch(epoch))
-            raise _joined_later(f"node {node}", epoch, common.epoch)
+            raise _later_epoch_error(f"node {node}", epoch, common.epoch)
 
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
         """Check whether this master may serve the client.
@@ -140,7 +136,7 @@ class NodeMessageHandler:
         common = self._common
         is_new = now_ms - common.started_ms < JOINING_MS
         if is_new and join.highest_epoch > common.epoch:
-            raise _joined_later(f"client {join.client}", join.highest_epoch, common.epoch)
+            raise _later_epoch_error(f"client {join.client}", join.highest_epoch, common.epoch)
 
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.ReportFailureReply:
         common = self._common
@@ -191,11 +187,11 @@ class NodeMessageHandler:
     def _fence_idle(self, now_ms: int) -> None:
         """Declare nodes dead that only send heartbeats: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms
-        late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
+        overdue = {segment.node: "untold" for segment in self._inventories.late(now_ms)}
         for segment in self._common.reclaim.unanswered(now_ms, patience_ms):
-            late.setdefault(segment.node, "unwiped")
-        for node, why in late.items():
-            self._membership.declare_dead(node, why)
+            overdue.setdefault(segment.node, "unwiped")
+        for node, reason in overdue.items():
+            self._membership.declare_dead(node, reason)
 
     def _apply_membership_changes(self, now_ms: int, *, left: bool = False) -> None:
         """Notify the other parts of changes. ``left``: the node left by itself."""
@@ -205,11 +201,11 @@ class NodeMessageHandler:
             self._segment_lost(now_ms, segment, left=left)
         for segment in members.mounted:
             self._common.pool.mount(segment)
-            self._returning.segment_mounted(segment)
+            self._inventories.segment_mounted(segment)
             self._common.forest.missing.segment_mounted(segment)
         if members.lost or members.mounted:
             ready_ms = max((s.usable_at_ms for s in members.mounted if s.whole), default=0)
-            self._copying.nodes_changed(now_ms, ready_ms)
+            self._replication.nodes_changed(now_ms, ready_ms)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
 
@@ -217,21 +213,21 @@ class NodeMessageHandler:
         common = self._common
         common.pool.unmount(segment)
         common.forest.missing.segment_died(now_ms, segment)
-        self._marks.segment_died(segment)
+        self._watermarks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms
-        self._sweeping.segment_died(segment)
-        self._returning.segment_died(segment)
+        self._sweeper.segment_died(segment)
+        self._inventories.segment_died(segment)
         common.effects += common.reclaim.segment_died(segment)
         if not left:
             readers_ms = now_ms + common.rules.lease_ms
             common.reclaim.wait_for_readers(segment, common.newest_stored, readers_ms)
 
 
-def _joined_later(who: str, epoch: int, own: int) -> UnavailableError:
+def _later_epoch_error(subject: str, epoch: int, own: int) -> UnavailableError:
     return UnavailableError(
-        f"{who} last joined a master with epoch {epoch}; this master has epoch {own} and starts a "
-        "higher one when a node reports it",
+        f"{subject} last joined a master with epoch {epoch}; this master has epoch {own} and "
+        "starts a higher one when a node reports it",
         advice="Join again. The clock of a master's host was set back.",
         epoch=epoch,
     )

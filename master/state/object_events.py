@@ -19,8 +19,8 @@ namespace, key, empty, ``GONE_SIZE``, 0. A plain tuple, because calls make thous
 
 def stored(record: ObjectRecord) -> Event:
     parent = record.parent
-    above = b"" if parent is None else parent.key
-    return record.namespace, record.key, above, record.size, record.depth
+    parent_key = b"" if parent is None else parent.key
+    return record.namespace, record.key, parent_key, record.size, record.depth
 
 
 def removed(record: ObjectRecord) -> Event:

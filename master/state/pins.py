@@ -92,8 +92,8 @@ class PinTable:
         return pin
 
     def _measure(self, pin: _PinnedRecord) -> None:
-        there = pin.record.complete
-        self._set(pin, int(there), bytes_held(pin.record) if there else 0)
+        is_stored = pin.record.complete
+        self._set(pin, int(is_stored), bytes_held(pin.record) if is_stored else 0)
 
     def _set(self, pin: _PinnedRecord, objects: int, size: int) -> None:
         self._add(pin.record.namespace, objects - pin.objects, size - pin.size)

@@ -245,10 +245,7 @@ class PutHandler:
         self._keeping.expire_before_put(now_ms, "", [])
         segments = self._pool.segments.values()
         on_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
-        avoid = [
-            *request.avoid_segments,
-            *on_devices,
-        ]  # allocations are writable like arrays
+        avoid = [*request.avoid_segments, *on_devices]  # allocations are arrays
         owner = self._pool.tenant_of(request.namespace)
         allocated = self._granting.reserve(
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.local_only,
@@ -314,9 +311,7 @@ class PutHandler:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
             if isinstance(put, CopyGrant):
-                self._pool.count_unrequested_bytes(
-                    put.record
-                )  # the object may have lost a replica in the meantime
+                self._pool.count_unrequested_bytes(put.record)  # it may have lost a replica
                 put.record.last_used_ms = used_ms  # a move is not a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size

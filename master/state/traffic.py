@@ -60,11 +60,11 @@ class Recent(Generic[KeyT, RowT]):
     def use(self, key: KeyT, row: RowT) -> bool:
         """Add or refresh a row. Return whether others are dropped for it."""
         self.older.pop(key, None)
-        forgets = key not in self.recent and len(self.recent) >= self._most
-        if forgets:
+        drops = key not in self.recent and len(self.recent) >= self._most
+        if drops:
             self.older, self.recent = self.recent, {}
         self.recent[key] = row
-        return forgets
+        return drops
 
     def items(self) -> list[tuple[KeyT, RowT]]:
         return [*self.older.items(), *self.recent.items()]
@@ -169,7 +169,7 @@ class NamespaceTrafficRecord:
         self.evicted = 0
         self.evicted_ms = 0
         self.evicted_idle_ms = 0
-        """Idle time of that object."""
+        """Idle time of the last evicted object."""
 
 
 class TrafficRecorder:
