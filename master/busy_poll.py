@@ -59,10 +59,9 @@ class BusyPollSelector(selectors.EpollSelector):
 
 
 def new_event_loop(busy_poll_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
-    """Return a loop for ``asyncio.Runner(loop_factory=...)`` that busy-polls unless
-    ``busy_poll_us`` is 0.
+    """Return a loop for ``asyncio.Runner``, which busy-polls unless ``busy_poll_us`` is 0.
 
-    Also prevents reference cycles of asyncio's closed connections (the transport and its own bound
+    Also ends the reference cycle of asyncio's closed connections (the transport and its bound
     method), because the master's collector skips old objects (``main._keep_collector_out``).
     """
     _Transport._call_connection_lost = _call_connection_lost

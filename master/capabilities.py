@@ -45,8 +45,7 @@ _MOUNT: Final = struct.Struct("<16sQQ")
 
 
 def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
-    """Return the segment's description for this holder, whose identity has these ``MapRight``.
-    Without capabilities it contains the token, as for any client."""
+    """Describe the segment to a holder with these ``MapRight`` (``rights``)."""
     if not segment.takes_capabilities:
         return segment
     token, uuid, generation = segment.token, segment.uuid, segment.generation

@@ -42,14 +42,8 @@ class RpcService(Protocol):
     """Handles calls. RPC servers call it in the loop's thread, one call at a time."""
 
     def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
-        """Return the reply to ``request``, or an awaitable of it, which is cancelled if the caller
-        disconnects.
-
-        ``caller``: None for a client without a token.
-
-        Raises:
-            KVStoreError: the error to send to the caller.
-        """
+        """Return the reply, or an awaitable of it, which is cancelled if the caller disconnects.
+        Raise the ``KVStoreError`` to send. ``caller``: None for a client without a token."""
         ...
 
     def node_session(
@@ -57,12 +51,10 @@ class RpcService(Protocol):
     ) -> AsyncIterator[MasterMessage]:
         """Serve one node's stream; yield the master's messages.
 
-        ``who``: the node's identity; None without authentication.
-
-        ``incoming`` ends when the node closes its side, and raises a ``KVStoreError`` at a
-        malformed message. The generator is cancelled when the stream breaks, and always closed, so
-        ``try ... finally`` covers every end. A ``KVStoreError`` from it is sent to the node and
-        ends the stream.
+        ``who``: the node's identity; None without authentication. ``incoming`` ends when the node
+        closes its side, and raises a ``KVStoreError`` at a malformed message. The generator is
+        cancelled when the stream breaks, and always closed. A ``KVStoreError`` from it is sent to
+        the node and ends the stream.
         """
         ...
 
@@ -95,7 +87,7 @@ class Dispatcher:
 
         Args:
             call: the kind of call.
-            data: the request's bytes, as sent by the client.
+            data: the request's bytes.
             caller: None for a client without a token.
             is_traced: whether the trace context in ``data`` was already handled.
 

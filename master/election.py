@@ -46,8 +46,7 @@ class LeadershipListener(Protocol):
         """Serve under ``epoch`` with an empty state, until ``until`` at the latest."""
 
     def extend(self, until: float) -> bool:
-        """Serve until ``until``: the lease was renewed. Return False if the term has already ended
-        by itself; then it has ended permanently."""
+        """Serve until ``until``. Return False if the term has already ended by itself."""
         ...
 
     def end(self, leader: str) -> None:
@@ -79,11 +78,8 @@ class Election:
         return dict(self._counters)
 
     async def run(self) -> None:
-        """Take part until cancelled; then call ``resign``.
-
-        Raises:
-            ClusterMismatchError: another cluster uses this etcd prefix.
-        """
+        """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another
+        cluster uses this etcd prefix."""
         while True:
             action = self._role.next_action(uptime())
             try:

@@ -46,14 +46,12 @@ class FairScheduler:
             self._used[identity] = self._used.get(identity, 0.0) + self._clock() - started
 
     def defer(self, identity: str, work: Callable[[], object]) -> None:
-        """Run ``work`` in a round in which the identity has time left, after its earlier work.
-        ``work`` calls ``run_timed`` and raises nothing."""
+        """Run ``work``, which calls ``run_timed`` and does not raise, in a later slice."""
         self._waiting.setdefault(identity, deque()).append(work)
         self._call_soon()
 
     async def run_in_turn(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:
-        """Return the result of ``work``, run in a slice of this identity, or not at all if the
-        caller is cancelled earlier. Raises the ``KVStoreError`` of ``work``."""
+        """Return the result of ``work`` in a slice of this identity, or its ``KVStoreError``."""
         if not self.slice_used_up(identity):
             return self.run_timed(identity, work)
         result: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()

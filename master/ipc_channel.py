@@ -45,8 +45,7 @@ WAITING_EVENTS_MAX: Final = 1 << 17
 """Limit of unsent events, those of eight of the largest calls; then all are dropped."""
 
 BUFFER_BYTES_MAX: Final = 16 << 20
-"""Maximum of unsent bytes besides the kernel's buffer, about 200,000 events. A child that reads
-receives them in milliseconds, so replies after them are in time."""
+"""Maximum of unsent bytes: 200,000 events, which a child receives in milliseconds."""
 
 SOCKET_BYTES: Final = 1 << 20
 
@@ -58,8 +57,7 @@ SURVEYS_MAX: Final = 128
 dictionary, 300 KiB at ten million objects."""
 
 ASKED_MAX: Final = 4
-"""Batches that a child requests concurrently. Further subscribers wait in the child until they
-disconnect, so the master makes no batches for departed ones."""
+"""Concurrent batch requests of a child; further subscribers wait there, until they disconnect."""
 
 PAGE_S: Final = 10.0
 """Timeout of a batch."""
@@ -69,8 +67,7 @@ SILENT_S: Final = 15.0
 """Silence after which a child hangs: half of Kubernetes' time for a container."""
 
 LOOKS: Final = 5
-"""Checks of the child within ``SILENT_S``. Checks are counted, not seconds, so that the child has
-time after a pause of the master."""
+"""Checks of the child within ``SILENT_S``; a pause of the master itself is one check."""
 
 EVENTS: Final = 0
 PAGE: Final = 1
@@ -214,12 +211,8 @@ class MasterChannel:
     # --- the socket -----------------------------------------------------------------------------
 
     def attach(self, sock: socket.socket, handlers: Answers) -> asyncio.Task[str]:
-        """Connect a started child. Takes ownership of ``sock``.
-
-        Returns:
-            A task that ends when the child closes its end or fails; its result is the error or "".
-            ``detach`` cancels it.
-        """
+        """Connect a started child, and take ownership of ``sock``. Return a task that ends with the
+        child's end or an error, its result; ``detach`` cancels it."""
         self.detach()
         self._handlers = handlers
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -395,11 +388,8 @@ class ChildChannel:
                 self._writer.write(_REQUEST.pack(END_SURVEY, snapshot.number, 0))
 
     async def page(self, snapshot: ActiveSnapshot, namespace: str) -> SnapshotPage:
-        """Return the next batch of a snapshot; one caller at a time.
-
-        Raises:
-            UnavailableError: the term, the snapshot or the master has ended, or the master hangs.
-        """
+        """Return the next batch of a snapshot; one caller at a time. Raise UnavailableError if the
+        term, the snapshot or the master has ended, or the master hangs."""
         try:
             async with asyncio.timeout(PAGE_S):
                 await self._batch_slots.acquire()

@@ -53,8 +53,7 @@ class Campaign(NamedTuple):
 
 
 class KeepAlive(NamedTuple):
-    """Renew the lease and check that this master is the leader in etcd, by ``deadline``. Report:
-    ``on_lease_kept`` or ``on_etcd_failed``."""
+    """Renew the lease, check the leader. Report: ``on_lease_kept`` or ``on_etcd_failed``."""
 
     lease_id: int
     deadline: float
@@ -202,8 +201,7 @@ class ElectionStateMachine:
         self._why = "lease_not_kept"
 
     def on_epoch_superseded(self, epoch: int) -> None:
-        """Report, at any time, that a node has joined a master of that epoch. A leader with an
-        epoch not above it steps down, and leads again only above it."""
+        """Report, at any time, that a node knows that epoch. Later terms are above it."""
         self.epoch_least = max(self.epoch_least, epoch + 1)
         if self._leading and self.epoch <= epoch:
             self._why = "outrun"

@@ -13,8 +13,7 @@ from kvstore.limits import plausible_epoch_max
 from kvstore.runtime.token_buckets import TokenBuckets
 
 EPOCH_STEP_MAX: Final = 1 << 20
-"""Maximum random distance of the next epoch from the reported one. Another node may know a master
-of a later epoch, which must not recur."""
+"""Maximum random distance of the next epoch, in case another node knows a later one."""
 
 OUTRUN_S: Final = 60.0
 """Minimum interval between terms ended by reports, because each stops every client for a second or

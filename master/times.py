@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 PUT_DEADLINE_MS = 30_000
-"""Time between put_start and put_end: enough for gigabytes over a slow network. The memory of a
-dead writer is unused that long."""
+"""Time between put_start and put_end, enough for gigabytes over a slow network."""
 
 LATE_WRITE_MS = 14_000
 """Quarantine of an expired put beyond ``dead_ms``: until then a socket (10 s) may deliver bytes to

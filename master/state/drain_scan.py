@@ -95,8 +95,7 @@ def _propagate_use(
 
 
 def _local_chain(segments: Collection[MountedSegment], record: ObjectRecord) -> list[ObjectRecord]:
-    """Return the record and its ancestors as far as they are on ``segments``, root first, so that
-    each can be placed next to its parent."""
+    """Return the record and its ancestors on ``segments``, root first, for placement in order."""
     chain = [record]
     ancestor = record.parent
     for _ in range(LINE_MAX):

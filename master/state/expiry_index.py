@@ -12,8 +12,7 @@ from typing import Final
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 
 STEP_MS: Final = 64
-"""Maximum delay of an expiry. At 200,000 puts a second a bucket has 13,000 records, and its
-dictionary grows in less than a millisecond."""
+"""Maximum delay of an expiry. At 200,000 puts a second a bucket has 13,000 records."""
 
 NO_END_MS: Final = 1 << 62
 
@@ -62,8 +61,7 @@ class ExpiryIndex:
             self.next_ms = NO_END_MS
 
     def pop_expired(self, now_ms: int) -> ObjectRecord | None:
-        """Remove and return an expired record; None: there is none. Of one bucket, the record added
-        last comes first: it may be a child of the others."""
+        """Remove and return an expired record, or None; the last added (maybe a child) first."""
         while self._times:
             time = self._times[0]
             self.next_ms = time

@@ -195,14 +195,8 @@ class Forest:
         return table
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> ObjectRecord | None:
-        """Make ``parent`` the parent of an incomplete record.
-
-        Returns:
-            The previous parent, if any, which has one child fewer now.
-
-        Raises:
-            InvalidArgumentError: the link would form a cycle; nothing has changed.
-        """
+        """Make ``parent`` the parent of an incomplete record. Return the previous parent, if any,
+        which has one child fewer. Raise InvalidArgumentError at a cycle, without a change."""
         before = record.parent
         if before is parent:
             return None

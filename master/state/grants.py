@@ -239,11 +239,8 @@ class PendingGrants:
         return None if entry is None else entry[1]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[StaleExtents]:
-        """Remove and yield the extents whose quarantine has ended.
-
-        They come in order of arrival, so an entry may delay the following ones by less than one put
-        deadline, which is simpler than a heap.
-        """
+        """Remove and yield the extents whose quarantine has ended, in order of arrival: simpler
+        than a heap, and late by less than one put deadline."""
         while self._quarantine:
             token, (until_ms, stale, owner) = next(iter(self._quarantine.items()))
             if until_ms > now_ms:

@@ -29,8 +29,7 @@ RUN_MAX = 512
 """Maximum number of ranges moved when another one is inserted between them."""
 
 TOLD_BYTES_PER_MS = 64 << 10
-"""Minimum progress: 64 MiB of the segment per second. A node reads its memory a hundred times as
-fast, and the master processes 60,000 objects a second."""
+"""Minimum progress, 64 MiB/s: nodes read a hundred times as fast, the master 60,000 objects/s."""
 
 TOMBSTONES_MAX = 65_536
 """Maximum number of tombstones, about 250 bytes each."""
@@ -146,10 +145,7 @@ class InventoryLoad:
 
 
 class IntervalSet:
-    """Disjoint ranges of integers; adjacent ones are joined.
-
-    Time and memory depend on the number of ranges, not on the size of the segment.
-    """
+    """Disjoint ranges, joined if adjacent: time and memory depend on their number only."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
@@ -230,11 +226,7 @@ class Tombstones:
     def add(
         self, namespace: str, key: Key | None, version: Version, but: Version | None = None
     ) -> None:
-        """Forbid versions up to this one, in ``namespace`` ("": all).
-
-        Args:
-            but: an allowed version, which replaced the others, also those granted later.
-        """
+        """Forbid versions up to this one except ``but``, in ``namespace`` or all ("")."""
         self.newest = max(self.newest, version)
         self._add((namespace, key), version, but)
 
@@ -253,10 +245,8 @@ class Tombstones:
             self._dropped_version = max(self._dropped_version, version)
 
     def forbids(self, name: Name, version: Version, absent_since: int) -> bool:
-        """Return whether that version was, or may have been, removed while its memory was absent.
-
-        ``absent_since``: ``made`` when this master lost the memory; 0: it never had it.
-        """
+        """Return whether that version was, or may have been, removed while its memory was absent
+        since ``absent_since`` (``made`` when this master lost it; 0: it never had it)."""
         if absent_since < self._dropped and version <= self._dropped_version:
             return True
         if version in self._of:

@@ -101,11 +101,8 @@ class Membership:
         return self._alive[1]
 
     def check(self, join: NodeJoin) -> None:
-        """Check that the message is valid and for this cluster.
-
-        Raises:
-            ProtocolError, InvalidArgumentError, ClusterMismatchError
-        """
+        """Check that the message is valid and for this cluster. Raise ProtocolError,
+        InvalidArgumentError or ClusterMismatchError."""
         check_protocol(join.protocol, "the node")
         check_cluster(self._cluster, join.cluster, f"node {join.name}")
         for offer in join.segments:
@@ -195,12 +192,8 @@ class Membership:
         return self._accepted(node, join)
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
-        """Return the node with that name and exactly these segments, if any.
-
-        Raises:
-            DrainedError: the node was dismissed and does not know it.
-            SegmentGoneError: there is no stream to resume.
-        """
+        """Return the node with that name and exactly these segments. Raise DrainedError if it was
+        dismissed, SegmentGoneError if there is no stream to resume."""
         if not self._dismissed.keys().isdisjoint(uuids):
             raise _drained_error(join.name)
         # A delayed join may arrive after a later one: its generations are older. An interrupted

@@ -102,8 +102,7 @@ class MissingObjects:
             departed.back[segment.offer.uuid] = segment
 
     def on_object_departed(self, record: ObjectRecord, end_ms: int) -> None:
-        """Track an object whose last replica was on a dead segment, before it loses its bytes.
-        ``end_ms``: when it expires; 0: never."""
+        """Track an object without live replicas. ``end_ms``: its expiry, or 0."""
         assert record.segment is not None
         departed = self._by_memory.get(record.segment.offer.uuid)
         if departed is None or departed.is_settled:

@@ -125,14 +125,8 @@ class NodeMessageHandler:
             raise _later_epoch_error(f"node {node}", epoch, common.epoch)
 
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
-        """Check whether this master may serve the client.
-
-        A client ends no term: the nodes of a later master do, once they join. Until then the client
-        waits.
-
-        Raises:
-            UnavailableError: the client has to wait.
-        """
+        """Raise UnavailableError if the client knows a later master and has to wait: a client ends
+        no term, the nodes of that master do once they join."""
         common = self._common
         is_new = now_ms - common.started_ms < JOINING_MS
         if is_new and join.highest_epoch > common.epoch:

@@ -145,8 +145,7 @@ class WaitingPuts:
         return found if is_first else AllocationFailure(requested_bytes, quota=found.quota)
 
     def blocked_by_pins(self, until_ms: int, request: Wanting) -> bool:
-        """Return whether pins leave too little of the pool for the request until ``until_ms``, so
-        that no end of a lease or TTL helps."""
+        """Return whether no end of a lease or TTL helps: pins hold too much until ``until_ms``."""
         pool = self._common.pool
         capacity = sum(segment.capacity for segment in pool.segments.values())
         return (

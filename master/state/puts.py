@@ -194,12 +194,8 @@ class PutHandler:
         sizes: list[int],
         allocated: list[list[Extent]],
     ) -> list[PutGrant]:
-        """Create a put for each of the ``granted`` indices of ``keys`` and link its record into the
-        forest; changes nothing on an error.
-
-        Raises:
-            InvalidArgumentError: the objects would form a cycle.
-        """
+        """Create puts for the ``granted`` indices of ``keys`` and link their records. Raise
+        InvalidArgumentError at a cycle, without a change."""
         puts: list[PutGrant] = []
         record: ObjectRecord | None = None
         table = self._forest.ensure_table(request.namespace)
@@ -422,10 +418,7 @@ class PutHandler:
         self, now_ms: int, request: calls.Commit, allocation: AllocationGrant, replicas: int
     ) -> None:
         """Evict objects of the new tenant until an allocation of another tenant fits its limit.
-
-        Raises:
-            NoSpaceError: it does not fit; the allocation is unchanged.
-        """
+        Raise NoSpaceError if it does not, without a change to the allocation."""
         owner = self._pool.tenant_of(request.namespace)
         if owner is allocation.tenant:
             return
@@ -439,8 +432,8 @@ class PutHandler:
             raise no_space_report.quota_error(self._common, owner, needed, missing)
 
     def _store(self, put: ObjectGrant, extents: list[Extent], now_ms: int) -> list[StaleExtents]:
-        """Set the extents of the put's record. Return the stale extents of the replaced version,
-        which are still allocated. The caller then calls ``MemoryPool.delete_if_unused``."""
+        """Set the extents of the put's record. Return the stale ones of the replaced version, still
+        allocated. The caller then calls ``MemoryPool.delete_if_unused``."""
         record = put.record
         replaced: list[StaleExtents] = []
         if record.segment is not None:

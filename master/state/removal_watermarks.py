@@ -16,8 +16,7 @@ from kvstore.master.state.state_context import StateContext
 
 
 def unrecorded_removal_error() -> UnavailableError:
-    """Return the error of a removal that no memory can record: it would be lost if the master died,
-    while absent memory may hold the object."""
+    """Return the error of a removal that would be lost if the master died."""
     return UnavailableError(
         "no joined node can record the removal, and an absent node may hold the object",
         advice="Try again when a node has joined.",

@@ -155,8 +155,7 @@ class RemovalHandler:
         return self._common.reply_when_wiped(now_ms, replaced, reply, earlier)
 
     def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
-        """Return what a removal of these objects waits for: pending wipes of the same objects (it
-        may be repeated), and those of ``_elsewhere``."""
+        """Return the requests to wait for: pending wipes of these objects, and elsewhere."""
         return [*self._reclaim.for_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[WipeRequest]:

@@ -51,11 +51,8 @@ class ReplicationPlanner:
     def start_moves(
         self, now_ms: int, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grant space for objects that the caller copies for the named node.
-
-        Raises:
-            InvalidArgumentError: there is no such node, or it is not draining.
-        """
+        """Grant space for objects that the caller copies for the named node. Raise
+        InvalidArgumentError if it is unknown or not draining."""
         self._forest.begin_step()
         node = self._common.membership.get_node(request.node)
         if request.repair:
@@ -326,8 +323,7 @@ class ReplicationPlanner:
     # --- finished repairs ---------------------------------------------------------------------
 
     def add_replica(self, now_ms: int, put: CopyGrant) -> bool:
-        """Make a finished copy a replica. Return False if no replica is missing any more, or the
-        node of the copy already has one."""
+        """Make a copy a replica. Return False if none is missing, or its node has one."""
         record, (segment, offset) = put.record, put.extents[0]
         instead_of = repair_queue.find_repairable_placeholder(
             record, now_ms - self._repairs.after_ms

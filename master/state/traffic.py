@@ -74,8 +74,7 @@ class Recent(Generic[KeyT, RowT]):
 
 
 class MatchTips(Recent[Key, MatchTip]):
-    """Tips of the last matches in a namespace, by key. A tip keeps its count if it is matched again
-    before ``TIPS_MAX`` others. Holds keys only, no records."""
+    """Tips of the last matches in a namespace, by key; at least ``TIPS_MAX`` keep counts."""
 
     def __init__(self) -> None:
         super().__init__(TIPS_MAX)
@@ -191,13 +190,8 @@ class TrafficRecorder:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """Record a query.
-
-        Args:
-            found: number of keys found.
-            first: index of the first missed key; -1: none.
-            tip: last matched key; None: no match query, or no match.
-        """
+        """Record a query with ``found`` keys; ``first``: index of the first missed key, or -1;
+        ``tip``: last matched key of a match."""
         row = self.caller.asks
         if row is None or row.era is not self._era or row.namespace != namespace:
             space = self._space(namespace)
@@ -232,12 +226,7 @@ class TrafficRecorder:
     def record_eviction(
         self, now_ms: int, namespace: Namespace, idle_ms: int, head: Key | None = None
     ) -> None:
-        """Record an eviction.
-
-        Args:
-            idle_ms: time since the object's last use.
-            head: its key, if it is the first of its chain.
-        """
+        """Record an eviction. ``head``: the key, if it is the first of its chain."""
         space = self._space(namespace)
         space.evicted += 1
         space.evicted_ms = now_ms

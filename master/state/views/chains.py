@@ -378,8 +378,7 @@ def _rank(branch: _OpenBranch) -> tuple[int, int]:
 
 
 def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
-    """Return these branches and their descendants, parents first. Branches whose chain was broken
-    up between two slices are omitted."""
+    """Return these branches and their descendants, parents first, except parts of broken chains."""
     ordered: list[_OpenBranch] = []
     waiting = roots[::-1]
     while waiting:
