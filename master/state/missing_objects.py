@@ -59,7 +59,7 @@ class _DepartedNode:
 class _MissingEntry(NamedTuple):
     departed: _DepartedNode
     end_ms: int
-    """When the object expires; 0: never."""
+    """Time of expiry; 0: never."""
 
 
 class MissingObjects:
