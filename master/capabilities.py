@@ -92,7 +92,7 @@ class CapabilityIssuer:
         if isinstance(reply, calls.DescribeSegmentsReply):
             rights = map_rights(caller.identity)
             capabilities = [
-                describe_segment(each, caller.holder, rights) for each in reply.segments
+                describe_segment(segment, caller.holder, rights) for segment in reply.segments
             ]
             return reply._replace(segments=capabilities)
         return reply
@@ -113,8 +113,8 @@ class CapabilityIssuer:
         return reply._replace(
             lease_ms=reply.lease_ms - self._read_slack_ms,
             matches=[
-                each._replace(placements=self._readable(each.placements, until_ms, holder))
-                for each in reply.matches
+                match._replace(placements=self._readable(match.placements, until_ms, holder))
+                for match in reply.matches
             ],
         )
 
@@ -215,7 +215,9 @@ class CapabilityIssuer:
         ``of_keys`` (epochs, counters, namespaces, keys) have a row per granted key."""
         columns: list[Sequence[Any]] = [sizes, *of_keys]
         if grants.replicas != 1:
-            columns = [_flatten(repeat(row, grants.replicas) for row in each) for each in columns]
+            columns = [
+                _flatten(repeat(row, grants.replicas) for row in column) for column in columns
+            ]
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
         segments, offsets = grants.segments, grants.offsets
         capabilities = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)

@@ -46,7 +46,7 @@ class ClusterEventLog:
         first = self._number - len(self._kept) + 1
         begin = max(first, number + 1)
         found = islice(self._kept, begin - first, begin - first + PAGE)
-        events = [(begin + index, *each) for index, each in enumerate(found)]
+        events = [(begin + index, *event) for index, event in enumerate(found)]
         last = events[-1][0] if events else self._number
         return {
             "run": self._run,

@@ -134,8 +134,8 @@ class Election:
                     # Another master may have accepted reported epochs by a clock that is ahead of
                     # ours.
                     accepted_max = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
-                    least = max(role.epoch + 1, role.epoch_least, now_ms)
-                    epoch = await etcd.new_epoch(leader, least, accepted_max, deadline)
+                    epoch_min = max(role.epoch + 1, role.epoch_least, now_ms)
+                    epoch = await etcd.new_epoch(leader, epoch_min, accepted_max, deadline)
                 role.campaigned(LeaderKey(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):

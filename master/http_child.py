@@ -106,13 +106,13 @@ def is_installed(*, required: bool) -> bool:
     return False
 
 
-async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
+async def _started(sockets: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
     """Start a child. If cancelled, it ends the child first. Raises as ``Child.start``."""
     stop = CancelToken()
 
     def start() -> Child:
         with stop.here():
-            return _start(given, environ)
+            return _start(sockets, environ)
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
@@ -125,7 +125,7 @@ async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str
         raise
 
 
-def _start(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
-    flags = [text for name, each in given.items() for text in (f"--{name}", str(each.fileno()))]
-    fds = [each.fileno() for each in given.values()]
+def _start(sockets: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
+    flags = [text for name, sock in sockets.items() for text in (f"--{name}", str(sock.fileno()))]
+    fds = [sock.fileno() for sock in sockets.values()]
     return Child.start("kvstore.console.master_server", *flags, environ=environ, pass_fds=fds)

@@ -203,9 +203,9 @@ class MasterChannel:
 
     def _end_snapshot(self, number: int) -> None:
         self._snapshots.pop(number, None)
-        pending = [each for each in self._requests if each[0] == number]
-        for each in pending:  # the child waits for a reply to each
-            self._requests.remove(each)
+        pending = [request for request in self._requests if request[0] == number]
+        for request in pending:  # the child waits for a reply to each
+            self._requests.remove(request)
             self._frame(LAST_PAGE, number, 0, _NONE)
 
     # --- the socket -----------------------------------------------------------------------------
@@ -429,7 +429,9 @@ class ChildChannel:
 
     def _forget(self, slots: asyncio.Semaphore, error: str) -> None:
         """Fail the requests that hold these slots, as their replies do not come."""
-        for number in [each for each, (its, _) in self._pending.items() if its is slots]:
+        for number in [
+            request for request, (held_slots, _) in self._pending.items() if held_slots is slots
+        ]:
             _, reply = self._pending.pop(number)
             slots.release()
             if not reply.done():

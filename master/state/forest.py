@@ -100,11 +100,11 @@ class Forest:
                     self.drop_bytes(at)
             at = at.parent
         self.steps += len(walked)
-        for index, seen in enumerate(walked):
+        for index, visited in enumerate(walked):
             if index >= cut_off:
-                seen.checked = breaks
-            elif not seen.lost:  # else it must be checked again once it has children
-                seen.checked = detached
+                visited.checked = breaks
+            elif not visited.lost:  # else it must be checked again once it has children
+                visited.checked = detached
         return not cut_off
 
     def match(

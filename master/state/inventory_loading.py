@@ -64,7 +64,9 @@ class InventoryLoader:
     def late(self, now_ms: int) -> list[MountedSegment]:
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
-        return [segment for segment, each in inventories if each.is_late(now_ms, patience_ms)]
+        return [
+            segment for segment, inventory in inventories if inventory.is_late(now_ms, patience_ms)
+        ]
 
     def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
         """Raise ProtocolError for an unknown segment or more claims than requested."""

@@ -34,7 +34,7 @@ missing until their memory returns. Checking all names for a lost node takes 10 
 
 class _DepartedNode:
     def __init__(self, location: str, reason: str, gone_ms: int) -> None:
-        self.place = location
+        self.location = location
         self.why = reason
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
@@ -75,7 +75,7 @@ class MissingObjects:
 
     @property
     def objects(self) -> int:
-        return sum(each.missing for each in self._departed.values())
+        return sum(node.missing for node in self._departed.values())
 
     def segment_died(self, now_ms: int, segment: MountedSegment) -> None:
         node, uuid = segment.node, segment.offer.uuid
@@ -169,7 +169,7 @@ class MissingObjects:
         return [
             DepartedNode(
                 name=name,
-                host=departed.place,
+                host=departed.location,
                 reason=departed.why,
                 departed_ms=now_ms - departed.gone_ms,
                 missing=departed.missing,

@@ -141,7 +141,7 @@ class WaitingPuts:
         requested_bytes = no_space_report.asked_bytes(put.request)
         if found is None:
             return AllocationFailure(requested_bytes)
-        is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
+        is_first = next(waiting for waiting in self._queue if waiting.tenant is put.tenant) is put
         return found if is_first else AllocationFailure(requested_bytes, quota=found.quota)
 
     def blocked_by_pins(self, until_ms: int, request: Wanting) -> bool:

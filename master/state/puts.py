@@ -240,7 +240,9 @@ class PutHandler:
         self._common.changing = True
         self._keeping.expire_before_put(now_ms, "", [])
         segments = self._pool.segments.values()
-        on_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
+        on_devices = [
+            segment.offer.uuid for segment in segments if segment.offer.device is not None
+        ]
         avoid = [*request.avoid_segments, *on_devices]  # allocations are arrays
         owner = self._pool.tenant_of(request.namespace)
         allocated = self._granting.reserve(

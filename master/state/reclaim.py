@@ -408,7 +408,7 @@ class SpaceReclaimer:
     def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
         failed = set(removals)
         for request in (*self._unwiped.values(), *self._placeholders.values()):
-            request.removals = [each for each in request.removals if each not in failed]
+            request.removals = [removal for removal in request.removals if removal not in failed]
         return [SendReply(removal.reply_id, error) for removal in removals]
 
     def segment_of(self, wipe_seq: int) -> MountedSegment | None:

@@ -244,21 +244,21 @@ class ReplicationPlanner:
             record = repairs.next(node.name)
             if record is None:
                 break
-            for each in self._chain_to_repair(record):
+            for candidate in self._chain_to_repair(record):
                 steps += 1
                 if (
                     len(puts) >= request.limit
-                    or (puts and size + each.size > request.bytes_max)
-                    or not repairs.may_begin(now_ms, each.size)
+                    or (puts and size + candidate.size > request.bytes_max)
+                    or not repairs.may_begin(now_ms, candidate.size)
                     or len(self._common.pending) >= pending_max
                 ):
                     repairs.enqueue(record)
                     targets = {}
                     break
-                put = self._grant_repair(now_ms, node, each, targets, request.client_number)
+                put = self._grant_repair(now_ms, node, candidate, targets, request.client_number)
                 if put is not None:
                     puts.append(put)
-                    size += each.size
+                    size += candidate.size
         records = [put.record for put in puts]
         extents = [_extent_on(node, record) for record in records]
         sources = Placements(
@@ -349,8 +349,10 @@ class ReplicationPlanner:
         if _extent_on(extent[0].node, record) is not None:
             return False
         uuid = extent[0].offer.uuid
-        dead_extents = [each for each in record.extents() if not each[0].alive]
-        instead_of = next((each for each in dead_extents if each[0].offer.uuid == uuid), None)
+        dead_extents = [candidate for candidate in record.extents() if not candidate[0].alive]
+        instead_of = next(
+            (candidate for candidate in dead_extents if candidate[0].offer.uuid == uuid), None
+        )
         if instead_of is None:
             instead_of = repair_queue.find_repairable_placeholder(
                 record, now_ms - self._common.rules.lease_ms

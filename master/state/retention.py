@@ -43,8 +43,8 @@ class RetentionManager:
         self._granting = granting
 
     def pin(self, now_ms: int, request: calls.Pin) -> calls.PinReply:
-        """Pin all stored objects among the keys, or none. Raise NoSpaceError beyond a limit of pinned
-        memory, InvalidArgumentError for too many unpinned ancestors."""
+        """Pin all stored objects among the keys, or none. Raise NoSpaceError beyond a limit of
+        pinned memory, InvalidArgumentError for too many unpinned ancestors."""
         table = self._common.forest.table(request.namespace)
         found = [] if table is None else self._stored_records(now_ms, table, request.keys)
         self._check_limits(request, found)

@@ -46,12 +46,12 @@ RowT = TypeVar("RowT")
 
 
 class Recent(Generic[KeyT, RowT]):
-    """The last used rows: at least ``most``, at most twice as many."""
+    """The last used rows: at least ``rows_min``, at most twice as many."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, rows_min: int) -> None:
         self.recent: dict[KeyT, RowT] = {}
         self.older: dict[KeyT, RowT] = {}
-        self._most = most
+        self._rows_min = rows_min
 
     def get(self, key: KeyT) -> RowT | None:
         row = self.recent.get(key)
@@ -60,7 +60,7 @@ class Recent(Generic[KeyT, RowT]):
     def use(self, key: KeyT, row: RowT) -> bool:
         """Add or refresh a row. Return whether others are dropped for it."""
         self.older.pop(key, None)
-        drops = key not in self.recent and len(self.recent) >= self._most
+        drops = key not in self.recent and len(self.recent) >= self._rows_min
         if drops:
             self.older, self.recent = self.recent, {}
         self.recent[key] = row

@@ -301,7 +301,7 @@ def _(it: TrafficRecorder) -> None:
 
 @check_invariants.register
 def _(it: Recent) -> None:  # type: ignore[type-arg]
-    assert max(len(it.recent), len(it.older)) <= it._most
+    assert max(len(it.recent), len(it.older)) <= it._rows_min
     assert not it.recent.keys() & it.older.keys()
 
 

@@ -102,7 +102,7 @@ class _ChainQuery:
         self.branch: _OpenBranch | None = None
         self.at: ObjectRecord | None = None
         self.steps_left = STEPS_MAX
-        self.whole = True
+        self.is_complete = True
 
 
 class ChainQueries:
@@ -221,12 +221,12 @@ class ChainQueries:
 
     def _visit_newest(self, query: _ChainQuery, table: NamespaceTable) -> int:
         """Find leaves among the newest records. Return the number of scanned records."""
-        shards, each = len(table.shards), query.newest
+        shards, limit = len(table.shards), query.newest
         if shards > 1:
-            each = max(1, 4 * each // shards)
+            limit = max(1, 4 * limit // shards)
         steps = 0
         for shard in table.shards:
-            for record in islice(reversed(shard.values()), each):
+            for record in islice(reversed(shard.values()), limit):
                 steps += 1
                 if not record.children:
                     query.found.append(_WalkStart(record, None))
@@ -306,7 +306,7 @@ class ChainQueries:
                 else:
                     query.branch = None
         if not query.steps_left and (query.branch or query.started < len(query.tips)):
-            query.whole = False
+            query.is_complete = False
             query.started = len(query.tips)
             if query.branch is not None:
                 query.branch.truncated = True
@@ -315,7 +315,7 @@ class ChainQueries:
     def _begin(self, query: _ChainQuery, last: ObjectRecord) -> _OpenBranch | None:
         """Begin a branch that ends at ``last``; None ends the walks: there are too many."""
         if len(query.branches) == BRANCHES_MAX:
-            query.whole = False
+            query.is_complete = False
             query.started = len(query.tips)
             query.branch = None
             return None
@@ -352,22 +352,22 @@ class ChainQueries:
         self._queries.popleft()
         self._jobs.note(DRAW, bool(self._queries))
         uptime_ms = now_ms - common.started_ms
-        reply = calls.ChainsReply(common.epoch, uptime_ms, branches, query.whole)
+        reply = calls.ChainsReply(common.epoch, uptime_ms, branches, query.is_complete)
         common.effect(SendReply(query.reply_id, reply))
 
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
     """Return up to ``count`` starts: half the most matched, half the last used."""
     distinct: dict[ObjectRecord, _WalkStart] = {}
-    for each in found:
-        known = distinct.get(each.record)
-        if known is None or known.matched < each.matched:
-            distinct[each.record] = each
-    matched = [each for each in distinct.values() if each.matched]
+    for start in found:
+        known = distinct.get(start.record)
+        if known is None or known.matched < start.matched:
+            distinct[start.record] = start
+    matched = [start for start in distinct.values() if start.matched]
     matched.sort(key=lambda found: -found.matched)
     chosen = matched[: (count + 1) // 2]
-    for each in chosen:
-        del distinct[each.record]
+    for start in chosen:
+        del distinct[start.record]
     rest = list(distinct.values())
     rest.sort(key=lambda found: -found.record.last_used_ms)
     return chosen + rest[: count - len(chosen)]
@@ -389,7 +389,7 @@ def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
 
 
 def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
-    counts = sorted(branch.counts.items(), key=lambda place: -place[1])[:SEGMENTS_TOLD]
+    counts = sorted(branch.counts.items(), key=lambda row: -row[1])[:SEGMENTS_TOLD]
     return calls.Branch(
         namespace=branch.last.namespace,
         above=0 if branch.above is None else branch.above.number,

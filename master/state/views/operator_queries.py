@@ -180,8 +180,8 @@ def _namespaces(
     """Add up to ``remaining`` rows. Return the next cursor; 0: none."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
     for table in islice(known.values(), position, min(position + remaining, len(known))):
-        held = pins.pinned_in(table.name)
-        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
+        pinned = pins.pinned_in(table.name)
+        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *pinned))
     return _NAMESPACES | position + remaining if position + remaining < len(known) else 0
 
 
