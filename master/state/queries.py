@@ -29,7 +29,7 @@ JOINING_MS = 600
 """Time for the nodes of the previous master to join; they retry several times a second."""
 
 STATE_PROBES_MAX = BATCH_KEYS_MAX
-"""Keys that one query probes for recurrent states, from the end of the chain."""
+"""Objects that one query probes for recurrent states, from the end of the chain."""
 
 ASKING_MAX = 4_096
 """Queries that wait for inventories; further ones are answered immediately."""

@@ -31,7 +31,7 @@ CLEARED_PER_STEP = 512
 """Objects that one ``clear`` removes; the caller repeats it."""
 
 HIDE_STEPS = 4_096
-"""Records without bytes that a removal deletes per object; background work does the rest."""
+"""Records without bytes that one removal call deletes; background work does the rest."""
 
 
 class RemovalHandler:
