@@ -1,1 +1,1 @@
-"""The master: ``state`` decides and is pure; around it are the shell, the carriers, the process."""
+"""The master: its pure ``state``, the shell around it, RPC servers and process."""

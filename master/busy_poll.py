@@ -1,10 +1,10 @@
-"""An event loop that polls for a moment before it sleeps.
+"""Event loop that busy-polls before it sleeps.
 
-Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
-waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
-calls of one engine step follow each other closely, so a loop that polls for ``busy_poll_us`` after
-each event is awake when the next one comes. A loop without events for longer sleeps and costs
-nothing."""
+Between two processes a request and its reply take 42 to 55 us if the receiver sleeps, because
+waking a process on another core takes longer than replying, and 13 to 21 us if it polls. The calls
+of one engine step follow each other closely, so polling for ``busy_poll_us`` after each event
+receives the next one without a wake-up.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from typing import Any
 from kvstore.wire.busy_poll_gauge import HIT, PREEMPTED, BusyPollGauge, polling_outcome
 
 SPIN_US = 200
-"""How long the loop polls after a hot call before it sleeps: saves a wake-up between the calls of
-one engine step, at the cost of that much processor time."""
+"""Default polling time after a call: saves wake-ups within one engine step."""
 
 
 class BusyPollSelector(selectors.EpollSelector):
-    """``epoll`` that polls without sleeping for ``busy_poll_us`` after the last event; 0: never."""
+    """``epoll`` that polls for ``busy_poll_us`` after the last event; 0: never."""
 
     def __init__(self, busy_poll_us: int) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class BusyPollSelector(selectors.EpollSelector):
                     self._gauge.record(HIT)
                     self._awake_until = before + self._spin_s
                     return ready
-                os.sched_yield()  # the process that is to answer may wait for this core
+                os.sched_yield()  # the replying process may wait for this core
                 now = time.perf_counter()
                 outcome = polling_outcome(before, now, end)
             if end < deadline or outcome == PREEMPTED:
@@ -60,11 +59,10 @@ class BusyPollSelector(selectors.EpollSelector):
 
 
 def new_event_loop(busy_poll_us: int = SPIN_US) -> asyncio.SelectorEventLoop:
-    """A loop for ``asyncio.Runner(loop_factory=...)``; it spins unless ``busy_poll_us`` is 0.
+    """Return a loop for ``asyncio.Runner``, which busy-polls unless ``busy_poll_us`` is 0.
 
-    From now on asyncio's connections leave no cycle behind: the transport and its own bound method.
-    The master's collector does not see what is as old as a connection
-    (``app._keep_collector_out``), and TLS hides the transport from its protocol.
+    Also ends the reference cycle of asyncio's closed connections (the transport and its bound
+    method), because the master's collector skips old objects (``main._keep_collector_out``).
     """
     _Transport._call_connection_lost = _call_connection_lost
     return asyncio.SelectorEventLoop(BusyPollSelector(busy_poll_us) if busy_poll_us else None)

@@ -1,23 +1,18 @@
-"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. And adds
-stamps: without one, a node with an identity does not find the object again.
+"""Adds capabilities and header MACs to replies.
 
-A node checks that whoever asks for a range has a capability for its extent
-(``kvstore.runtime.tcp_protocol``). The master makes them, for identities that it has authenticated
-(*holders*), and writes the expiry in the clock of the extent's node: a node says in its join and in
-each beat what time it has. What the master knows of that clock is late by the time that the message
-took; so the expiry is early by that much, and ``SLACK_MS`` makes up for it.
+A capability permits reads or writes of an extent over TCP (``kvstore.runtime.tcp_protocol``). The
+master issues them to authenticated identities (*holders*), and expresses the expiry in the clock of
+the extent's node, which reports its time in its join and heartbeats. That value is late by the
+delay of the message, so the expiry is early by as much; ``SLACK_MS`` compensates for it.
 
-An extent must not be written by capabilities of its former objects. An order to wipe it goes to its
-node before it is granted again; a capability names the last order that had been made by then, and
-the node refuses one that is older than the last order for the extent. An extent that is leased is
-granted to nobody, so capabilities to read end with the lease of the state. Holders are told a lease
-that ends ``read_slack_ms`` earlier.
+Capabilities of former objects must not write an extent. Before it is granted again, its node gets a
+wipe request; a capability holds the last wipe sequence number at its issue, and the node rejects
+older ones than the last for the extent. A leased extent is not granted, so capabilities to read end
+with the state's lease. Holders get leases that end ``read_slack_ms`` earlier.
 
-A node that gives a key for stamps believes, when it looks through its memory, no header without one
-(``kvstore.memory.header``). A stamp says which object may be in an extent. It never ends: it is
-good for one version at one place, and no other put has this version.
-
-The state decides who gets which extent, and knows nothing of this.
+A node with a MAC key accepts only headers with a valid MAC when it scans its memory
+(``kvstore.memory.header``). A MAC names the object that may be in an extent. It never expires: no
+other put has its version and location.
 """
 
 from __future__ import annotations
@@ -37,40 +32,47 @@ from kvstore.security.descriptor_protocol import map_key
 from kvstore.security.permissions import map_rights
 
 SLACK_MS: Final = 1_000
-"""How much later than the deadline that the client was told a capability to write ends."""
+"""Time between the deadline sent to the client and the end of a capability to write."""
 
 STAT_MS: Final = 1_000
-"""How long a holder may read the header of an object that it has asked about."""
+"""Time for which a holder may read the header of an object after a query for it."""
 
 MASTER: Final = (1 << 64) - 1
-"""The master's own number as a holder, with which it tries to connect to nodes. No client gets
-it."""
+"""The master's own holder number, for connectivity probes; no client gets it."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""As ``slow.seal`` takes it."""
+"""See ``pure_python.seal``."""
 
 
 def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
-    """The segment as it is described to this holder, whose identity has these ``MapRight``. If
-    its node takes no capabilities, the holder gets the token, as any client."""
+    """Describe the segment to a holder with these ``MapRight`` (``rights``)."""
     if not segment.takes_capabilities:
         return segment
     token, uuid, generation = segment.token, segment.uuid, segment.generation
-    key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
+    key, descriptor_socket, shm_name = (
+        holder_key(token, uuid, generation, holder),
+        None,
+        segment.shm_name,
+    )
     if segment.descriptor_socket is not None:
         for_map = map_key(token, uuid, generation, holder, rights)
-        handover, shm_name = segment.descriptor_socket._replace(rights=rights, key=for_map), ""
-    return segment._replace(token=key, holder=holder, descriptor_socket=handover, shm_name=shm_name)
+        descriptor_socket, shm_name = (
+            segment.descriptor_socket._replace(rights=rights, key=for_map),
+            "",
+        )
+    return segment._replace(
+        token=key, holder=holder, descriptor_socket=descriptor_socket, shm_name=shm_name
+    )
 
 
 class CapabilityIssuer:
-    """Makes capabilities and stamps for one master. Use it in the thread of the state."""
+    """Issues capabilities and header MACs for one master. Use it in the thread of the state."""
 
     def __init__(self, state: MasterState) -> None:
         self._common = state.common
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
-        """How much earlier than the lease of the state that ends which a holder is told."""
-        self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
+        """Time by which a holder's lease ends before the lease of the state."""
+        self._handlers: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
             calls.LookupReply: self._found,
             calls.MatchPrefixReply: self._matched,
             calls.Grants: self._granted,
@@ -83,15 +85,16 @@ class CapabilityIssuer:
     def add_capabilities(
         self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
-        """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
-        the state's clock."""
-        way = self._ways.get(type(reply))
-        if way is not None:
-            return way(now_ms, request, reply, caller.holder)
+        """Add the holder's capabilities and MACs to a reply. ``now_ms``: the state's clock."""
+        handler = self._handlers.get(type(reply))
+        if handler is not None:
+            return handler(now_ms, request, reply, caller.holder)
         if isinstance(reply, calls.DescribeSegmentsReply):
             rights = map_rights(caller.identity)
-            made = [describe_segment(each, caller.holder, rights) for each in reply.segments]
-            return reply._replace(segments=made)
+            capabilities = [
+                describe_segment(segment, caller.holder, rights) for segment in reply.segments
+            ]
+            return reply._replace(segments=capabilities)
         return reply
 
     def _found(
@@ -110,8 +113,8 @@ class CapabilityIssuer:
         return reply._replace(
             lease_ms=reply.lease_ms - self._read_slack_ms,
             matches=[
-                each._replace(placements=self._readable(each.placements, until_ms, holder))
-                for each in reply.matches
+                match._replace(placements=self._readable(match.placements, until_ms, holder))
+                for match in reply.matches
             ],
         )
 
@@ -122,7 +125,7 @@ class CapabilityIssuer:
         reply: calls.Grants,
         holder: int,
     ) -> calls.Grants:
-        if isinstance(request, calls.Allocate):  # its stamp comes with its commit
+        if isinstance(request, calls.Allocate):  # its MAC comes with its commit
             return self._writable(now_ms, reply, [request.size], holder)
         keys, sizes = request.keys, request.sizes
         if len(reply.tokens) < len(keys):
@@ -143,10 +146,10 @@ class CapabilityIssuer:
             or record is None
             or (record.epoch, record.counter) != (epoch, token)
         ):
-            return reply  # not stored, or replaced or removed already
+            return reply  # not stored, or already replaced or removed
         extents = record.extents()
         if not extents or not extents[0][0].offer.header_mac_key:
-            return reply  # without an extent: it is removed, and a parent of others
+            return reply  # without an extent: removed, but a parent of others
         segment, offset = extents[0]
         mounts = {0: segment.offer.header_mac_key}
         columns = [offset], [record.size], [epoch], [token], [namespace], [key]
@@ -180,8 +183,8 @@ class CapabilityIssuer:
             offsets.append(extents[0][1])
             sizes.append(0 if put is None else put.size)
         until_ms = now_ms + reply.deadline_ms + SLACK_MS
-        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.WRITE)
-        return reply._replace(capabilities=made)
+        capabilities = self._issue(segments, offsets, sizes, until_ms, holder, Op.WRITE)
+        return reply._replace(capabilities=capabilities)
 
     def _detail(
         self, now_ms: int, request: calls.StatObject, reply: calls.ObjectDetail, holder: int
@@ -195,10 +198,10 @@ class CapabilityIssuer:
         if not segments:
             return placements
         if len(segments) != len(sizes) or max(replicas, default=1) > 1:
-            sizes = _each(map(repeat, sizes, replicas))
+            sizes = _flatten(map(repeat, sizes, replicas))
         offsets = placements.offsets
-        made = self._issue(segments, offsets, sizes, until_ms, holder, Op.READ)
-        return placements._replace(capabilities=made)
+        capabilities = self._issue(segments, offsets, sizes, until_ms, holder, Op.READ)
+        return placements._replace(capabilities=capabilities)
 
     def _writable(
         self,
@@ -208,22 +211,25 @@ class CapabilityIssuer:
         holder: int,
         *of_keys: Sequence[Any],
     ) -> calls.Grants:
-        """The grants with a capability for each extent, and a stamp where a node wants one.
-        ``sizes`` and ``of_keys`` (epochs, counters, namespaces, keys) have a row for each granted
-        key."""
+        """Add a capability per extent, and a MAC where a node requires one. ``sizes`` and
+        ``of_keys`` (epochs, counters, namespaces, keys) have a row per granted key."""
         columns: list[Sequence[Any]] = [sizes, *of_keys]
         if grants.replicas != 1:
-            columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
+            columns = [
+                _flatten(repeat(row, grants.replicas) for row in column) for column in columns
+            ]
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
         segments, offsets = grants.segments, grants.offsets
-        made = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
+        capabilities = self._issue(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
         known = self._common.pool.segments
         offers = {number: known[number].offer for number in set(segments) if number in known}
         mounts = {
             number: offer.header_mac_key for number, offer in offers.items() if offer.header_mac_key
         }
-        stamps = steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
-        return grants._replace(capabilities=made, header_macs=stamps)
+        header_macs = (
+            steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
+        )
+        return grants._replace(capabilities=capabilities, header_macs=header_macs)
 
     def _issue(
         self,
@@ -234,8 +240,7 @@ class CapabilityIssuer:
         holder: int,
         op: Op,
     ) -> bytes:
-        """One capability per extent, until ``until_ms`` on the state's clock. Segments whose node
-        takes none get zeros."""
+        """Return a capability per extent, or zeros if its node needs none."""
         mounts: dict[int, bytes] = {}
         known = self._common.pool.segments
         for segment_id in set(segments):
@@ -244,9 +249,9 @@ class CapabilityIssuer:
                 offer = segment.offer
                 expires_ms = max(0, until_ms + segment.node.ahead_ms)
                 mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
-        order = self._common.reclaim.last_order
-        return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
+        wipe_seq = self._common.reclaim.last_order
+        return steps.seal(mounts, segments, offsets, sizes, holder, wipe_seq, op)
 
 
-def _each(rows: Iterable[Iterable[Any]]) -> list[Any]:
+def _flatten(rows: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(rows))

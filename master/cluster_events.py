@@ -1,5 +1,4 @@
-"""The last notices of a master (nodes that join and die, elections, bad memory ...), for the
-dashboard; the log has them as well."""
+"""The last cluster events (joins, elections, corrupt memory ...), for the dashboard."""
 
 from __future__ import annotations
 
@@ -9,24 +8,24 @@ from itertools import islice
 from typing import Final
 
 NOTICES_MAX: Final = 1_000
-"""Notices that are kept: those of a busy day."""
+"""Maximum number of events kept: those of a busy day."""
 
 PAGE: Final = 100
-"""Notices in one answer, which takes 0.3 ms of the loop."""
+"""Events in one reply, which takes 0.3 ms of the loop."""
 
 TEXT_MAX: Final = 256
-"""Characters of one field; the rest is cut off."""
+"""Maximum length of a field in characters; longer ones are truncated."""
 
 
 class ClusterEventLog:
-    """The last notices, numbered from 1. Only the loop's thread uses it."""
+    """The last events, numbered from 1. Used only by the loop's thread."""
 
     def __init__(self, wall_clock_ms: Callable[[], int]) -> None:
         self._wall_clock_ms = wall_clock_ms
         self._run = wall_clock_ms()
         self._number = 0
         self._kept: deque[tuple[int, str, dict[str, str | int]]] = deque(maxlen=NOTICES_MAX)
-        """Time, event and fields of the last ones; the very last one has the number ``_number``."""
+        """Time, event and fields; the last one has the number ``_number``."""
 
     def add(self, event: str, fields: Mapping[str, str | int]) -> None:
         self._number += 1
@@ -37,21 +36,21 @@ class ClusterEventLog:
         self._kept.append((self._wall_clock_ms(), event, short))
 
     def after(self, number: int) -> dict[str, object]:
-        """The first ``PAGE`` notices that are kept and come after this number.
+        """Return the first ``PAGE`` events after this number.
 
         Returns:
             ``run``, which differs after each start of the master; ``last``, the number of the last
-            notice in this answer, or of all if it has none; ``is_all``, whether none is left;
-            ``notices``: number, time in milliseconds since 1970, event and fields of each.
+            event returned, or of all if there is none; ``is_all``, whether none is left;
+            ``events``: number, time in milliseconds since 1970, event and fields of each.
         """
         first = self._number - len(self._kept) + 1
         begin = max(first, number + 1)
         found = islice(self._kept, begin - first, begin - first + PAGE)
-        notices = [(begin + index, *each) for index, each in enumerate(found)]
-        last = notices[-1][0] if notices else self._number
+        events = [(begin + index, *event) for index, event in enumerate(found)]
+        last = events[-1][0] if events else self._number
         return {
             "run": self._run,
             "last": last,
             "is_all": last == self._number,
-            "notices": notices,
+            "notices": events,
         }

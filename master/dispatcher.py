@@ -1,8 +1,7 @@
-"""What both carriers share: the interface of the service, and the ``Dispatcher`` that calls it.
+"""Interface of the RPC service, and the ``Dispatcher`` shared by the gRPC and lane servers.
 
-A carrier decodes nothing and decides nothing. It hands the kind of a call and the request's bytes
-to the ``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns every
-exception into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
+An RPC server passes the kind of a call and the request's bytes to the ``Dispatcher``, which
+decodes, calls the service, encodes, measures, and turns every exception into a ``KVStoreError``.
 """
 
 from __future__ import annotations
@@ -31,61 +30,49 @@ from kvstore.wire.trace_context import trace_id, trace_of
 logger = logging.getLogger("kvstore.master")
 
 REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
-"""Leaves room for a frame's head and gRPC's framing."""
+"""Leaves space for the head of a frame and gRPC's framing."""
 
 SLOW_S = 0.1
-"""A call that is part of a trace and takes longer than this is logged."""
+"""Traced calls that take longer are logged."""
 
 _TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
-"""The trace of the call that is being served."""
 
 
 class RpcService(Protocol):
-    """Answers calls. Both carriers call it in the loop's thread, one call at a time."""
+    """Handles calls. RPC servers call it in the loop's thread, one call at a time."""
 
     def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
-        """The reply to ``request``, or an awaitable of it if the call must wait.
-
-        ``caller``: who calls; None: a client without a token.
-
-        The carrier cancels the awaitable when the caller is gone.
-
-        Raises:
-            KVStoreError: the error to send to the caller.
-        """
+        """Return the reply, or an awaitable of it, which is cancelled if the caller disconnects.
+        Raise the ``KVStoreError`` to send. ``caller``: None for a client without a token."""
         ...
 
     def node_session(
         self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[MasterMessage]:
-        """Serves one node's stream, as an asynchronous generator of the master's messages.
+        """Serve one node's stream; yield the master's messages.
 
-        ``who``: the node's identity; None: without authentication.
-
-        ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
-        that is malformed. When the stream breaks the generator is cancelled where it waits, and in
-        any case it is closed, so ``try ... finally`` sees every end. A ``KVStoreError`` that leaves
-        the generator is sent to the node and ends the stream.
+        ``who``: the node's identity; None without authentication. ``incoming`` ends when the node
+        closes its side, and raises a ``KVStoreError`` at a malformed message. The generator is
+        cancelled when the stream breaks, and always closed. A ``KVStoreError`` from it is sent to
+        the node and ends the stream.
         """
         ...
 
 
 @dataclass(slots=True)
 class RpcStats:
-    """Counts and times of one call since the master's start."""
+    """Counts and times of one kind of call since the master's start."""
 
     count: int = 0
     errors: int = 0
     us: Histogram = field(default_factory=Histogram)
-    """Microseconds of decoding, answering and encoding, including the time that replies waited."""
+    """Microseconds to decode, reply and encode, with the time that replies waited."""
 
 
 class Dispatcher:
-    """Decodes a call, hands it to the service and encodes the reply; see the module."""
-
     def __init__(self, service: RpcService) -> None:
         self.service = service
-        """Answers the calls; may be replaced between two calls."""
+        """Handles the calls; replaceable between two calls."""
         self.stats: dict[str, RpcStats] = {call.name: RpcStats() for call in CALLS.values()}
 
     def dispatch(
@@ -96,16 +83,16 @@ class Dispatcher:
         *,
         is_traced: bool = False,
     ) -> bytes | asyncio.Task[bytes]:
-        """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
+        """Return the encoded reply, or a task that waits for it; cancelling it cancels the call.
 
         Args:
             call: the kind of call.
-            data: the request's bytes, as the client sent them.
-            caller: who calls; None: a client without a token.
-            is_traced: whether the trace context in ``data`` has been looked at already.
+            data: the request's bytes.
+            caller: None for a client without a token.
+            is_traced: whether the trace context in ``data`` was already handled.
 
         Raises:
-            KVStoreError: the only exception, now or from the task (except cancellation).
+            KVStoreError: the only exception, also of the task (except cancellation).
         """
         if data[TRACE_AT] == TRACE_MARK and not is_traced:
             return self._traced(call, data, caller)
@@ -125,14 +112,14 @@ class Dispatcher:
         task = asyncio.get_running_loop().create_task(
             self._await_reply(call, stats, waiting, started)
         )
-        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
+        # Not in a ``finally``, which a task cancelled before its first step does not run.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
 
     def _traced(
         self, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None
     ) -> bytes | asyncio.Task[bytes]:
-        """Does what ``dispatch`` does, and logs the call if it fails or takes long."""
+        """Dispatch a traced call, and log it if it fails or is slow."""
         started = time.perf_counter()
         parent = trace_of(data)
         if not parent:
@@ -154,7 +141,7 @@ class Dispatcher:
     def _log_waited(
         self, call: RpcMethod[Any, Any], started: float, waited: asyncio.Task[bytes]
     ) -> None:
-        if not waited.cancelled():  # else its caller has gone
+        if not waited.cancelled():  # else the caller has disconnected
             self._log_traced(call, started, waited.exception())
 
     def _log_traced(
@@ -187,8 +174,8 @@ class Dispatcher:
             raise _to_wire_error(call, stats, error) from None
         finally:
             stats.us.add((time.perf_counter() - started) * 1e6)
-            # The error's traceback refers to this frame: a cycle. If the call has waited for a
-            # second, ``app._keep_collector_out`` has frozen it, and the collector does not see it.
+            # The error's traceback refers to this frame: a cycle, which the collector does not find
+            # after a wait of a second (``main._keep_collector_out``).
             del waiting
         return encoded
 
@@ -206,14 +193,14 @@ def _encoded(call: RpcMethod[Any, Any], reply: Reply) -> bytes:
     encoded = call.encode_reply(reply)
     if len(encoded) > REPLY_BYTES_MAX:
         raise BatchTooLargeError(
-            f"{call.name}: the reply has {len(encoded)} bytes, the limit is {REPLY_BYTES_MAX}",
-            advice="Ask for fewer keys or namespaces at once.",
+            f"{call.name}: the reply of {len(encoded)} bytes exceeds {REPLY_BYTES_MAX}",
+            advice="Request fewer keys or namespaces per call.",
             reply_bytes=len(encoded),
         )
     return encoded
 
 
 def add_trace(record: logging.LogRecord) -> bool:
-    """A filter for loggers that notes the trace; ``kvstore.runtime.logs`` ends the line with it."""
+    """Add the trace to a log record; ``kvstore.runtime.logs`` appends it to the line."""
     record.trace = _TRACE.get()
     return True

@@ -1,5 +1,4 @@
-"""Elects one leader among several masters: carries out the actions of ``ElectionStateMachine`` in
-etcd."""
+"""Leader election among several masters: runs ``ElectionStateMachine`` against etcd."""
 
 from __future__ import annotations
 
@@ -31,62 +30,56 @@ from kvstore.runtime.etcd.client import Etcd, LeaderEntry
 log = logging.getLogger("kvstore.master")
 
 CALL_S: Final = 2.0
-"""How long etcd may take to answer a master that stands by."""
+"""Timeout of etcd calls of a standby."""
 
 REVOKE_S: Final = 1.0
-"""How long etcd may take to revoke a lease, which expires by itself if the call is lost."""
+"""Timeout to revoke a lease, which expires anyway."""
 
 WATCH_S: Final = 3.0
-"""The leader's key is read again after so long a watch, in case the connection was cut."""
+"""Maximum time of a watch, after which the leader's key is read again."""
 
 
 class LeadershipListener(Protocol):
     """Serves calls in this process while this master leads."""
 
     def begin(self, epoch: int, until: float) -> None:
-        """Begin to serve under ``epoch`` with an empty state, until ``until`` at the latest."""
+        """Serve under ``epoch`` with an empty state, until ``until`` at the latest."""
 
     def extend(self, until: float) -> bool:
-        """Called when the lease was kept: serve on until ``until``. Returns False if the term has
-        already ended by itself, because its time had passed; then it has ended for good."""
+        """Serve until ``until``. Return False if the term has already ended by itself."""
         ...
 
     def end(self, leader: str) -> None:
-        """Stop serving. Replies name ``leader``, if it is known. May be called twice."""
+        """Stop serving. Replies name ``leader``, if known. Idempotent."""
 
 
 class Election:
-    """Takes part in the election while ``run`` runs; ``resign`` leaves it."""
+    """Takes part in the election while ``run`` runs, until ``resign``."""
 
     def __init__(
         self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = ""
     ) -> None:
-        """``address``: this master's own, for clients and nodes. ``cluster``: its cluster; empty:
-        the one that etcd names."""
+        """``address``: this master's own. ``cluster``: its name; empty: taken from etcd."""
         self.cluster = cluster
-        """The name of the cluster: the given one until this master campaigns, then etcd's."""
+        """Name of the cluster; etcd's once this master campaigns."""
         self.leader_known = asyncio.Event()
-        """Set once a leader, this master or another one, has been seen."""
+        """Set once any leader is known."""
         self._etcd = etcd
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
         self._terms = terms
         self._role = ElectionStateMachine()
         self._named: str | None = None
-        """The leader that was last logged."""
         self._etcd_fails = False
         self._counters = {"elections_won": 0, "leadership_lost": 0, "etcd_failures": 0}
 
     def counters(self) -> dict[str, int]:
-        """``elections_won``, ``leadership_lost`` (resigning not counted), ``etcd_failures``."""
+        """Return ``elections_won``, ``leadership_lost`` and ``etcd_failures``."""
         return dict(self._counters)
 
     async def run(self) -> None:
-        """Runs until it is cancelled; call ``resign`` then.
-
-        Raises:
-            ClusterMismatchError: another cluster uses this etcd prefix.
-        """
+        """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another
+        cluster uses this etcd prefix."""
         while True:
             action = self._role.next_action(uptime())
             try:
@@ -101,13 +94,12 @@ class Election:
                     log.info("etcd_reachable place=%s", self._etcd.place.text)
 
     def step_down_below(self, epoch: int) -> None:
-        """Called when a node has joined a master of a later epoch: steps down, and leads again only
-        above that epoch."""
+        """Step down because a node knows a later epoch; lead again only above it."""
         self._role.on_epoch_superseded(epoch)
         self._terms.end("")
 
     async def resign(self) -> None:
-        """Steps down for good, and lets another master lead at once."""
+        """Step down permanently, and let another master lead immediately."""
         self._terms.end("")
         leading, epoch = self._role.is_leading, self._role.epoch
         lease_id = self._role.resign()
@@ -123,7 +115,7 @@ class Election:
             case WaitUntil(until):
                 await asyncio.sleep(max(until - uptime(), 0.0))
             case ReadLeader():
-                await self._cluster(deadline)  # a mismatch shows before this master must take over
+                await self._cluster(deadline)  # detects a mismatch before a takeover
                 sight = await etcd.read_leader(deadline)
                 role.on_leader_read(_to_leader_key(sight.leader), sight.revision)
                 self._stand_by()
@@ -139,10 +131,11 @@ class Election:
                 epoch = 0
                 if leader.lease_id == lease_id:
                     now_ms = time.time_ns() // 1_000_000
-                    # The clock by which another master has believed a node may be ahead of ours.
-                    believed = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
-                    least = max(role.epoch + 1, role.epoch_least, now_ms)
-                    epoch = await etcd.new_epoch(leader, least, believed, deadline)
+                    # Another master may have accepted reported epochs by a clock that is ahead of
+                    # ours.
+                    accepted_max = plausible_epoch_max(now_ms) + EPOCH_AHEAD_MAX
+                    epoch_min = max(role.epoch + 1, role.epoch_least, now_ms)
+                    epoch = await etcd.new_epoch(leader, epoch_min, accepted_max, deadline)
                 role.campaigned(LeaderKey(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
@@ -165,21 +158,21 @@ class Election:
                 log.warning("stepped_down epoch=%d why=%s", role.epoch, why)
 
     async def _cluster(self, deadline: float) -> str:
-        named = await self._etcd.cluster_named(self.cluster, deadline)
-        if self.cluster and named != self.cluster:
+        name = await self._etcd.cluster_named(self.cluster, deadline)
+        if self.cluster and name != self.cluster:
             raise ClusterMismatchError(
-                f"the masters of the cluster {named} use {self._etcd.place.text}, and this "
-                f"one belongs to the cluster {self.cluster}",
-                advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX); or, if it is "
-                "the same one, all masters the same --cluster. The name is in the etcd, under "
+                f"{self._etcd.place.text} belongs to the cluster {name}, not to this "
+                f"master's cluster {self.cluster}",
+                advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX), or all "
+                "masters of one cluster the same --cluster. etcd stores the name as "
                 f"{self._etcd.place.cluster_key.decode()}.",
-                cluster=named,
+                cluster=name,
                 wanted=self.cluster,
             )
-        return named
+        return name
 
     def _stand_by(self) -> None:
-        """Names the leader in replies, but never this master itself, which does not lead."""
+        """Name the leader in replies, but never this master, which does not lead."""
         leader = self._role.leader
         if leader is None:
             return

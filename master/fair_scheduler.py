@@ -1,9 +1,9 @@
-"""Calls of identities take turns, so that the calls of one cannot keep those of others waiting.
+"""Fair scheduling of identities on the event loop.
 
-The loop's time is dealt out in rounds. Within a round an identity may use ``SLICE_S``; what it asks
-for beyond that waits, in order, for the next round. A round begins in the loop's next turn, after
-the sockets were looked at: another identity's call waits for one slice of each identity that has
-work, and for one call that is under way. An identity that is alone goes on at once.
+Loop time is divided into rounds. In each, an identity may use ``SLICE_S``; its further calls wait
+in order for the next round, which begins after the sockets were polled. So a call of another
+identity waits for one slice per busy identity and for one running call. A single identity continues
+immediately.
 """
 
 from __future__ import annotations
@@ -18,60 +18,58 @@ from typing import Final, TypeVar
 from kvstore.errors import KVStoreError, without_frames
 
 SLICE_S: Final = 0.001
-"""The time of one identity in a round. A look at the sockets costs some tens of microseconds."""
+"""Time slice of one identity per round. Polling the sockets costs some tens of microseconds."""
 
 ReplyT = TypeVar("ReplyT")
 
 
 class FairScheduler:
-    """See the module. Threads: the loop's."""
+    """Schedules calls by identity. Threads: the loop's."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock``: seconds."""
         self._clock = clock
         self._used: dict[str, float] = {}
-        """Seconds that identities have used in this round."""
+        """Seconds used by identities in this round."""
         self._waiting: dict[str, deque[Callable[[], object]]] = {}
-        """What each identity has asked for, oldest first. It has used its slice."""
+        """Deferred work of each identity that has used its slice, oldest first."""
         self._is_due = False
 
-    def slice_used_up(self, who: str) -> bool:
-        """Whether this identity has used its slice of this round."""
-        return self._used.get(who, 0.0) >= SLICE_S
+    def slice_used_up(self, identity: str) -> bool:
+        return self._used.get(identity, 0.0) >= SLICE_S
 
-    def run_timed(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
-        """Does ``work`` now, in the time of this identity."""
+    def run_timed(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:
+        """Run ``work`` now and charge its time to the identity."""
         started = self._clock()
         try:
             return work()
         finally:
-            self._used[who] = self._used.get(who, 0.0) + self._clock() - started
+            self._used[identity] = self._used.get(identity, 0.0) + self._clock() - started
 
-    def defer(self, who: str, work: Callable[[], object]) -> None:
-        """Does ``work`` in the next round in which this identity has time left, after what it has
-        asked for before. ``work`` uses ``run_timed`` and raises nothing."""
-        self._waiting.setdefault(who, deque()).append(work)
+    def defer(self, identity: str, work: Callable[[], object]) -> None:
+        """Run ``work``, which calls ``run_timed`` and does not raise, in a later slice."""
+        self._waiting.setdefault(identity, deque()).append(work)
         self._call_soon()
 
-    async def run_in_turn(self, who: str, work: Callable[[], ReplyT]) -> ReplyT:
-        """The result of ``work``, which is done when it is this identity's turn, and not at all if
-        the caller is cancelled before that. Raises what ``work`` raises: a ``KVStoreError``."""
-        if not self.slice_used_up(who):
-            return self.run_timed(who, work)
-        turn: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
-        self.defer(who, functools.partial(self._go, who, work, turn))
+    async def run_in_turn(self, identity: str, work: Callable[[], ReplyT]) -> ReplyT:
+        """Return the result of ``work`` in a slice of this identity, or its ``KVStoreError``."""
+        if not self.slice_used_up(identity):
+            return self.run_timed(identity, work)
+        result: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+        self.defer(identity, functools.partial(self._go, identity, work, result))
         try:
-            return await turn
+            return await result
         finally:
-            del turn  # an error's traceback refers to it: a cycle
+            del result  # an error's traceback refers to it: a cycle
 
-    def _go(self, who: str, work: Callable[[], ReplyT], turn: asyncio.Future[ReplyT]) -> None:
-        if turn.done():  # cancelled
+    def _go(
+        self, identity: str, work: Callable[[], ReplyT], result: asyncio.Future[ReplyT]
+    ) -> None:
+        if result.done():  # cancelled
             return
         try:
-            turn.set_result(self.run_timed(who, work))
+            result.set_result(self.run_timed(identity, work))
         except KVStoreError as error:
-            turn.set_exception(without_frames(error))
+            result.set_exception(without_frames(error))
 
     def _call_soon(self) -> None:
         if not self._is_due:
@@ -82,11 +80,11 @@ class FairScheduler:
         self._is_due = False
         self._used.clear()
         try:
-            for who in list(self._waiting):
-                while (queue := self._waiting.get(who)) and not self.slice_used_up(who):
+            for identity in list(self._waiting):
+                while (queue := self._waiting.get(identity)) and not self.slice_used_up(identity):
                     work = queue.popleft()
                     if not queue:
-                        del self._waiting[who]
+                        del self._waiting[identity]
                     work()
         finally:
             if self._waiting:

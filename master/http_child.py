@@ -1,4 +1,4 @@
-"""The master's side of HTTP: keeps the child that serves it running, and answers its questions."""
+"""Supervises the child process that serves the master's HTTP API."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ log = logging.getLogger("kvstore.master")
 
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
-"""The first and the longest pause before the child is started again. The pause doubles each time
-the child fails at once."""
+"""First and longest pause before a restart; it doubles after each immediate failure."""
 
 LIVED_S: Final = 60.0
-"""A child that has served for so long did not fail at once."""
+"""Minimum time of service that is not an immediate failure."""
 
 ENDING_S: Final = 5.0
-"""How long a child that has closed its channel may take to end."""
+"""Time for a child to exit after it closed its channel."""
 
 
 async def supervise_http_child(
@@ -39,10 +38,10 @@ async def supervise_http_child(
     feed: MasterChannel | None = None,
     **served: object,
 ) -> None:
-    """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
+    """Run a child that serves HTTP until this is cancelled; then the child has ended.
 
-    ``feed`` gives the child its events; ``served``: the other fields of
-    ``HttpChildOptions`` that it does not find out by itself.
+    ``feed`` sends events to the child; ``served``: the fields of ``HttpChildOptions`` that it does
+    not determine itself.
     """
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterChannel()
@@ -67,8 +66,8 @@ async def supervise_http_child(
                 if not ending.done():
                     await _end_broken(child, ended.result(), ending)
                 status = await ending
-                level = logging.WARNING if status else logging.INFO  # 0: a signal to all of us
-                log.log(level, "http_child_ended status=%d: it is started again", status)
+                level = logging.WARNING if status else logging.INFO  # a signal to all
+                log.log(level, "http_child_ended status=%d: restarting", status)
             finally:
                 channel.detach()
                 await asyncio.to_thread(child.stop)
@@ -80,42 +79,40 @@ async def supervise_http_child(
 
 
 async def _end_broken(child: Child, why: str, ending: asyncio.Task[int]) -> None:
-    """Kills a child that does not serve any more. ``why``: what is wrong; empty: the child has
-    closed its end of the channel, so it may be ending and gets time for that."""
+    """Kill a child after an error; without one, it closed its channel and gets time to exit."""
     if not why:
         await asyncio.wait((ending,), timeout=ENDING_S)
-        why = "it has closed its channel and does not end"
+        why = "it closed its channel but did not exit"
     if not ending.done():
         log.error("http_child_killed pid=%d reason=%s", child.pid, why)
         child.kill()
 
 
 def _ends() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a channel. Raises StartupError: there are no descriptors left."""
+    """Return both ends of a channel. Raise StartupError without file descriptors."""
     try:
         return socket.socketpair()
     except OSError as error:
-        raise StartupError(f"its child needs sockets: {error.strerror}") from error
+        raise StartupError(f"cannot create sockets for the HTTP child: {error.strerror}") from error
 
 
 def is_installed(*, required: bool) -> bool:
-    """Whether the console is part of this installation. If ``required``, raises ConfigError."""
+    """Return whether the console is installed; if not, but ``required``, raise ConfigError."""
     if importlib.util.find_spec("kvstore.console") is not None:
         return True
     if required:
-        raise ConfigError("http_port is given, and kvstore.console is not installed")
+        raise ConfigError("http_port requires kvstore.console, which is not installed")
     log.warning("no_console: no metrics and no dashboard, kvstore.console is not installed")
     return False
 
 
-async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
-    """Starts a child that serves. If this is cancelled, it ends the child before it raises
-    CancelledError. Otherwise it raises as ``Child.start``."""
+async def _started(sockets: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
+    """Start a child. If cancelled, it ends the child first. Raises as ``Child.start``."""
     stop = CancelToken()
 
     def start() -> Child:
         with stop.here():
-            return _start(given, environ)
+            return _start(sockets, environ)
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
@@ -128,7 +125,7 @@ async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str
         raise
 
 
-def _start(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
-    flags = [text for name, each in given.items() for text in (f"--{name}", str(each.fileno()))]
-    fds = [each.fileno() for each in given.values()]
+def _start(sockets: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
+    flags = [text for name, sock in sockets.items() for text in (f"--{name}", str(sock.fileno()))]
+    fds = [sock.fileno() for sock in sockets.values()]
     return Child.start("kvstore.console.master_server", *flags, environ=environ, pass_fds=fds)

@@ -1,4 +1,4 @@
-"""The file of tenants, as a master follows it."""
+"""Watcher of the master's tenants file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ class _Tenants(NamedTuple):
 
 
 class TenantsFileWatcher:
-    """See the module. Threads: the loop's."""
+    """Applies changes of the tenants file. Threads: the loop's."""
 
     def __init__(self, path: str) -> None:
-        """
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+        """Raise ConfigError if the file is not usable."""
 
         def load() -> _Tenants:
             rules = load_tenants(path)
             return _Tenants(rules, TenantMatcher(rules))
 
         def accept(before: _Tenants, new: _Tenants) -> _Tenants:
-            if before.rules and not new.rules:  # what a copy begins with, and a full disk leaves
-                raise ConfigError(f"tenants {path} names no tenant any more", key="tenants")
+            if before.rules and not new.rules:  # the start of a copy, or a full disk
+                raise ConfigError(
+                    f"tenants {path}: the changed file contains no tenants", key="tenants"
+                )
             return new
 
         self._file = WatchedFile("tenants", path, load, accept=accept)
@@ -42,26 +41,23 @@ class TenantsFileWatcher:
 
     @property
     def rules(self) -> Sequence[TenantRule]:
-        """The last ones that could be used."""
         return self._applied.rules
 
     async def follow(self, apply: Apply) -> None:
-        """Calls ``apply`` with other rules, when the file has changed; it may raise
-        InvalidArgumentError. With a file that became wrong the rules stay."""
+        """Call ``apply`` with valid changed rules; it may raise InvalidArgumentError."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.poll_once(apply)
 
     def poll_once(self, apply: Apply) -> None:
-        """As ``follow``, once."""
-        found = self._file.value
-        if found is self._applied:
+        loaded = self._file.value
+        if loaded is self._applied:
             return
         try:
-            if found.rules != self.rules:
-                apply(found.rules, found.matcher)
+            if loaded.rules != self.rules:
+                apply(loaded.rules, loaded.matcher)
         except InvalidArgumentError as error:
             self._file.report(error.message)
         else:
-            self._applied = found
+            self._applied = loaded
             self._file.report("")

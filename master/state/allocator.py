@@ -1,9 +1,8 @@
-"""Allocates the extents of one segment: best fit; free neighbours coalesce.
+"""Best-fit allocator of one segment; free neighbours are merged immediately.
 
-Free extents are kept twice: by size, to find the smallest that fits, and by both of their ends
-(boundary tags), to find the neighbours of a freed extent without searching. Extents in use are
-not recorded here: the objects, pending puts and wipings that own them are the record, which saves
-a hundred bytes for each of millions of objects. Tests add both up.
+Free extents are indexed by size, and by both ends (boundary tags) to find the neighbours of a freed
+extent. Used extents are recorded only by their owners (objects, pending puts, wipe requests), which
+saves a hundred bytes per object.
 
 Invariant: no two free extents touch or overlap, and all lie within ``[start, end)``.
 """
@@ -14,10 +13,10 @@ from sortedcontainers import SortedList
 
 
 class Allocator:
-    """Allocates byte ranges of ``[start, end)``; lengths are multiples of the caller's choosing."""
+    """Allocates ranges of ``[start, end)``; the caller chooses the granularity."""
 
     def __init__(self, start: int, end: int, *, empty: bool = True) -> None:
-        """``empty``: the whole range is free; otherwise nothing is, until ``free`` is called."""
+        """``empty``: the complete range is free; otherwise nothing is, until ``free`` is called."""
         self.start = start
         self.end = end
         self.free_bytes = 0
@@ -30,7 +29,7 @@ class Allocator:
             self.free_bytes = end - start
 
     def allocate(self, length: int) -> int | None:
-        """Takes a free range of ``length`` bytes, and returns its offset; None: there is none."""
+        """Allocate ``length`` bytes and return the offset; None: no free range fits."""
         if length > self.largest_free:
             return None
         hole = next(self._by_size.irange((length, 0)))
@@ -42,7 +41,7 @@ class Allocator:
         return start
 
     def free(self, start: int, length: int) -> None:
-        """Frees a range in use, or a part of one, and merges it with free neighbours at once."""
+        """Free a used range, or a part of one, and merge it with free neighbours."""
         end = start + length
         assert self.start <= start < end <= self.end, "freed a range outside the segment"
         self.free_bytes += length

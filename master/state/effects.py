@@ -1,4 +1,4 @@
-"""Actions that the state requests from the shell: small values (``MasterState.take_effects``)."""
+"""Effects: small values by which the state requests actions of the shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.errors import KVStoreError
 
 @dataclass(frozen=True, slots=True)
 class DeferredReply:
-    """Returned instead of a reply: an ``SendReply`` with this ticket will follow."""
+    """Returned instead of a reply; a ``SendReply`` with this reply id follows."""
 
     reply_id: int
 
@@ -23,7 +23,7 @@ class SendReply:
 
 @dataclass(frozen=True, slots=True)
 class SendToNode:
-    """Send a message to the node on this session."""
+    """Send a message to the node of this session."""
 
     session: int
     message: MasterMessage
@@ -31,7 +31,7 @@ class SendToNode:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """End this session's stream: its node opened another one, was declared dead or dismissed."""
+    """End this session's stream: its node opened another one, died or was dismissed."""
 
     session: int
     error: KVStoreError
@@ -39,17 +39,14 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class LogClusterEvent:
-    """An event for the log."""
-
     event: str
     fields: dict[str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
 class SupersedeEpoch:
-    """A node knows a master of this epoch, which is above this master's: end this term, and begin
-    another one above that epoch. Until then the node is refused, and its claims are neither
-    accepted nor wiped."""
+    """A node knows a master of this higher epoch: end this term and start one above that epoch.
+    Until then the node is rejected, and its claims are neither accepted nor wiped."""
 
     epoch: int
 

@@ -1,7 +1,7 @@
-"""The times at which pins end, or at which the lifetimes of objects end.
+"""Index of the times at which pins end or objects expire.
 
-Only records with such a time are kept here, so that all others cost nothing. Times are rounded up
-to ``STEP_MS``: records that end together share a bucket, and a bucket is due as a whole.
+Records without such a time cost nothing. Times are rounded up to ``STEP_MS``; records that expire
+together share a bucket.
 """
 
 from __future__ import annotations
@@ -12,35 +12,30 @@ from typing import Final
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 
 STEP_MS: Final = 64
-"""An end is late by less than this. At 200,000 puts a second a bucket has 13,000 records, and its
-dictionary grows in less than a millisecond."""
+"""Maximum delay of an expiry. At 200,000 puts a second a bucket has 13,000 records."""
 
 NO_END_MS: Final = 1 << 62
-"""Later than any time."""
 
 
 class ExpiryIndex:
-    """Records by their ends. Each operation is O(1), except that finding the next bucket is
-    O(log buckets)."""
+    """Records by expiry. Every operation is O(1), except O(log buckets) to find the next bucket."""
 
     def __init__(self) -> None:
         self._shards: list[dict[ObjectRecord, int]] = [{} for _ in range(TABLE_SHARDS)]
         self._buckets: dict[int, dict[ObjectRecord, None]] = {}
         self._times: list[int] = []
-        """A heap of the keys of ``_buckets``."""
         self._count = 0
         self.next_ms = NO_END_MS
-        """Nothing ends before this time."""
+        """Lower bound of all expiries."""
 
     def expiry_of(self, record: ObjectRecord) -> int:
-        """The time at which the record ends; 0: it has no end."""
+        """Return the expiry of the record; 0: none."""
         return self._shards[hash(record) % TABLE_SHARDS].get(record, 0) if self._count else 0
 
     def ended(self, record: ObjectRecord, now_ms: int) -> bool:
         return 0 < self.expiry_of(record) <= now_ms
 
     def set(self, record: ObjectRecord, end_ms: int) -> None:
-        """Sets the record's end, in place of an earlier one."""
         self.drop(record)
         end_ms = -(-end_ms // STEP_MS) * STEP_MS
         self._shards[hash(record) % TABLE_SHARDS][record] = end_ms
@@ -53,7 +48,6 @@ class ExpiryIndex:
         self.next_ms = min(self.next_ms, end_ms)
 
     def drop(self, record: ObjectRecord) -> None:
-        """Forgets the record's end, if it has one."""
         if not self._count:
             return
         end_ms = self._shards[hash(record) % TABLE_SHARDS].pop(record, 0)
@@ -67,8 +61,7 @@ class ExpiryIndex:
             self.next_ms = NO_END_MS
 
     def pop_expired(self, now_ms: int) -> ObjectRecord | None:
-        """Takes out a record whose end has come; None: there is none. Of one bucket, the record
-        added last comes first: it may be a child of the others."""
+        """Remove and return an expired record, or None; the last added (maybe a child) first."""
         while self._times:
             time = self._times[0]
             self.next_ms = time

@@ -1,15 +1,15 @@
-"""The prefix forest: the objects, their parents, and the reach of a chain.
+"""The prefix forest: objects, their parents, and the matches of a chain.
 
-A record is *reachable* when it is complete and has no parent or a reachable one; otherwise it is
-*detached*. Each record caches this. An event that can cut a chain in its middle (a removal, a lost
-segment) counts as a *break*; one that can make descendants reachable (a parent stored again) counts
-as a *mend*. ``record.checked`` says at which of these counts the record was last looked at:
+A record is *reachable* if it is complete and its parent, if any, is reachable; otherwise it is
+*detached*. Each record caches this. An event that may detach descendants (a removal, a lost
+segment) counts as a *break*; one that may make them reachable (a parent stored again) as a *mend*.
+``record.checked`` is the count at the last check:
 
     breaks              reachable, unless there was a break since
     -(breaks + mends)   detached, unless there was a break or a mend since
 
-So a match after a break walks its chain once, every other match costs O(log n) probes, evicting a
-leaf costs nothing, and no step visits the descendants of a record that comes or goes.
+A match after a break walks its chain once, any other match costs O(log n) probes, evicting a leaf
+costs nothing, and no step visits the descendants of a changed record.
 """
 
 from __future__ import annotations
@@ -27,44 +27,40 @@ from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecor
 from kvstore.master.state.tenants import TenantAccounting
 
 RING_STEPS = 150_000
-"""Records without a root that one step looks at to find out whether links would close a ring: 4 ms.
-512 blocks that clients put at once, each of which has a child and hangs below the one before, take
-131,000."""
+"""Detached records that one step checks for cycles: 4 ms. 512 blocks put in one call, each with a
+child and below the previous one, take 131,000."""
 
 
 class ChainMatch(NamedTuple):
     matched: int
-    """Leading keys that are reachable."""
+    """Number of leading keys that are reachable."""
     holding: list[ObjectRecord]
-    """Records whose lease protects all matched ones: only the tip, if the keys are a chain."""
+    """Records whose leases protect all matched ones: only the tip, if the keys are a chain."""
     records: list[ObjectRecord]
-    """All matched records, if requested."""
 
 
 NO_MATCH = ChainMatch(0, [], [])
 
 
 class Forest:
-    """Namespaces and their records. Knows nothing of memory; not thread-safe, like all of the
-    state."""
+    """Namespaces and their records. Independent of memory; not thread-safe."""
 
     def __init__(self, counters: Counter[str] | None = None) -> None:
         self.namespaces = Namespaces()
         self.breaks = 1
         self.mends = 0
         self.steps = 0
-        """Records walked over or forgotten so far: how background work measures its slices."""
+        """Records visited or deleted so far; background work measures its slices by it."""
         self._ring_steps = RING_STEPS
         self.objects = 0
-        """Records with bytes, of all namespaces."""
+        """Records with bytes, in all namespaces."""
         self.missing = MissingObjects(Counter() if counters is None else counters)
         self.tenants: TenantAccounting | None = None
-        """None: the master has no tenants."""
         self.events: list[Event] | None = None
-        """Events that the shell has not taken yet; None: nobody wants events."""
+        """Events that the shell has not taken yet; None without subscribers."""
 
     def begin_step(self) -> None:
-        """Begins a step of the loop, with a new budget for rings."""
+        """Reset the budget for cycle checks."""
         self._ring_steps = RING_STEPS
 
     # --- finding ------------------------------------------------------------------------------
@@ -77,8 +73,7 @@ class Forest:
         return None if table is None else table.get(key)
 
     def is_reachable(self, record: ObjectRecord) -> bool:
-        """Whether a path from a root leads to the record. Forgets the bytes of lost ancestors on
-        the path."""
+        """Return whether all ancestors are complete. Drops the bytes of lost ancestors."""
         breaks = self.breaks
         if record.checked == breaks:
             return True
@@ -91,7 +86,7 @@ class Forest:
         if record.checked == detached:
             return False
         walked: list[ObjectRecord] = []
-        cut_off = 0  # so many walked records have a missing record at or above them
+        cut_off = 0  # number of walked records at or below a missing one
         at: ObjectRecord | None = record
         while at is not None and at.checked != breaks:
             if at.checked == detached:
@@ -105,23 +100,23 @@ class Forest:
                     self.drop_bytes(at)
             at = at.parent
         self.steps += len(walked)
-        for index, seen in enumerate(walked):
+        for index, visited in enumerate(walked):
             if index >= cut_off:
-                seen.checked = breaks
-            elif not seen.lost:  # else it must be looked at again once it has children
-                seen.checked = detached
+                visited.checked = breaks
+            elif not visited.lost:  # else it must be checked again once it has children
+                visited.checked = detached
         return not cut_off
 
     def match(
         self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False
     ) -> ChainMatch:
-        """How many leading ``keys`` are reachable, and which records' leases protect them.
+        """Return the number of leading ``keys`` that are reachable, and the records to lease.
 
-        The search gallops, then bisects: O(log n) probes for the blocks of one chain, of which the
-        matched ones are always a prefix. Depths that do not grow by one per key say that the keys
-        are not one chain; those are scanned, one probe per key. Depths are hints, exact enough for
-        keys of which each determines those before it (hashes of prefixes). Only a walk over each
-        record proves that the keys are the tip's ancestors; ``records`` asks for that walk.
+        An exponential, then binary search: O(log n) probes for the blocks of one chain, whose
+        matched blocks are always a prefix. Keys whose depths do not grow by one each are not one
+        chain, and are scanned one by one. Depths are hints, sufficient for keys that determine
+        their ancestors (hashes of prefixes). Only ``records``, which walks over each record,
+        verifies the ancestors.
         """
         first = table.get(keys[0]) if keys else None
         if first is None or not self.is_reachable(first):
@@ -146,7 +141,7 @@ class Forest:
         return ChainMatch(good + 1, [tip], path) if path else self._scan(table, keys)
 
     def _path(self, tip: ObjectRecord, keys: list[Key]) -> list[ObjectRecord]:
-        """The records of ``keys``, if they are the tip and its ancestors; else an empty list."""
+        """Return the records of ``keys`` if they are the tip and its ancestors, else []."""
         path: list[ObjectRecord] = []
         at: ObjectRecord | None = tip
         for key in reversed(keys):
@@ -158,7 +153,7 @@ class Forest:
         return path
 
     def _scan(self, table: NamespaceTable, keys: Sequence[Key]) -> ChainMatch:
-        """Matches key by key. Corrects the depths of chains whose blocks arrived out of order."""
+        """Match key by key, and correct the depths of chains whose blocks arrived out of order."""
         holding: list[ObjectRecord] = []
         records: list[ObjectRecord] = []
         for key in keys:
@@ -178,7 +173,6 @@ class Forest:
             yield from table
 
     def scan(self, namespace: str) -> SnapshotScan:
-        """Lists a namespace, or all for ``""``."""
         if not namespace:
             return SnapshotScan(self.namespaces.values())
         table = self.namespaces.tables.get(namespace)
@@ -187,12 +181,12 @@ class Forest:
     # --- changing -----------------------------------------------------------------------------
 
     def ensure(self, namespace: Namespace, key: Key) -> ObjectRecord:
-        """The record of that key, created if missing; the caller must give it a reason to stay."""
+        """Return the record of the key, created if absent; the caller must make it used."""
         table = self.ensure_table(namespace)
         return table.get(key) or table.add(key)
 
     def ensure_table(self, namespace: Namespace) -> NamespaceTable:
-        """The table of that namespace, created if missing; the caller must add a record."""
+        """Return the table of the namespace, created if absent; the caller must add a record."""
         table = self.namespaces.tables.get(namespace)
         if table is None:
             tenants = self.tenants
@@ -201,14 +195,8 @@ class Forest:
         return table
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> ObjectRecord | None:
-        """Makes ``parent`` the parent of a record that is not complete.
-
-        Returns:
-            The previous parent, if there was one: it has one child fewer now.
-
-        Raises:
-            InvalidArgumentError: the link would close a ring; nothing changed.
-        """
+        """Make ``parent`` the parent of an incomplete record. Return the previous parent, if any,
+        which has one child fewer. Raise InvalidArgumentError at a cycle, without a change."""
         before = record.parent
         if before is parent:
             return None
@@ -225,7 +213,7 @@ class Forest:
         return before
 
     def _check_cycle(self, record: ObjectRecord, parent: ObjectRecord) -> None:
-        """Raises as ``link``. A record that is not complete has no reachable descendants."""
+        """Raise as ``link``. An incomplete record has no reachable descendants."""
         if self.is_reachable(parent):
             return
         at: ObjectRecord | None = parent
@@ -238,7 +226,7 @@ class Forest:
                 )
             if not self._ring_steps:
                 raise InvalidArgumentError(
-                    f"key {record.key!r} is below too many blocks without a root",
+                    f"key {record.key!r} has too many ancestors without a root",
                     advice="Put a chain from its root.",
                     key=record.key.hex(),
                 )
@@ -247,7 +235,7 @@ class Forest:
             at = at.parent
 
     def mark_complete(self, record: ObjectRecord, size: int) -> None:
-        """Called when a record got its bytes: its descendants may be reachable again."""
+        """Record new bytes, which may make descendants reachable."""
         self.missing.forget(record.namespace, record.key)
         record.checked = 0
         record.size = size
@@ -264,10 +252,10 @@ class Forest:
             events.append(stored(record))
 
     def drop_bytes(self, record: ObjectRecord, end_ms: int = 0) -> bool:
-        """Takes a record's bytes away: its descendants are detached. Returns whether that is a
-        break. ``end_ms``: the end of its lifetime, which it loses; 0: it keeps it, or has none."""
+        """Drop the record's bytes, which detaches its descendants. Return whether that is a break.
+        ``end_ms``: the expiry that it loses; 0: it keeps it or has none."""
         breaks = False
-        if record.lost:  # its segment's death has counted as the break
+        if record.lost:  # its segment's death counted as the break
             self.missing.on_object_departed(record, end_ms)
         elif record.children:
             self.breaks += 1
@@ -287,7 +275,7 @@ class Forest:
         return breaks
 
     def forget(self, record: ObjectRecord) -> ObjectRecord | None:
-        """Drops a record without bytes, writer and children; returns its parent, if it has one."""
+        """Delete a record without bytes, writer and children; return its parent, if any."""
         assert record.segment is None
         assert not record.writer
         assert not record.children

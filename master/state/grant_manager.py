@@ -1,7 +1,4 @@
-"""Chooses memory for writers, grants it under a token with a deadline, and takes it back.
-
-The writers are puts, allocations, and copies of objects (for draining or repair).
-"""
+"""Grants and reclaims the memory of puts, allocations and copies (drains and repairs)."""
 
 from __future__ import annotations
 
@@ -29,12 +26,10 @@ from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
-"""Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
+"""Puts that a tick expires, and extents that it frees: delay is harmless, a long tick is not."""
 
 
 class GrantManager:
-    """See the module."""
-
     def __init__(
         self, common: StateContext, sweeping: BackgroundSweeper, repairs: RepairQueue
     ) -> None:
@@ -43,9 +38,7 @@ class GrantManager:
         self._sweeping = sweeping
         self._repairs = repairs
         self.copies: dict[Name, list[CopyGrant]] = {}
-        """Copies under way, by the object that is copied. Other parts only read this."""
-
-    # --- granting -----------------------------------------------------------------------------
+        """Copies in progress by their object; read-only for other parts."""
 
     def reserve(
         self,
@@ -60,21 +53,21 @@ class GrantManager:
         here_only: bool = False,
         owner: Tenant | None = None,
     ) -> list[list[Extent]] | AllocationFailure:
-        """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
+        """Allocate extents for these payloads; see ``MemoryPool.allocate`` for the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.
-            here_only: whether only segments of ``host`` may be used.
-            owner: the tenant of the put; None for copies, and for a master without tenants.
+            here_only: use only segments of ``host``.
+            owner: the tenant of the put; None for copies and without tenants.
 
         Raises:
-            BusyError: too many puts are under way, of all or of this tenant.
+            BusyError: too many pending puts, in total or of this tenant.
         """
         common = self._common
         if len(self._pending) + len(sizes) > common.rules.pending_puts_max:
             raise BusyError(
-                f"{len(self._pending)} puts are under way, at most "
-                f"{common.rules.pending_puts_max} are allowed",
+                f"{len(self._pending)} puts are pending; {len(sizes)} more exceed the limit of "
+                f"{common.rules.pending_puts_max}",
                 advice="Finish or revoke some first.",
                 pending_puts=len(self._pending),
             )
@@ -86,7 +79,7 @@ class GrantManager:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
-        taken, evicted = common.pool.allocate(
+        extents, evicted = common.pool.allocate(
             sizes,
             replicas=replicas,
             usable=usable,
@@ -98,28 +91,29 @@ class GrantManager:
             everywhere=everywhere,
         )
         if evicted:
-            for residue in evicted:
-                for segment, _ in residue.extents:
+            for stale in evicted:
+                for segment, _ in stale.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
-        if owner is not None and not isinstance(taken, AllocationFailure):
-            TenantAccounting.record_allocation(owner, taken, [extent_bytes(size) for size in sizes])
-        if victims is None:  # else the drain would evict more than it needs, even moved objects
+        if owner is not None and not isinstance(extents, AllocationFailure):
+            TenantAccounting.record_allocation(
+                owner, extents, [extent_bytes(size) for size in sizes]
+            )
+        if victims is None:  # else a drain would evict too much, even moved objects
             for segment in usable:
                 self._sweeping.note_allocation(segment)
-        if host and not isinstance(taken, AllocationFailure):
-            for segment, _ in taken[0]:  # most often all are on one segment
+        if host and not isinstance(extents, AllocationFailure):
+            for segment, _ in extents[0]:  # usually all are on one segment
                 liveness.record_writer(segment.node, host, now_ms)
-        return taken
+        return extents
 
     def _check_puts(self, owner: Tenant, count: int) -> None:
-        """Raises BusyError: the tenant has its share of the puts under way."""
-        bound = owner.share_of(self._common.rules.pending_puts_max)
-        if owner.pending + count > bound:
+        limit = owner.share_of(self._common.rules.pending_puts_max)
+        if owner.pending + count > limit:
             owner.refused += 1
             raise BusyError(
-                f"{tenant_text(owner.name)} has {owner.pending} puts under way, at most {bound} "
-                "are allowed",
+                f"{tenant_text(owner.name)} has {owner.pending} pending puts; {count} more exceed "
+                f"its limit of {limit}",
                 advice="Finish or revoke some first.",
                 pending_puts=owner.pending,
                 tenant=owner.name,
@@ -127,7 +121,7 @@ class GrantManager:
             )
 
     def evict_to_limit(self, now_ms: int, owner: Tenant, wanted: int) -> AllocationFailure | None:
-        """Evicts objects of this tenant until it may take ``wanted`` bytes more."""
+        """Evict objects of the tenant until ``wanted`` more bytes are within its limit."""
         common = self._common
         alive = common.membership.alive_segments(now_ms)
         usable = [segment for segment in alive if segment.usable(now_ms)]
@@ -159,7 +153,6 @@ class GrantManager:
         repairs: bool = False,
         missing: int = 0,
     ) -> CopyGrant:
-        """Grants a copy of this object, which is complete; see ``CopyGrant``."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         put = CopyGrant(token, record, extents, deadline_ms, client_number, repairs, missing)
@@ -179,7 +172,6 @@ class GrantManager:
         )
 
     def find_grant(self, now_ms: int, epoch: int, token: int) -> Grant | None:
-        """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
@@ -193,37 +185,33 @@ class GrantManager:
                 until_ms = put.deadline_ms + self._common.rules.quarantine_ms
                 segment.allocated_until_ms = until_ms
 
-    # --- ending -------------------------------------------------------------------------------
-
     def end(self, put: Grant) -> None:
-        """Invalidates the token; the caller takes care of the extents. May be called twice."""
+        """Invalidate the token; the caller releases the extents. Idempotent."""
         self._pending.pop(put.token)
         if isinstance(put, CopyGrant):
             self._copy_ended(put)
 
     def abandon(self, put: Grant, now_ms: int) -> None:
-        """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
-        residue = put.stale_extents(self._common.epoch)
+        stale = put.stale_extents(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([residue._replace(writers=put.writers(), kept=True)])
+        self._common.wipe([stale._replace(writers=put.writers(), kept=True)])
         self.detach_from_record(put)
 
     def quarantine(self, put: Grant, writes_until_ms: int) -> None:
-        """Keeps the put's extents from use until its writer has certainly stopped."""
+        """Keep the put's extents out of use until its writer has stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put, put.stale_extents(self._common.epoch), until_ms)
 
     def release_copies(self, puts: Sequence[CopyGrant]) -> None:
-        """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
+        """Free and wipe the extents of unstored copies whose writers have finished."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
         self._common.wipe([put.stale_extents(self._common.epoch) for put in puts])
 
     def detach_from_record(self, put: Grant) -> None:
-        """Notes that the put does not write its object any more. Drops the record of the object if
-        nothing needs it."""
+        """Remove the put from its record, and delete the record if it is unused."""
         if isinstance(put, ObjectGrant) and put.record.writer == put.token:
             put.record.writer = 0
             if put.record.segment is None:
@@ -231,14 +219,14 @@ class GrantManager:
         self._common.space_freed()
 
     def wipe_again(self, token: int) -> None:
-        """Called when the writer of an abandoned put is done. It may have written a header through
-        shared memory since the first wiping, and the next master must not find that."""
-        residue = self._pending.quarantined(token)
-        if residue is not None:
-            self._common.wipe([residue._replace(kept=True)])
+        """Wipe an abandoned put again after its writer has finished: shared memory may hold a
+        header written after the first wipe."""
+        stale = self._pending.quarantined(token)
+        if stale is not None:
+            self._common.wipe([stale._replace(kept=True)])
 
     def expire(self, now_ms: int) -> None:
-        """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""
+        """Abandon puts whose deadline has passed; free extents whose quarantine has ended."""
         common = self._common
         expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
         for put in expired:
@@ -248,24 +236,21 @@ class GrantManager:
             size = sum(put.size for put in expired)
             common.effect(LogClusterEvent("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
-        for residue in over:
-            common.pool.free(residue.extents, extent_bytes(residue.size))
+        for stale in over:
+            common.pool.free(stale.extents, extent_bytes(stale.size))
             self._common.space_freed()
         common.effects += common.reclaim.clean(over)
 
-    # --- copies -------------------------------------------------------------------------------
-
     def copied(self, namespace: str) -> list[Name]:
-        """The objects that are being copied; "": of all namespaces."""
+        """Return the objects being copied; "": in all namespaces."""
         return [name for name in self.copies if not namespace or name[0] == namespace]
 
     def end_copies(self, now_ms: int, name: Name) -> None:
-        """Abandons the copies of this object and wipes them; removals wait for that wiping."""
+        """Abandon and wipe the copies of this object; removals wait for the wipe."""
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
     def unexpired(self, put: CopyGrant) -> bool:
-        """Whether the copied object is still stored, in the version that is copied."""
         record = put.record
         return (
             self._common.forest.get(record.namespace, record.key) is record

@@ -1,14 +1,14 @@
-"""Puts under way: puts that were granted memory, and puts that wait for space.
+"""Grants of memory to writers, puts that wait for space, and quarantine.
 
     put_start ──► granted ──put_end──► stored
-                    │ ├─────put_revoke──► revoked: extents free at once (settled) or quarantined
-                    │ └─────deadline────► expired: token refused, extents quarantined
-                    └ segment lost ─────► refused at put_end
+                    │ ├─────put_revoke──► revoked: extents free (quiesced) or quarantined
+                    │ └─────deadline────► expired: token rejected, extents quarantined
+                    └ segment lost ─────► rejected at put_end
 
-An abandoned attempt that is not settled is cut and wiped at once: its node ends the data
-connections that may carry its bytes, and then wipes the header. Removals of the key wait
-for that. A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put, and
-is wiped once more: a writer through shared memory that respects its deadline has stopped by then.
+The extents of an abandoned put that is not quiesced are wiped immediately: the node closes the data
+connections that may carry its bytes, then wipes the headers. Removals of the key wait for this. A
+*quarantined* extent is wiped again and freed ``quarantine_ms`` after the deadline: a writer through
+shared memory that respects its deadline has stopped by then.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from kvstore.memory.header import extent_bytes
 
 
 class Grant:
-    """Memory that a client may write until a deadline, under a token: the counter of the version
-    that it writes."""
+    """Memory that a client may write until a deadline; the token is the new version's counter."""
 
-    # Made for each object that is put; a dataclass would not be compiled.
+    # Made for each put object; a dataclass would not be compiled.
     __slots__ = ("client_number", "deadline_ms", "extents", "length", "size", "token")
 
     def __init__(
@@ -39,22 +38,21 @@ class Grant:
         self.length = extent_bytes(size)
         """Bytes of each extent."""
         self.size = size
-        """Payload bytes granted."""
         self.deadline_ms = deadline_ms
         self.client_number = client_number
 
     def stale_extents(self, epoch: int) -> StaleExtents:
-        """The granted extents, in which the writer may have left bytes."""
+        """Return the granted extents, which may hold bytes of the writer."""
         return StaleExtents(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        """Connections whose bytes may still land; by default all of the client."""
+        """Return the connections that may still carry bytes, by default all of the client."""
         return [(self.client_number, number) for number in connections or (0,)]
 
 
 @final
 class AllocationGrant(Grant):
-    """Memory of an allocation: ``commit`` makes it an object; until then it has no key."""
+    """Memory without a key, until ``commit`` makes it an object."""
 
     __slots__ = ("namespace", "tenant")
 
@@ -65,12 +63,9 @@ class AllocationGrant(Grant):
         super().__init__(token, extents, size, deadline_ms, client_number)
         self.namespace = namespace
         self.tenant = tenant
-        """That of the namespace since the last renewal; None: the master has no tenants."""
 
 
 class ObjectGrant(Grant):
-    """Memory of a put, or of a copy."""
-
     __slots__ = ("missing", "overwrite", "record")
 
     def __init__(
@@ -80,9 +75,8 @@ class ObjectGrant(Grant):
         super().__init__(token, extents, size, deadline_ms, client_number)
         self.record = record
         self.overwrite = overwrite
-        """Whether this version replaces one that is stored already."""
         self.missing = missing
-        """Replicas that were asked for and found no node."""
+        """Requested replicas for which there was no node."""
 
     def stale_extents(self, epoch: int) -> StaleExtents:
         return super().stale_extents(epoch)._replace(name=(self.record.namespace, self.record.key))
@@ -98,7 +92,7 @@ class PutGrant(ObjectGrant):
         self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
         client_number: int, overwrite: bool, missing: int, ttl_ms: int,
     ) -> None:  # fmt: skip
-        # Not by super().__init__(), which makes put_start and put_end 5 % slower.
+        # Not super().__init__(), which makes put_start and put_end 5 % slower.
         self.token = token
         self.extents = extents
         self.length = extent_bytes(size)
@@ -109,12 +103,12 @@ class PutGrant(ObjectGrant):
         self.overwrite = overwrite
         self.missing = missing
         self.ttl_ms = ttl_ms
-        """How long the object lives once it is stored; 0: no end."""
+        """TTL of the object once it is stored; 0: none."""
 
 
 @final
 class CopyGrant(ObjectGrant):
-    """A copy of a stored object, which changes neither its lifetime nor who writes it."""
+    """A copy of a stored object; does not change its TTL or its writer."""
 
     __slots__ = ("copied", "repairs")
 
@@ -127,29 +121,25 @@ class CopyGrant(ObjectGrant):
         )
         self.copied = Version(record.epoch, record.counter)
         self.repairs = repairs
-        """Whether the copy keeps the copied version, and becomes one more replica of it."""
+        """Whether the copy becomes a further replica of the same version."""
 
     def stale_extents(self, epoch: int) -> StaleExtents:
         if not self.repairs:
             return super().stale_extents(epoch)
-        (copied_epoch, counter), residue = self.copied, super().stale_extents(epoch)
-        return residue._replace(epoch=copied_epoch, counter=counter, forbid=False)
+        (copied_epoch, counter), stale = self.copied, super().stale_extents(epoch)
+        return stale._replace(epoch=copied_epoch, counter=counter, forbid=False)
 
 
 @dataclass(slots=True, eq=False)
 class WaitingPut:
-    """A request that found no room and may wait for it."""
-
     reply_id: int
     request: PutStart | Allocate
     deadline_ms: int
     tenant: Tenant | None = None
-    """None: the master has no tenants."""
 
 
 class GrantListener:
-    """Is told of each grant, of its renewal and of its end, and of extents in quarantine:
-    ``TenantAccounting``."""
+    """Receives each grant, its renewal, its end, and extents in quarantine."""
 
     def granted(self, put: Grant) -> None:
         raise NotImplementedError
@@ -161,25 +151,23 @@ class GrantListener:
         raise NotImplementedError
 
     def owner(self, put: Grant) -> Tenant | None:
-        """The tenant that holds the extents of a put; None: of a copy."""
+        """Return the tenant that holds the extents of a put; None for a copy."""
         raise NotImplementedError
 
     def on_quarantine(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
-        """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
+        """Count extents of ``length`` bytes in quarantine; negative when it ends."""
         raise NotImplementedError
 
 
 class PendingGrants:
-    """Grants by token, in the order of their deadlines; and extents in quarantine."""
+    """Grants by token, in the order of their deadlines, and extents in quarantine."""
 
     def __init__(self) -> None:
         self.tenants: GrantListener | None = None
-        """None: the master has no tenants."""
         self.last_token = 0
-        """The highest token that was ever given out."""
         self._by_token: OrderedDict[int, Grant] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, StaleExtents, Tenant | None]] = OrderedDict()
-        """By token: the time when the extents are free, the extents, and who holds them."""
+        """By token: when the extents are free, the extents and their tenant."""
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -191,13 +179,13 @@ class PendingGrants:
         return self._by_token.get(token)
 
     def take_tokens(self, count: int) -> int:
-        """Returns the token before the first of ``count`` new ones."""
+        """Reserve ``count`` tokens and return the one before the first."""
         before = self.last_token
         self.last_token += count
         return before
 
     def add(self, put: Grant) -> None:
-        """Adds a grant. No other may have a later deadline; the same holds for ``renew``."""
+        """Add a grant; its deadline must not be earlier than any other (also for ``renew``)."""
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
@@ -217,7 +205,6 @@ class PendingGrants:
         return put
 
     def pop_expired(self, now_ms: int) -> Iterator[Grant]:
-        """Removes and yields the puts whose deadline has passed."""
         while self._by_token:
             put = next(iter(self._by_token.values()))
             if put.deadline_ms >= now_ms:
@@ -233,38 +220,35 @@ class PendingGrants:
             self.tenants.ended(put)
 
     def first_token(self) -> int | None:
-        """The lowest token: every put that was granted before it has ended. O(puts)."""
+        """Return the lowest pending token; every put before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
-        """Keeps the extents of a put that has ended; its tenant holds them until then."""
+    def quarantine(self, put: Grant, stale: StaleExtents, until_ms: int) -> None:
+        """Quarantine the extents of an ended put; they still count for its tenant."""
         owner = None
         if self.tenants is not None:
             owner = self.tenants.owner(put)
             if owner is not None:
                 self.tenants.on_quarantine(owner, put.extents, put.length)
-        self._quarantine[put.token] = until_ms, residue, owner
-        for segment, _ in residue.extents:
+        self._quarantine[put.token] = until_ms, stale, owner
+        for segment, _ in stale.extents:
             segment.quarantined_bytes += put.length
 
     def quarantined(self, token: int) -> StaleExtents | None:
-        held = self._quarantine.get(token)
-        return None if held is None else held[1]
+        entry = self._quarantine.get(token)
+        return None if entry is None else entry[1]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[StaleExtents]:
-        """Removes and yields the extents whose quarantine is over.
-
-        They come in the order of their arrival: an entry with a later end than those behind it
-        delays these by less than one put deadline, which is simpler than a heap.
-        """
+        """Remove and yield the extents whose quarantine has ended, in order of arrival: simpler
+        than a heap, and late by less than one put deadline."""
         while self._quarantine:
-            token, (until_ms, residue, owner) = next(iter(self._quarantine.items()))
+            token, (until_ms, stale, owner) = next(iter(self._quarantine.items()))
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
-            length = extent_bytes(residue.size)
-            for segment, _ in residue.extents:
+            length = extent_bytes(stale.size)
+            for segment, _ in stale.extents:
                 segment.quarantined_bytes -= length
             if owner is not None and self.tenants is not None:
-                self.tenants.on_quarantine(owner, residue.extents, -length)
-            yield residue
+                self.tenants.on_quarantine(owner, stale.extents, -length)
+            yield stale

@@ -1,11 +1,11 @@
-"""The inventory of a returning segment, and the tombstones by which claims are refused.
+"""Inventory of a returning segment, and the tombstones by which claims are rejected.
 
-    mounted, nothing free ──► claims, in slices between calls ──► the last ──► the gaps are free
-                                   │ objects are matched and read at once
-                                   └ refused: their headers are wiped before their bytes are used
+    mounted, nothing free ──► claims, in slices between calls ──► the last ──► gaps are free
+                                  │ objects are matched and read immediately
+                                  └ rejected: headers are wiped before the space is used
 
-A claim is refused when it is malformed, overlaps another, is older than the known version of its
-key, or was removed while the memory was away (``Tombstones``).
+A claim is rejected if it is malformed, overlaps another, is older than the known version of its
+key, or was removed while the memory was absent (``Tombstones``).
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ GAPS_PER_STEP = 500
 """Gaps between claims that one slice frees: 2 to 4 ms."""
 
 RUN_MAX = 512
-"""Claimed ranges that are moved, at most, when another range is inserted between them."""
+"""Maximum number of ranges moved when another one is inserted between them."""
 
 TOLD_BYTES_PER_MS = 64 << 10
-"""An inventory must advance by 64 MiB of the segment a second at least. A node reads its memory a
-hundred times as fast, and the master takes in 60,000 objects a second."""
+"""Minimum progress, 64 MiB/s: nodes read a hundred times as fast, the master 60,000 objects/s."""
 
 TOMBSTONES_MAX = 65_536
-"""Removals that are remembered; each takes some 250 bytes."""
+"""Maximum number of tombstones, about 250 bytes each."""
 
 
 class Claim(NamedTuple):
-    """An object, as a node found it."""
-
     name: Name
     parent: Key | None
     size: int
@@ -47,24 +44,21 @@ class Claim(NamedTuple):
 
 
 class InventoryLoad:
-    """The inventory of one segment, from its mounting until its last claim has been processed."""
+    """Inventory of one segment, from its mount until its last claim has been processed."""
 
     def __init__(self, segment: MountedSegment, joined_ms: int, absent_since: int) -> None:
-        """``absent_since``: as ``Tombstones.forbids``."""
         self.segment = segment
         self.absent_since = absent_since
         self.outdated = False
-        """Whether no claim is accepted: an earlier master removed objects while this memory was
-        away, and this master does not know which."""
+        """Whether to reject all claims: an earlier master removed objects meanwhile."""
         self.claimed = 0
         self.refused = 0
         self._use_ms = joined_ms
-        self._joined_ms = self._heard_ms = joined_ms
+        self._joined_ms = self._last_message_ms = joined_ms
         self._waiting: deque[NodeClaims] = deque()
         self._at = 0
         """Processed rows of the first message."""
         self._taken = IntervalSet()
-        """Ranges of the claimed objects."""
         self._freed_until = segment.allocator.start
         self._last_seen = False
 
@@ -74,29 +68,28 @@ class InventoryLoad:
 
     @property
     def all_claimed(self) -> bool:
-        """Whether the last claim has been processed."""
         return self._last_seen and not self._waiting
 
     def is_late(self, now_ms: int, silence_ms: int) -> bool:
-        """Whether the node has sent no claims for ``silence_ms``, or takes too long in all."""
-        whole_ms = 10 * silence_ms + self.segment.offer.size // TOLD_BYTES_PER_MS
-        is_silent = not self.has_work and now_ms - self._heard_ms > silence_ms
-        return is_silent or now_ms - self._joined_ms > whole_ms
+        """Return whether no claims arrived for ``silence_ms``, or the total is too slow."""
+        total_ms = 10 * silence_ms + self.segment.offer.size // TOLD_BYTES_PER_MS
+        is_silent = not self.has_work and now_ms - self._last_message_ms > silence_ms
+        return is_silent or now_ms - self._joined_ms > total_ms
 
     def add(self, now_ms: int, claims: NodeClaims) -> None:
-        """Raises ProtocolError if the node sends more than it may before an answer."""
-        self._heard_ms = now_ms
+        """Raise ProtocolError if the node sends more claims than the flow control allows."""
+        self._last_message_ms = now_ms
         if claims.first:
             self._waiting.clear()
             self._at = 0
             self._last_seen = False
         if len(self._waiting) > CLAIMS_UNANSWERED_MAX or self._last_seen:
-            raise ProtocolError("a node sends more of its inventory than was asked for")
+            raise ProtocolError("the node sent more claims than requested")
         self._waiting.append(claims)
         self._last_seen = claims.last
 
     def next(self, count: int) -> tuple[list[Claim], bool]:
-        """Up to ``count`` unprocessed claims, and whether a message ends with them."""
+        """Return up to ``count`` unprocessed claims, and whether they end a message."""
         message, start = self._waiting[0], self._at
         stop = min(start + count, len(message.keys))
         namespaces = message.namespaces
@@ -118,12 +111,12 @@ class InventoryLoad:
         return claims, ends
 
     def next_use_ms(self) -> int:
-        """When a claimed object counts as last used: nodes report the newest first."""
+        """Return the last use to assume for a claim: nodes report the newest objects first."""
         self._use_ms -= 1
         return max(0, self._use_ms)
 
     def fits(self, offset: int, size: int) -> bool:
-        """Whether ``offset`` is aligned, and so many bytes fit there beside the claimed objects."""
+        """Return whether ``offset`` is aligned and the range is free."""
         allocator = self.segment.allocator
         stop = offset + extent_bytes(size)
         if offset % EXTENT_ALIGN or offset < allocator.start or stop > allocator.end:
@@ -131,18 +124,17 @@ class InventoryLoad:
         return self._taken.is_free(offset, stop)
 
     def claim_range(self, offset: int, size: int) -> None:
-        """Notes an object for which ``fits`` is true."""
         self._taken.add(offset, offset + extent_bytes(size))
 
     def free_gaps(self, free: Callable[[MountedSegment, int, int], None]) -> bool:
-        """Frees some unclaimed bytes, after the last claim. Returns whether none is left."""
+        """Free some gaps after the last claim. Return whether none is left."""
         for offset, length in islice(self.gaps(), GAPS_PER_STEP):
             free(self.segment, offset, length)
             self._freed_until = offset + length
         return next(self.gaps(), None) is None
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Bytes that are neither claimed nor free, as (offset, length)."""
+        """Yield the bytes that are neither claimed nor free, as (offset, length)."""
         at = self._freed_until
         for start, stop in self._taken.behind(at):
             if start > at:
@@ -153,50 +145,45 @@ class InventoryLoad:
 
 
 class IntervalSet:
-    """Disjoint ranges of integers; adjacent ones are joined.
-
-    Memory and time depend on the number of ranges: a segment of 4 TiB with few objects costs
-    little, and one full of adjacent objects hardly more.
-    """
+    """Disjoint ranges, joined if adjacent: time and memory depend on their number only."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
-        """The first start of each run."""
         self._starts: list[list[int]] = []
-        """Runs of up to ``RUN_MAX`` starts, ascending: adding to a run moves no more than that."""
+        """Ascending runs of up to ``RUN_MAX`` starts, which bounds the cost of an insertion."""
         self._stops: list[list[int]] = []
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Whether no range overlaps this one. O(log n)."""
+        """Return whether no range overlaps this one. O(log n)."""
         run = bisect_right(self._firsts, start) - 1
         if run >= 0:
-            place = bisect_right(self._starts[run], start) - 1
-            if self._stops[run][place] > start:
+            index = bisect_right(self._starts[run], start) - 1
+            if self._stops[run][index] > start:
                 return False
-            if place + 1 < len(self._starts[run]):
-                return self._starts[run][place + 1] >= stop
+            if index + 1 < len(self._starts[run]):
+                return self._starts[run][index + 1] >= stop
         return run + 1 == len(self._firsts) or self._firsts[run + 1] >= stop
 
     def add(self, start: int, stop: int) -> None:
-        """Adds a range for which ``is_free`` is true. O(log n)."""
+        """Add a range for which ``is_free`` is true. O(log n)."""
         if not self._firsts:
             self._insert_run(0, [start], [stop])
             return
         run = max(0, bisect_right(self._firsts, start) - 1)
         starts, stops = self._starts[run], self._stops[run]
-        place = bisect_right(starts, start)
-        joins_before = place > 0 and stops[place - 1] == start
-        if place < len(starts) and starts[place] == stop:
+        index = bisect_right(starts, start)
+        joins_before = index > 0 and stops[index - 1] == start
+        if index < len(starts) and starts[index] == stop:
             if joins_before:
-                stops[place - 1] = stops[place]
-                del starts[place], stops[place]
+                stops[index - 1] = stops[index]
+                del starts[index], stops[index]
             else:
-                starts[place] = start
-        elif joins_before:  # two at the border of two runs are not joined, which does no harm
-            stops[place - 1] = stop
+                starts[index] = start
+        elif joins_before:  # not joined at the border of two runs, which is harmless
+            stops[index - 1] = stop
         else:
-            starts.insert(place, start)
-            stops.insert(place, stop)
+            starts.insert(index, start)
+            stops.insert(index, stop)
             if len(starts) > RUN_MAX:
                 half = RUN_MAX // 2
                 self._insert_run(run + 1, starts[half:], stops[half:])
@@ -204,12 +191,11 @@ class IntervalSet:
         self._firsts[run] = starts[0]
 
     def behind(self, at: int) -> Iterator[tuple[int, int]]:
-        """The ranges that end behind ``at``, ascending."""
         first = max(0, bisect_right(self._firsts, at) - 1)
         for run in range(first, len(self._firsts)):
             starts, stops = self._starts[run], self._stops[run]
-            for place in range(bisect_right(stops, at), len(starts)):
-                yield starts[place], stops[place]
+            for index in range(bisect_right(stops, at), len(starts)):
+                yield starts[index], stops[index]
 
     def _insert_run(self, run: int, starts: list[int], stops: list[int]) -> None:
         self._firsts.insert(run, starts[0])
@@ -220,38 +206,31 @@ class IntervalSet:
 class Tombstones:
     """Removed and replaced versions that absent memory may still hold.
 
-    A tombstone forbids all versions of a key, or of a namespace, up to one; or one version whose
-    key is unknown. The number of tombstones is bounded: after the oldest is dropped, memory that
-    has been away since before its creation is no longer believed.
+    A tombstone forbids all versions of a key or namespace up to one, or one version of an unknown
+    key. Their number is bounded: memory absent since before a dropped tombstone is no longer
+    trusted.
     """
 
     def __init__(self) -> None:
         self.made = 0
-        """Counts tombstones; ``absent_since`` is what this count was when the memory went away."""
         self._of: OrderedDict[
             tuple[str, Key | None] | Version, tuple[int, Version, Version | None]
         ] = OrderedDict()
-        """By namespace and key (None: all keys), or by version, oldest first: the tombstone's
-        number, the highest forbidden version, and a version up to it that is allowed. An
-        ``OrderedDict``, because a plain dict passes all deleted entries to find its oldest one."""
+        """By (namespace, key or None for all) or version, oldest first: tombstone number, highest
+        forbidden and an allowed version. An ``OrderedDict`` has no deleted entries to pass."""
         self.newest = NO_VERSION
-        """No removal forbids a later version."""
+        """Upper bound of all forbidden versions."""
         self._dropped = 0
         self._dropped_version = NO_VERSION
 
     def add(
         self, namespace: str, key: Key | None, version: Version, but: Version | None = None
     ) -> None:
-        """Forbids versions up to this one. ``namespace`` "" means all of them.
-
-        Args:
-            but: a version that is allowed: it replaced the others, also those granted later.
-        """
+        """Forbid versions up to this one except ``but``, in ``namespace`` or all ("")."""
         self.newest = max(self.newest, version)
         self._add((namespace, key), version, but)
 
     def add_version(self, version: Version) -> None:
-        """Forbids this version."""
         self._add(version, version, None)
 
     def _add(
@@ -266,11 +245,8 @@ class Tombstones:
             self._dropped_version = max(self._dropped_version, version)
 
     def forbids(self, name: Name, version: Version, absent_since: int) -> bool:
-        """Whether that version was removed or replaced, or may have been, while the memory that
-        holds it was away.
-
-        ``absent_since``: what ``made`` was when this master lost the memory; 0: it never had it.
-        """
+        """Return whether that version was, or may have been, removed while its memory was absent
+        since ``absent_since`` (``made`` when this master lost it; 0: it never had it)."""
         if absent_since < self._dropped and version <= self._dropped_version:
             return True
         if version in self._of:

@@ -1,4 +1,4 @@
-"""Takes in the inventories of segments that come back with objects, claim by claim."""
+"""Loads the inventories of returning segments."""
 
 from __future__ import annotations
 
@@ -17,45 +17,39 @@ from kvstore.master.state.replication import ReplicationPlanner
 from kvstore.master.state.state_context import StateContext
 
 CLAIMS_PER_STEP = 256
-"""Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
+"""Claims that one slice of background work processes: 3 to 5 ms."""
 
 
 class InventoryLoader:
-    """See the module."""
-
     def __init__(
-        self, common: StateContext, marks: RemovalWatermarks, copying: ReplicationPlanner
+        self, common: StateContext, watermarks: RemovalWatermarks, replication: ReplicationPlanner
     ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
-        self._marks = marks
-        self._copying = copying
+        self._watermarks = watermarks
+        self._replication = replication
         self._inventories: dict[MountedSegment, InventoryLoad] = {}
-        """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
+        """Unmounted memory (uuid), and the number of tombstones at that time."""
 
     @property
     def in_progress(self) -> bool:
         return bool(self._inventories)
 
-    # --- segments -----------------------------------------------------------------------------
-
     def segment_mounted(self, segment: MountedSegment) -> None:
-        """Called when a segment is mounted: it is empty, or its objects are claimed before any of
-        its memory is granted."""
+        """Start the inventory of a mounted segment, before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
-            self._marks.propagate_to(segment)
+            self._watermarks.propagate_to(segment)
             return
         inventory = InventoryLoad(segment, segment.node.last_heartbeat_ms, absent_since)
-        inventory.outdated = self._marks.is_outdated(segment)
+        inventory.outdated = self._watermarks.is_outdated(segment)
         self._inventories[segment] = inventory
         self._common.reclaim.hold_removals(segment)
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Notes that this unmounted memory may bring back objects that are removed from now on."""
+        """Note that unmounted memory may bring back objects that are removed from now on."""
         absent_since = self._common.tombstones.made
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
@@ -68,27 +62,27 @@ class InventoryLoader:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late (``InventoryLoad.is_late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
-        return [segment for segment, each in inventories if each.is_late(now_ms, patience_ms)]
-
-    # --- claims -------------------------------------------------------------------------------
+        return [
+            segment for segment, inventory in inventories if inventory.is_late(now_ms, patience_ms)
+        ]
 
     def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
-        """Raises ProtocolError: no such segment, or more claims than were asked for."""
+        """Raise ProtocolError for an unknown segment or more claims than requested."""
         segments = self._common.membership.segments[node.name]
         index = claims.segment
         if index >= len(segments):
-            raise ProtocolError(f"a node of {len(segments)} segments claims for another")
+            raise ProtocolError(
+                f"claims for segment {index} of a node with {len(segments)} segments"
+            )
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
             self._common.jobs.due |= CLAIM
-        elif node.session is not None:  # it is complete: the node has not heard so and began again
+        elif node.session is not None:  # a repeated inventory, already complete
             self._common.effect(SendToNode(node.session, calls.MasterClaimsAck(index)))
 
     def take_claims(self, now_ms: int) -> None:
-        """Processes one slice of an inventory."""
         for segment, inventory in self._inventories.items():
             if inventory.has_work:
                 if not inventory.all_claimed:
@@ -107,43 +101,45 @@ class InventoryLoader:
         self._common.space_freed()
         del self._inventories[segment]
         common.jobs.due |= ANSWER
-        self._marks.propagate_to(segment)
-        self._copying.nodes_changed(now_ms, segment.usable_at_ms)
+        self._watermarks.propagate_to(segment)
+        self._replication.nodes_changed(now_ms, segment.usable_at_ms)
         common.effects += common.reclaim.release_held(segment)
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
         common.effect(LogClusterEvent("inventory_done", {"node": segment.node.name, **fields}))
 
     def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
-        claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        refused: list[StaleExtents] = []
+        claims, ends_message = inventory.next(CLAIMS_PER_STEP)
+        rejected: list[StaleExtents] = []
         stored: list[ObjectRecord] = []
         for claim in claims:
             record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
-                of = [(segment, claim.offset)]
-                # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
-                refused.append(StaleExtents(claim.name, claim.size, *claim.version, of, kept=True))
+                extents = [(segment, claim.offset)]
+                # It may overlap a claimed object. Gaps are zeroed after the last claim.
+                rejected.append(
+                    StaleExtents(claim.name, claim.size, *claim.version, extents, kept=True)
+                )
             else:
                 stored.append(record)
-        for record in stored:  # now that most children have found their parents
+        for record in stored:  # most children have found their parents by now
             if not record.children:
                 self._pool.delete_if_unused(record)
-                self._common.space_freed()  # it can be evicted
+                self._common.space_freed()  # it is evictable
         inventory.claimed += len(stored)
-        inventory.refused += len(refused)
+        inventory.refused += len(rejected)
         common.counters["recovered_objects"] += len(stored)
-        if refused:
-            common.counters["refused_claims"] += len(refused)
-            common.effects += common.reclaim.clean(refused)
-        if is_answered and segment.node.session is not None:
+        if rejected:
+            common.counters["refused_claims"] += len(rejected)
+            common.effects += common.reclaim.clean(rejected)
+        if ends_message and segment.node.session is not None:
             index = common.membership.segments[segment.node.name].index(segment)
             common.effect(SendToNode(segment.node.session, calls.MasterClaimsAck(index)))
 
     def _accept_claim(
         self, now_ms: int, inventory: InventoryLoad, claim: Claim
     ) -> ObjectRecord | None:
-        """The record of the claimed object, complete now; None: the claim is refused."""
+        """Return the record of the claimed object, now complete; None if the claim is rejected."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
         extent = inventory.segment, offset
@@ -166,7 +162,7 @@ class InventoryLoader:
         ):
             return None
         if record is not None and known == version:
-            if not self._copying.claim_replica(now_ms, record, extent):
+            if not self._replication.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
             replaced = [StaleExtents.of(record, forbid=True)]
@@ -176,18 +172,18 @@ class InventoryLoader:
             common.reply_when_wiped(now_ms, replaced, calls.RemoveReply(b""))
         else:
             record = self._forest.ensure(namespace, key)
-            lacks = 0
+            missing_replicas = 0
             if record.lost and version == (record.epoch, record.counter):
                 used_ms = record.last_used_ms
-                lacks = repair_queue.desired_replicas(record) - 1
-            above = None if parent is None else self._forest.ensure(namespace, parent)
+                missing_replicas = repair_queue.desired_replicas(record) - 1
+            parent_record = None if parent is None else self._forest.ensure(namespace, parent)
             try:
-                common.adopt(now_ms, record, above)
-            except InvalidArgumentError:  # they form a ring
+                common.adopt(now_ms, record, parent_record)
+            except InvalidArgumentError:  # they form a cycle
                 self._pool.delete_if_unused(record)
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
-            self._pool.store(record, [extent], size, version, used_ms, lacks)
+            self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
         self._pool.count_unrequested_bytes(record)
         inventory.claim_range(offset, size)
         # The previous master may have leased the object until then.

@@ -1,12 +1,11 @@
-"""Leases that clients release before they end, by numbers that the clients choose.
+"""Leases that clients can release early, by random numbers that the clients choose.
 
-A client leases objects under a random number with each call, and names the number again when it has
-finished reading. No other client knows the number, so a client can release only its own leases. A
-number that is released late or twice is unknown, and ignored.
+A client passes a number with each leasing call, and again when it has finished reading. Other
+clients do not know it, so a client can release only its own leases. Unknown numbers (released late
+or twice) are ignored.
 
-Each record counts the leases that may still be released (``readers``). Its lease ends when the
-last one is released, but not before ``kept_until_ms``: so long the record is leased to those who
-cannot release it.
+``readers`` of a record counts releasable leases. Its lease ends when the last one is released, but
+not before ``kept_until_ms``, which holds for readers that cannot release.
 """
 
 from __future__ import annotations
@@ -20,43 +19,37 @@ from kvstore.master.state.records import ObjectRecord
 from kvstore.master.state.state_context import StateContext
 
 LEASED_MAX: Final = 1 << 18
-"""Objects under numbers, of all clients; the memory for more is not spent: further leases end by
-time alone. 8 bytes each."""
+"""Objects under numbers of all clients, 8 bytes each; further leases only expire."""
 
 RELEASED_PER_STEP: Final = 1_024
-"""Objects whose leases one step ends: 1 to 2 ms, if all of them were passed over by evictions."""
+"""Objects whose leases one step ends: 1 to 2 ms, if evictions had skipped all of them."""
 
 
 class LeaseGroup:
-    """The objects that were leased under one number."""
-
     __slots__ = ("records", "until_ms")
 
     def __init__(self) -> None:
         self.until_ms = 0
         self.records: list[ObjectRecord] = []
-        """An object twice if it was leased twice."""
+        """An object occurs once per lease."""
 
 
 class ReaderLeases:
-    """See the module."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
         self._groups: OrderedDict[int, LeaseGroup] = OrderedDict()
         """By number, in the order of their ends."""
         self._ending: deque[LeaseGroup] = deque()
-        """Released or expired groups, some of whose records still count them."""
+        """Released or expired groups that some records still count."""
         self._leased = 0
-        """Objects in all groups."""
 
     def lease(
         self, now_ms: int, number: int, records: Sequence[ObjectRecord], until_ms: int
     ) -> None:
-        """Leases these complete objects. ``number`` 0: by time alone."""
+        """Lease complete objects. ``number`` 0: the lease only expires."""
         oldest = next(iter(self._groups), 0)
         if oldest and self._groups[oldest].until_ms <= now_ms:
-            self._end(oldest)  # a call adds one group at most
+            self._end(oldest)  # a call adds at most one group
         if not number or self._leased + len(records) > LEASED_MAX:
             for record in records:
                 record.keep_until(until_ms)
@@ -71,7 +64,7 @@ class ReaderLeases:
             record.lease_until_ms = max(record.lease_until_ms, until_ms)
 
     def release(self, now_ms: int, numbers: Sequence[int]) -> None:
-        """Ends the leases under these numbers, some of them in later steps."""
+        """End the leases under these numbers, some of them in later steps."""
         for number in numbers:
             if number in self._groups:
                 self._end(number)
@@ -82,14 +75,14 @@ class ReaderLeases:
         self._common.jobs.due |= RELEASE
 
     def end_some(self, now_ms: int) -> None:
-        """Does a slice of the work on groups that have ended."""
-        left = RELEASED_PER_STEP
+        """Process a slice of the ended groups."""
+        remaining = RELEASED_PER_STEP
         pool, ending = self._common.pool, self._ending
         has_freed = False
-        while ending and left:
+        while ending and remaining:
             records = ending[0].records
-            while records and left:
-                left -= 1
+            while records and remaining:
+                remaining -= 1
                 self._leased -= 1
                 record = records.pop()
                 record.readers -= 1

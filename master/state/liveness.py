@@ -1,20 +1,20 @@
-"""Decides the state of a node: alive, suspect or dead.
+"""Determines the state of a node: alive, suspect or dead.
 
     joined ──► alive ──silence, broken stream, reports of several hosts──► suspect ──► dead
                  ▲                                                           │
-                 └───────────────── heard again, resumed ────────────────────┘
+                 └──────────── message received, stream resumed ─────────────┘
 
-Alive and suspect are derived from what was heard and when, never stored, so no transition can be
-missed. Dead is an event: the caller unmounts the segments, and the node is forgotten.
+Alive and suspect are derived from the last messages, never stored, so no transition can be missed.
+Dead is an event: the caller unmounts the segments and forgets the node.
 
-A client's report is only its own view: a firewall may be in front of it. The reports make a node
-suspect for all clients only when hosts agree: two at least, and most of the recent writers to it.
-The host is what the client says. Where clients have identities, the hosts that one identity names
-from one address count as one.
+A client's report is only its own view, for example through a firewall. Reports make a node suspect
+for all clients only if at least two hosts, and most of its recent writers' hosts, agree. Clients
+name their hosts; with authentication, all hosts that one identity names from one address count as
+one.
 
-While the stream of a node is broken, the report of a single host is enough, and the node is dead: a
-process that ended is found so at the first failed transfer. The report of a client with an identity
-is not: streams of nodes that live break as well, and one client could make each of these a death.
+While the stream of a node is broken, a report of one host makes it dead: the first failed transfer
+detects a process that ended. Reports with an identity do not, because streams of live nodes break
+as well, and one client could kill each of them.
 """
 
 from __future__ import annotations
@@ -26,84 +26,78 @@ from kvstore.calls import NO_VERSION, Version
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
 AGREEING_MIN = 2
-"""Hosts that must report a node before clients of other hosts avoid it."""
+"""Minimum number of reporting hosts before clients of other hosts avoid a node."""
 
 AGREEING_MS = 5_000
-"""Older reports, and older uses, do not count."""
+"""Older reports and uses do not count."""
 
 HOSTS_MAX = 256
-"""Hosts that are remembered per node: the last ones that used it, and that reported it."""
+"""Hosts remembered per node: the last users and reporters."""
 
 NOTED_MS = 10_000
-"""Reports of one host about one node are logged at most once in this time."""
+"""Minimum interval between log entries of one host about one node."""
 
 
 @dataclass(slots=True)
 class FailureReports:
-    """The reports of one host about one node."""
-
     at_ms: int
     noted_ms: int
-    """When it was last logged."""
     source: str
-    """Identity and address of the last reporter; empty: it has no identity."""
+    """Identity and address of the last reporter; empty without an identity."""
 
 
 @dataclass(slots=True, eq=False)
 class JoinedNode:
-    """A node that has joined and is not dead. Times are the master's own monotonic clock."""
+    """A node that has joined and is not dead. Times are the master's monotonic clock."""
 
     name: str
     host: str
     session: int | None
-    """The session of its stream; None while that is broken."""
+    """Session of its stream; None while that is broken."""
     last_heartbeat_ms: int
     reported_ms: int | None = None
-    """When a report last counted: hosts agreed, or the stream was broken. Time alone clears it."""
+    """Time of the last effective report (hosts agreed, or the stream was broken)."""
     reports: dict[str, FailureReports] = field(default_factory=dict)
     """By host; the latest report is the last entry."""
     users: dict[str, int] = field(default_factory=dict)
-    """Hosts whose clients last got grants on the node, and when."""
+    """Time of the last grant on the node, by the client's host."""
     draining: bool = False
-    """Whether the node is about to leave, and gets no new objects."""
+    """Whether the node is leaving and gets no new objects."""
     drained_from: Version = NO_VERSION
-    """The newest version when its draining began: objects moved off the node have later ones."""
+    """Newest version when its draining began; moved objects have later ones."""
     version: str = ""
-    """The version of its program; empty: not known."""
+    """Version of its program; empty: unknown."""
     shm_entry_missing: bool = False
-    """Whether the node has said that its memory's entry in ``/dev/shm`` was removed."""
+    """Whether the node reported that its ``/dev/shm`` entry was removed."""
     departed: str = ""
-    """Why the node has gone; empty: it has not."""
+    """Reason of its departure; empty: it has not departed."""
     ahead_ms: int = 0
-    """What the node's clock showed when it was last heard, less the master's."""
+    """The node's clock at its last message, less the master's."""
     address: str = ""
-    """Where its data port is; empty: it has none."""
+    """Address of its data port; empty: none."""
     certified: str = ""
-    """As ``SegmentInfo.certified``."""
     unreachable: str = ""
-    """Why the master could not connect to its memory when it last tried; empty: it could."""
+    """Error of the last connectivity probe; empty: none."""
     stored_bytes: int = 0
-    """Payload bytes of objects that were put, moved or repaired there."""
+    """Payload bytes put, moved or repaired to the node."""
     read_bytes: int = 0
     written_bytes: int = 0
-    """What clients have read and written over its data port, as the node says; only shown."""
+    """Bytes read and written over its data port, as reported; only displayed."""
 
     @property
     def location_text(self) -> str:
-        """Where it is, for people: ``host`` is the id of a running kernel."""
+        """Return its location for messages; ``host`` is the id of a running kernel."""
         return self.address or self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessRules:
     suspect_ms: int
-    """Silence after which a node is suspect, and how long it stays so after hosts agreed."""
+    """Silence after which a node is suspect; also how long it stays so after hosts agreed."""
     dead_ms: int
-    """Silence after which a node is dead."""
 
 
 def record_writer(node: JoinedNode, host: str, now_ms: int) -> None:
-    """Called when a client on ``host`` got a grant on the node."""
     users = node.users
     if host not in users and len(users) >= HOSTS_MAX:
         del users[next(iter(users))]
@@ -111,8 +105,7 @@ def record_writer(node: JoinedNode, host: str, now_ms: int) -> None:
 
 
 def record_failure_report(node: JoinedNode, host: str, now_ms: int, source: str = "") -> bool:
-    """Called when a client on ``host`` cannot read or write on the node. ``source``: as in
-    ``FailureReports``. Returns whether to log this report."""
+    """Record a report of a client on ``host``, and return whether to log it."""
     reports = node.reports
     report = reports.pop(host, None)
     if report is None:
@@ -131,8 +124,7 @@ def record_failure_report(node: JoinedNode, host: str, now_ms: int, source: str 
 
 
 def stream_broken(node: JoinedNode) -> None:
-    """Called when the node's stream broke: from now on the report of a single host counts, if its
-    client has no identity."""
+    """Record a broken stream: one report without an identity suffices from now on."""
     for report in node.reports.values():
         if not report.source:
             node.reported_ms = max(node.reported_ms or report.at_ms, report.at_ms)
@@ -152,7 +144,7 @@ def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:
         return DEAD
     fails = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms
     if node.session is None and fails:
-        return DEAD  # its stream is broken, and a client cannot reach it either
+        return DEAD  # stream broken, and a client cannot connect either
     if node.session is None or silent_ms > rules.suspect_ms or fails:
         return SUSPECT
     return ALIVE

@@ -1,10 +1,9 @@
-"""Nodes and their segments: joining, resuming, leaving, dying.
+"""Nodes and their segments: join, resumption, departure, death.
 
-A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
-be resumed on another session while the node is not dead: all of its objects are still known.
-Otherwise the node joins anew, after fencing off every older grant. Its segments then get new ids,
-and no space is granted on them until earlier promises have ended: leases, and allocations, whose
-owners no fence stops.
+The shell numbers each stream as a *session*. While the node is not dead, a broken stream may be
+resumed as another session, and all objects stay known. Otherwise the node fences off all older
+grants and joins again. Its segments get new ids, and no space on them is granted until earlier
+leases have ended, and allocations, whose owners cannot be fenced.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 NODES_MAX = 4_096
 SEGMENTS_PER_NODE_MAX = 64
 GONE_MAX = 65_536
-"""Unmounted segments that are remembered, in case they come back."""
+"""Maximum number of unmounted segments that are remembered."""
 
 
 class Membership:
-    """The joined nodes. A call leaves its changes in ``lost``, ``mounted`` and ``effects``: the
-    caller processes the segments, in this order, and clears all three."""
+    """The joined nodes. Calls add changes to ``lost``, ``mounted`` and ``effects``; the caller
+    processes the segments in this order and clears all three."""
 
     def __init__(
         self,
@@ -55,9 +54,8 @@ class Membership:
     ) -> None:
         self.nodes: dict[str, JoinedNode] = {}
         self.segments: dict[str, list[MountedSegment]] = {}
-        """The segments of each node, by its name."""
         self.dead_nodes = 0
-        """Nodes that were declared dead, and neither left by themselves nor were dismissed."""
+        """Nodes declared dead that neither left nor were dismissed."""
         self.departed_nodes = 0
         self.lost: list[MountedSegment] = []
         self.mounted: list[MountedSegment] = []
@@ -70,12 +68,11 @@ class Membership:
         self._rules = rules
         self._new_policy = new_policy
         self._next_segment_id = 0
-        self._gone: dict[bytes, int] = {}
+        self._departed: dict[bytes, int] = {}
         """Unmounted memory (uuid), and until when owners of allocations may write to it."""
         self._dismissed: dict[bytes, None] = {}
-        """Memory (uuid) of nodes that were told to leave."""
         self._alive: tuple[int, list[MountedSegment]] | None = None
-        """The time and the result of the last ``alive_segments``, until something changes."""
+        """Time and result of the last ``alive_segments``, until something changes."""
 
     def state_of(self, node: JoinedNode, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules.liveness)
@@ -84,7 +81,6 @@ class Membership:
         return self._by_session.get(session)
 
     def get_node(self, name: str) -> JoinedNode:
-        """Raises InvalidArgumentError."""
         node = self.nodes.get(name)
         if node is None:
             raise InvalidArgumentError(
@@ -93,7 +89,7 @@ class Membership:
         return node
 
     def alive_segments(self, now_ms: int) -> list[MountedSegment]:
-        """The segments of nodes that are alive, not suspect and not draining."""
+        """Return the segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
                 segment
@@ -105,22 +101,19 @@ class Membership:
         return self._alive[1]
 
     def check(self, join: NodeJoin) -> None:
-        """Checks that the message is valid and for this cluster.
-
-        Raises:
-            ProtocolError, InvalidArgumentError, ClusterMismatchError
-        """
+        """Check that the message is valid and for this cluster. Raise ProtocolError,
+        InvalidArgumentError or ClusterMismatchError."""
         check_protocol(join.protocol, "the node")
         check_cluster(self._cluster, join.cluster, f"node {join.name}")
         for offer in join.segments:
             if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
-                raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
+                raise InvalidArgumentError("a segment must have a size and a uuid of 16 bytes")
         if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
             raise InvalidArgumentError(
-                f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
+                f"a node must have a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
             )
         if len({offer.uuid for offer in join.segments}) < len(join.segments):
-            raise InvalidArgumentError("a node offers each of its segments once")
+            raise InvalidArgumentError("the node offers a segment twice")
 
     def join(
         self,
@@ -130,13 +123,13 @@ class Membership:
         changes: Callable[[], None] = lambda: None,
         certified: str = "",
     ) -> MasterAccepted:
-        """Handles the first message of a stream. ``changes`` is called before the first change: an
-        exception before that leaves everything as it was. ``certified``: as in ``SegmentInfo``.
+        """Handle the first message of a stream. ``changes`` is called before the first change; an
+        earlier exception changes nothing. ``certified``: see ``SegmentInfo``.
 
         Raises:
-            NodeNameTakenError: another living node has that name.
-            SegmentGoneError: there is nothing to resume; the node must fence, then join anew.
-            DrainedError: there is nothing to resume; the node must leave.
+            NodeNameTakenError: another live node has that name.
+            SegmentGoneError: nothing to resume; the node must fence, then join again.
+            DrainedError: nothing to resume; the node must leave.
             UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
@@ -144,9 +137,9 @@ class Membership:
         uuids = {offer.uuid for offer in join.segments}
         self._alive = None
         known = self.nodes.get(join.name)
-        same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
+        is_same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            node = self._resumable(join, known if same else None, uuids)
+            node = self._resumable(join, known if is_same else None, uuids)
             changes()
             self._take_over(node, session)
             node.last_heartbeat_ms, node.certified = now_ms, certified
@@ -157,14 +150,14 @@ class Membership:
             holder = self._holders.get(uuid, known)
             if holder is not None and holder.name != join.name:
                 raise UnavailableError(
-                    f"memory that node {join.name} offers is mounted by node {holder.name}",
+                    f"memory of node {join.name} is already mounted by node {holder.name}",
                     advice="A segment belongs to one node. If that one has ended, try again once "
                     "it counts as dead.",
                     node=holder.name,
                 )
         if known is None and len(self.nodes) >= NODES_MAX:
-            raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
-        if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
+            raise BusyError(f"the limit of {NODES_MAX} joined nodes is reached")
+        if known is not None and not is_same and self.state_of(known, now_ms) == liveness.ALIVE:
             raise NodeNameTakenError(
                 f"a node named {join.name} is alive on {known.location_text}",
                 advice="Give this node another --name.",
@@ -182,13 +175,13 @@ class Membership:
         node.ahead_ms = join.clock_ms - now_ms
         if known is not None and known.draining:
             node.draining, node.drained_from = True, known.drained_from
-        gone = dict(self._departed_of(known, uuids))
-        segments = [self._mount_segment(now_ms, node, offer, gone) for offer in join.segments]
+        departed = dict(self._departed_of(known, uuids))
+        segments = [self._mount_segment(now_ms, node, offer, departed) for offer in join.segments]
         changes()
         if known is not None:
             self.declare_dead(known, "replaced")
         for uuid in uuids:
-            self._gone.pop(uuid, None)
+            self._departed.pop(uuid, None)
             self._dismissed.pop(uuid, None)
             self._holders[uuid] = node
         self.nodes[node.name] = node
@@ -199,16 +192,12 @@ class Membership:
         return self._accepted(node, join)
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
-        """``get_node``: the node with that name and exactly these segments, if there is one.
-
-        Raises:
-            DrainedError: the node was told to leave, and has not heard so.
-            SegmentGoneError: there is no stream to resume.
-        """
+        """Return the node with that name and exactly these segments. Raise DrainedError if it was
+        dismissed, SegmentGoneError if there is no stream to resume."""
         if not self._dismissed.keys().isdisjoint(uuids):
-            raise _drained(join.name)
-        # A delayed join may arrive after one that was sent later: its generations are older. And an
-        # inventory that was broken off (not ``whole``) must begin anew.
+            raise _drained_error(join.name)
+        # A delayed join may arrive after a later one: its generations are older. An interrupted
+        # inventory (not ``whole``) must start again.
         generations = {offer.uuid: offer.generation for offer in join.segments}
         if (
             known is not None
@@ -220,27 +209,27 @@ class Membership:
         ):
             return known
         raise SegmentGoneError(
-            f"node {join.name} has no stream to resume here", advice="Join anew."
+            f"node {join.name} has no stream to resume here", advice="Join again."
         )
 
     def _departed_of(
         self, known: JoinedNode | None, uuids: set[bytes]
     ) -> Iterator[tuple[bytes, int]]:
-        """The entries that ``_gone`` will have for these once the known node is declared dead."""
-        for uuid in uuids & self._gone.keys():
-            yield uuid, self._gone[uuid]
+        """Return the entries for ``_departed`` once the known node is declared dead."""
+        for uuid in uuids & self._departed.keys():
+            yield uuid, self._departed[uuid]
         for segment in () if known is None else self.segments[known.name]:
             yield segment.offer.uuid, segment.allocated_until_ms
 
     def _mount_segment(
-        self, now_ms: int, node: JoinedNode, offer: SegmentOffer, gone: Mapping[bytes, int]
+        self, now_ms: int, node: JoinedNode, offer: SegmentOffer, departed: Mapping[bytes, int]
     ) -> MountedSegment:
         self._next_segment_id += 1
-        allocated_until_ms = gone.get(offer.uuid)
+        allocated_until_ms = departed.get(offer.uuid)
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._rules.lease_ms
             allocated_until_ms = 0
-        elif offer.fresh:  # its node did not hear that it was mounted, so nothing is fenced off
+        elif offer.fresh:  # its node does not know of the mount, so nothing is fenced
             unfenced_ms = self._rules.put_deadline_ms + self._rules.quarantine_ms
             usable_at_ms = now_ms + max(self._rules.lease_ms, unfenced_ms)
         else:
@@ -258,8 +247,7 @@ class Membership:
     def reported(
         self, now_ms: int, node: JoinedNode, report: ReportFailure, source: str = ""
     ) -> None:
-        """Called when a client cannot read or write on the node. ``source``: as in
-        ``liveness.reported``."""
+        """Record that a client cannot use the node. ``source``: see ``FailureReports``."""
         is_news = liveness.record_failure_report(node, report.host, now_ms, source)
         self._alive = None
         if is_news:
@@ -276,14 +264,13 @@ class Membership:
             self._alive = None
             self._log_event("node_stream_broken", node)
 
-    def on_connectivity_result(self, node: JoinedNode, why_not: str) -> None:
-        """See ``NodeMessageHandler.on_connectivity_result``."""
-        if why_not != node.unreachable:
-            if why_not:
-                self._log_event("node_unreachable", node, reason=why_not)
+    def on_connectivity_result(self, node: JoinedNode, error: str) -> None:
+        if error != node.unreachable:
+            if error:
+                self._log_event("node_unreachable", node, reason=error)
             else:
                 self._log_event("node_reachable", node)
-            node.unreachable = why_not
+            node.unreachable = error
 
     def on_shm_entry_report(self, node: JoinedNode, *, is_gone: bool) -> None:
         if is_gone and not node.shm_entry_missing:
@@ -303,10 +290,10 @@ class Membership:
             self._log_event("node_draining" if draining else "node_undrained", node)
 
     def dismiss(self, node: JoinedNode) -> None:
-        """Tells the node to leave, and counts it as gone."""
+        """Request the node to leave, and count it as departed."""
         if node.session is not None:
             self._by_session.pop(node.session)
-            self.effects.append(CloseSession(node.session, _drained(node.name)))
+            self.effects.append(CloseSession(node.session, _drained_error(node.name)))
             node.session = None
         for segment in self.segments[node.name]:
             self._dismissed[segment.offer.uuid] = None
@@ -319,27 +306,27 @@ class Membership:
             if self.state_of(node, now_ms) == liveness.DEAD:
                 self.declare_dead(node, "silent" if node.session is not None else "broken")
 
-    def declare_dead(self, node: JoinedNode, why: str) -> None:
+    def declare_dead(self, node: JoinedNode, reason: str) -> None:
         self._alive = None
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
+            error = SegmentGoneError(f"node {node.name} counts as dead ({reason})", node=node.name)
             self.effects.append(CloseSession(node.session, error))
             node.session = None
-        if why == "left":
+        if reason == "left":
             self.departed_nodes += 1
         else:
             self.dead_nodes += 1
-        node.departed = "drained" if node.draining and why == "left" else why
-        self._log_event("node_left" if why == "left" else "node_dead", node, why=why)
+        node.departed = "drained" if node.draining and reason == "left" else reason
+        self._log_event("node_left" if reason == "left" else "node_dead", node, why=reason)
         del self.nodes[node.name]
-        gone = self.segments.pop(node.name)
-        self.lost += gone
-        for segment in gone:
-            self._gone[segment.offer.uuid] = segment.allocated_until_ms
+        departed = self.segments.pop(node.name)
+        self.lost += departed
+        for segment in departed:
+            self._departed[segment.offer.uuid] = segment.allocated_until_ms
             del self._holders[segment.offer.uuid]
-        while len(self._gone) > GONE_MAX:
-            del self._gone[next(iter(self._gone))]
+        while len(self._departed) > GONE_MAX:
+            del self._departed[next(iter(self._departed))]
 
     def _take_over(self, node: JoinedNode, session: int) -> None:
         if node.session is not None:
@@ -368,8 +355,8 @@ class Membership:
         )
 
 
-def _drained(node: str) -> DrainedError:
-    return DrainedError(f"node {node} was drained, and leaves", node=node)
+def _drained_error(node: str) -> DrainedError:
+    return DrainedError(f"node {node} was drained and must leave", node=node)
 
 
 def describe(segment: MountedSegment) -> SegmentInfo:

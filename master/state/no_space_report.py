@@ -20,7 +20,7 @@ _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
 def refusal_error(
     common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for a put that is refused now; counted by tenant if a quota refuses it."""
+    """Return the error of a rejected put, counted for its tenant if a quota rejects it."""
     owner = common.pool.tenant_of(request.namespace)
     if owner is None or not found.quota:
         return no_space_error(common, now_ms, request, found)
@@ -33,39 +33,43 @@ def refusal_error(
 
 
 def quota_error(
-    common: StateContext, owner: Tenant, wanted: int, found: AllocationFailure
+    common: StateContext, owner: Tenant, requested: int, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for what would bring a tenant above its bound."""
     assert found.quota == LIMIT
     owner.refused += 1
     return no_space_messages.over_bound(
-        owner.name, wanted, owner.size, owner.limit_bytes, found.missing_bytes, owner.pinned_bytes
+        owner.name,
+        requested,
+        owner.size,
+        owner.limit_bytes,
+        found.missing_bytes,
+        owner.pinned_bytes,
     )
 
 
 def no_space_error(
     common: StateContext, now_ms: int, request: PutStart | Allocate, found: AllocationFailure
 ) -> NoSpaceError:
-    """The error for a put that found no room; ``found`` says how much it lacks."""
-    of_cause: dict[str, list[MountedSegment]] = {}
+    """Return the error of a put that found no space; ``found`` says how much is missing."""
+    by_cause: dict[str, list[MountedSegment]] = {}
     for segment in common.pool.segments.values():
         cause = _cause(segment, common.membership, now_ms, request)
-        of_cause.setdefault(cause, []).append(segment)
+        by_cause.setdefault(cause, []).append(segment)
     groups = [
-        _group(cause, of_cause[cause], now_ms, request.host)
+        _group(cause, by_cause[cause], now_ms, request.host)
         for cause in no_space_messages.CAUSES
-        if cause in of_cause
+        if cause in by_cause
     ]
-    wanted, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
+    requested, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
     return no_space_messages.no_space(
-        groups, request.host, wanted, found.missing_bytes, writing, pinned
+        groups, request.host, requested, found.missing_bytes, writing, pinned
     )
 
 
 def _cause(
     segment: MountedSegment, membership: Membership, now_ms: int, request: PutStart | Allocate
 ) -> str:
-    """Why the segment has no room for this put; LEASED: it takes puts, but is full."""
+    """Return the reason that the segment has no space for this put; LEASED if it is only full."""
     node = segment.node
     if request.local_only and node.host != request.host:
         return no_space_messages.NOT_HERE
@@ -103,7 +107,7 @@ def _group(
 
 
 def _better_ms(segment: MountedSegment, cause: str, now_ms: int) -> int:
-    """When the cause may end by itself; 0: unknown."""
+    """Return when the cause may end by itself; 0: unknown."""
     if cause == no_space_messages.LEASED:
         return segment.candidates.next_lease_end_ms(now_ms) or 0
     return segment.usable_at_ms if cause == no_space_messages.RESTARTED else 0

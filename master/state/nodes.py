@@ -1,8 +1,5 @@
-"""Messages from nodes, reports about nodes, and what follows for their segments.
-
-``Membership`` decides which nodes are joined; this module tells the other parts which segments have
-come and gone.
-"""
+"""Handles messages from nodes and reports about nodes, and notifies the other parts of mounted and
+lost segments. ``Membership`` decides which nodes are joined."""
 
 from __future__ import annotations
 
@@ -21,50 +18,45 @@ from kvstore.master.state.replication import ReplicationPlanner, not_draining
 from kvstore.master.state.state_context import StateContext
 
 WATCH_MS = 1_000
-"""How often the master checks that nodes carry out its orders and send their claims."""
+"""Interval of the check that nodes execute wipe requests and send their claims."""
 
 
 class NodeMessageHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
-        marks: RemovalWatermarks,
-        returning: InventoryLoader,
-        copying: ReplicationPlanner,
-        sweeping: BackgroundSweeper,
+        watermarks: RemovalWatermarks,
+        inventories: InventoryLoader,
+        replication: ReplicationPlanner,
+        sweeper: BackgroundSweeper,
     ) -> None:
         self._common = common
         self._membership = common.membership
-        self._marks = marks
-        self._returning = returning
-        self._copying = copying
-        self._sweeping = sweeping
+        self._watermarks = watermarks
+        self._inventories = inventories
+        self._replication = replication
+        self._sweeper = sweeper
         self._watched_ms = common.started_ms
-        """When ``_fence_idle`` was last called."""
-
-    # --- streams ------------------------------------------------------------------------------
 
     def on_node_join(
         self, now_ms: int, session: int, join: calls.NodeJoin, certified: str = ""
     ) -> calls.MasterAccepted:
-        """Handles the first message of a node's stream. ``certified``: as in ``SegmentInfo``.
-        Errors: as ``Membership.join``; then there is no session.
+        """Handle the first message of a node's stream. ``certified``: see ``SegmentInfo``. Errors
+        as ``Membership.join``; there is no session then.
 
-        A node that knows a later master is refused: its claims of versions above our epoch would be
-        refused, and wiped. It joins our next term, which begins above that epoch.
+        A node that knows a later master is rejected: its claims of versions above our epoch would
+        be rejected and wiped. It joins our next term, which starts above that epoch.
         """
         common = self._common
         self._membership.check(join)
         if join.highest_epoch > common.epoch:
-            self._check_later(join.name, join.highest_epoch)
+            self._check_epoch(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
             common.effect(LogClusterEvent("epoch_rejected", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
-            mark = max(offer.removal_watermark for offer in join.segments)
-            self._marks.node_joined(session, join.name, mark)
+            watermark = max(offer.removal_watermark for offer in join.segments)
+            self._watermarks.node_joined(session, join.name, watermark)
         self._apply_membership_changes(now_ms)
         for segment_id in accepted.segment_ids:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
@@ -72,13 +64,13 @@ class NodeMessageHandler:
         return accepted
 
     def on_node_message(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
-        """Handles any later message. Messages of a session that is over are ignored."""
+        """Handle a later message; messages of ended sessions are ignored."""
         common = self._common
         node = self._membership.node_of_session(session)
         if node is None:
             return
         if self._membership.state_of(node, now_ms) != liveness.ALIVE:
-            self._common.space_freed()  # if it was only silent, puts may use it again
+            self._common.space_freed()  # after silence, puts may use it again
         self._membership.on_heartbeat(now_ms, node)
         common.changing = True
         match message:
@@ -89,67 +81,56 @@ class NodeMessageHandler:
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.on_shm_entry_report(node, is_gone=shm_entry_missing)
                 self._apply_membership_changes(now_ms)
-                repair = self._copying.has_work_for(node, now_ms)
+                repair = self._replication.has_work_for(node, now_ms)
                 common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))
-            case calls.NodeWipeDone(order):
-                segment = common.reclaim.segment_of(order)
+            case calls.NodeWipeDone(wipe_seq):
+                segment = common.reclaim.segment_of(wipe_seq)
                 if segment is not None and segment.node is node:
-                    common.effects += common.reclaim.wiped(order)
+                    common.effects += common.reclaim.wiped(wipe_seq)
                     common.effects += common.reclaim.request_zeroing(now_ms)
                     self._common.space_freed()
             case calls.NodeClaims():
-                if max(message.epochs, default=0) > common.epoch:  # its join did not say so
+                if max(message.epochs, default=0) > common.epoch:  # its join did not report it
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
-                    self._check_later(node.name, max(later, default=0))
-                self._returning.node_claims(now_ms, node, message)
+                    self._check_epoch(node.name, max(later, default=0))
+                self._inventories.node_claims(now_ms, node, message)
             case calls.NodeLeave():
                 self._membership.leave(node)
                 self._apply_membership_changes(now_ms, left=True)
             case calls.NodeJoin():
-                raise ProtocolError("a node joins once per stream")
+                raise ProtocolError("a second join on one stream")
 
     def stream_broken(self, session: int) -> None:
         self._common.changing = True
         self._membership.stream_broken(session)
-        self._apply_membership_changes(
-            0
-        )  # no node is declared dead here, so the time does not matter
+        self._apply_membership_changes(0)  # no node dies, so the time does not matter
 
     def segments_of_session(self, session: int) -> list[calls.SegmentInfo]:
-        """The segments of the node of that session; none if the session is over."""
+        """Return the segments of the session's node; none if it has ended."""
         node = self._membership.node_of_session(session)
         return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
 
-    def on_connectivity_result(self, session: int, why_not: str) -> None:
-        """Called when the master has tried to connect to the node. ``why_not``: empty: it could."""
+    def on_connectivity_result(self, session: int, error: str) -> None:
+        """Record the result of a connectivity probe. ``error``: the error, or empty."""
         node = self._membership.node_of_session(session)
         if node is not None:
-            self._membership.on_connectivity_result(node, why_not)
-            self._apply_membership_changes(
-                0
-            )  # no node is declared dead here, so the time does not matter
+            self._membership.on_connectivity_result(node, error)
+            self._apply_membership_changes(0)  # no node dies, so the time does not matter
 
-    def _check_later(self, node: str, epoch: int) -> None:
-        """Raises UnavailableError: the node has joined a later master, of this epoch."""
+    def _check_epoch(self, node: str, epoch: int) -> None:
+        """Raise UnavailableError if the node has joined a later master, of this epoch."""
         common = self._common
         if common.is_later(epoch):
             common.effect(SupersedeEpoch(epoch))
-            raise _joined_later(f"node {node}", epoch, common.epoch)
-
-    # --- calls --------------------------------------------------------------------------------
+            raise _later_epoch_error(f"node {node}", epoch, common.epoch)
 
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
-        """Checks whether this master may serve the client. A client ends no term: if it has joined
-        a later master, so have the nodes of that master, and these end our term. Until they have
-        had time to join, the client has to wait.
-
-        Raises:
-            UnavailableError: the client has to wait.
-        """
+        """Raise UnavailableError if the client knows a later master and has to wait: a client ends
+        no term, the nodes of that master do once they join."""
         common = self._common
         is_new = now_ms - common.started_ms < JOINING_MS
         if is_new and join.highest_epoch > common.epoch:
-            raise _joined_later(f"client {join.client}", join.highest_epoch, common.epoch)
+            raise _later_epoch_error(f"client {join.client}", join.highest_epoch, common.epoch)
 
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.ReportFailureReply:
         common = self._common
@@ -168,7 +149,7 @@ class NodeMessageHandler:
         return calls.ReportFailureReply(states.count(liveness.SUSPECT))
 
     def drain(self, now_ms: int, request: calls.Drain) -> calls.DrainReply:
-        """Raises InvalidArgumentError: no such node, or it is to leave and is not being drained."""
+        """Raise InvalidArgumentError if the node is unknown, or leaves without draining."""
         common, members = self._common, self._membership
         if request.step is DrainStep.LEAVE and request.node not in members.nodes:
             return calls.DrainReply(common.epoch, 0, 0)  # it has left
@@ -189,10 +170,7 @@ class NodeMessageHandler:
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
         return calls.DrainReply(common.epoch, used, pending, node.drained_from)
 
-    # --- time ---------------------------------------------------------------------------------
-
     def tick(self, now_ms: int) -> None:
-        """Declares nodes dead that are silent for too long, or beat and do nothing else."""
         self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
@@ -201,30 +179,27 @@ class NodeMessageHandler:
         self._apply_membership_changes(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
-        """Declares nodes dead that only send beats: removals would wait for them."""
+        """Declare nodes dead that only send heartbeats: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms
-        late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
+        overdue = {segment.node: "untold" for segment in self._inventories.late(now_ms)}
         for segment in self._common.reclaim.unanswered(now_ms, patience_ms):
-            late.setdefault(segment.node, "unwiped")
-        for node, why in late.items():
-            self._membership.declare_dead(node, why)
-
-    # --- segments -----------------------------------------------------------------------------
+            overdue.setdefault(segment.node, "unwiped")
+        for node, reason in overdue.items():
+            self._membership.declare_dead(node, reason)
 
     def _apply_membership_changes(self, now_ms: int, *, left: bool = False) -> None:
-        """Passes changes of the membership on to the other parts. ``left``: a node has said that
-        it leaves, and serves no client any more."""
+        """Notify the other parts of changes. ``left``: the node left by itself."""
         members = self._membership
         self._common.effects += members.effects
         for segment in members.lost:
             self._segment_lost(now_ms, segment, left=left)
         for segment in members.mounted:
             self._common.pool.mount(segment)
-            self._returning.segment_mounted(segment)
+            self._inventories.segment_mounted(segment)
             self._common.forest.missing.segment_mounted(segment)
         if members.lost or members.mounted:
             ready_ms = max((s.usable_at_ms for s in members.mounted if s.whole), default=0)
-            self._copying.nodes_changed(now_ms, ready_ms)
+            self._replication.nodes_changed(now_ms, ready_ms)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
 
@@ -232,21 +207,21 @@ class NodeMessageHandler:
         common = self._common
         common.pool.unmount(segment)
         common.forest.missing.segment_died(now_ms, segment)
-        self._marks.segment_died(segment)
+        self._watermarks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms
-        self._sweeping.segment_died(segment)
-        self._returning.segment_died(segment)
+        self._sweeper.segment_died(segment)
+        self._inventories.segment_died(segment)
         common.effects += common.reclaim.segment_died(segment)
         if not left:
             readers_ms = now_ms + common.rules.lease_ms
             common.reclaim.wait_for_readers(segment, common.newest_stored, readers_ms)
 
 
-def _joined_later(who: str, epoch: int, own: int) -> UnavailableError:
+def _later_epoch_error(subject: str, epoch: int, own: int) -> UnavailableError:
     return UnavailableError(
-        f"{who} last joined a master with epoch {epoch}; this master has epoch {own} and starts "
-        "a higher one when a node reports it",
+        f"{subject} last joined a master with epoch {epoch}; this master has epoch {own} and "
+        "starts a higher one when a node reports it",
         advice="Join again. The clock of a master's host was set back.",
         epoch=epoch,
     )

@@ -1,8 +1,8 @@
-"""Events of objects that became visible or are gone, and a listing that fits into their order.
+"""Object events, and a snapshot of visible objects that is consistent with them.
 
-An object is *visible* from when its record gets bytes (``Forest.mark_complete``) until they are
-taken (``Forest.drop_bytes``). Objects of a node that died are gone when the background work finds
-them."""
+An object is *visible* from ``Forest.mark_complete`` to ``Forest.drop_bytes``; those of a dead node
+until background work finds them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from kvstore.master.state.records import NamespaceTable, ObjectRecord
 GONE_SIZE = -1
 
 Event = tuple[str, bytes, bytes, int, int]
-"""Namespace, key, key of the parent (empty: none), payload bytes, depth as far as known. Of an
-object that is gone: namespace, key, empty, ``GONE_SIZE``, 0. A plain tuple: thousands are made per
-call, and the shell hands them on as they are."""
+"""Namespace, key, parent key (or empty), payload bytes, depth as far as known. Of a removed object:
+namespace, key, empty, ``GONE_SIZE``, 0. A plain tuple, because calls make thousands."""
 
 
 def stored(record: ObjectRecord) -> Event:
     parent = record.parent
-    above = b"" if parent is None else parent.key
-    return record.namespace, record.key, above, record.size, record.depth
+    parent_key = b"" if parent is None else parent.key
+    return record.namespace, record.key, parent_key, record.size, record.depth
 
 
 def removed(record: ObjectRecord) -> Event:
@@ -31,13 +30,13 @@ def removed(record: ObjectRecord) -> Event:
 class SnapshotScan:
     """Lists the visible objects in steps, while they change.
 
-    An object without an event since the survey began is listed if it is visible, and only then. Of
-    the others it may list any: applied in order with the events, the rows give the exact set. Pages
-    of ``ListObjects`` do not promise that: a cursor counts entries of a dictionary, and skips
-    objects when earlier entries are deleted.
+    Of the objects without an event since the snapshot began, exactly the visible ones are listed.
+    Of the others any may be listed: applied in order with the events, the rows give the exact set.
+    ``ListObjects`` does not promise that: its cursor counts dictionary entries, and skips objects
+    when earlier entries are deleted.
 
-    It holds on to the records of one dictionary at a time. Records that are added to the dictionary
-    later, or moved because the table is divided, are listed with another one or have an event.
+    It references the records of one dictionary at a time. Records that are added later, or moved
+    when the table is divided, are listed with another dictionary or have an event.
     """
 
     def __init__(self, tables: list[NamespaceTable]) -> None:
@@ -45,7 +44,6 @@ class SnapshotScan:
         self.done = False
 
     def take(self, steps: int) -> list[Event]:
-        """Lists visible objects: looks at up to ``steps`` records."""
         rows: list[Event] = []
         for _ in range(steps):
             record = next(self._records, None)

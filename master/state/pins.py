@@ -1,12 +1,11 @@
-"""Pins: which objects must not be evicted, until when, and how much memory they hold.
+"""Pins: objects that must not be evicted, their ends, and the memory they hold.
 
-A pin of an object holds its ancestors, too, because only leaves are evicted. So their memory counts
-as pinned as well. An object counts once, however many pins hold it: one that a client asked for
-(until an end), those of counted records below it, or both.
+A pin also holds the ancestors of its object, because only leaves are evicted; their memory counts
+as pinned. An object counts once, however many pins hold it: a client's pin, counted descendants, or
+both.
 
-The path above a pin stays known while the pin lasts, even where an object of the path is missing:
-the objects above that one are still kept from eviction. A missing object counts nothing until it is
-put again. The counts are in a side table, so that an object that no pin holds costs nothing.
+The path above a pin stays known even if one of its objects is missing: its ancestors are still not
+evicted. A missing object does not count until it is put again. Objects without pins cost nothing.
 """
 
 from __future__ import annotations
@@ -22,68 +21,60 @@ from kvstore.memory.header import extent_bytes
 
 
 class _PinnedRecord:
-    """The counts of one record that pins hold."""
-
     __slots__ = ("above", "below", "dropped", "objects", "record", "size")
 
     def __init__(self, record: ObjectRecord) -> None:
         self.record = record
         self.objects = 0
-        """1: the object is there and counts; 0: it is missing."""
+        """1: the object counts; 0: it is missing."""
         self.size = 0
         """Bytes of memory: header, payload and padding of each replica."""
         self.above: _PinnedRecord | None = None
-        """The pin of the parent that the record had when it was pinned."""
+        """Pin of the parent that the record had when it was pinned."""
         self.below = 0
-        """Pins whose ``above`` this is."""
+        """Number of pins whose ``above`` this is."""
         self.dropped = False
-        """Whether this has left the table, because no pin holds its record any more."""
+        """Whether this was removed from the table."""
 
 
 class PinTable:
-    """All pins of a master."""
-
     def __init__(self, jobs: BackgroundJobs) -> None:
         self._jobs = jobs
         self.ends = ExpiryIndex()
-        """The ends of the pins that clients asked for."""
+        """Ends of the pins requested by clients."""
         self._shards: list[dict[ObjectRecord, _PinnedRecord]] = [{} for _ in range(TABLE_SHARDS)]
         self.tenants: TenantAccounting | None = None
-        """None: the master has no tenants."""
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
         self._ending: deque[_PinnedRecord] = deque()
         """Pins that have ended, or whose last pin below has; they may still be counted."""
         self.objects = 0
-        """Counted objects, of all namespaces."""
         self.size = 0
         """Bytes of memory of the counted objects."""
         self._count_all = 0
-        """Records in the table, including those of missing objects."""
+        """Number of records in the table, with those of missing objects."""
         self._shards_to_measure: list[int] = []
         """Shards whose records may have lost memory with a node."""
         self._to_measure: list[_PinnedRecord] = []
 
     def pinned_in(self, namespace: Namespace) -> tuple[int, int]:
-        """Objects of this namespace that pins hold, and their bytes of memory."""
+        """Return the number of pinned objects in the namespace, and their bytes of memory."""
         return self._held.get(namespace, (0, 0))
 
     def all_pinned(self) -> dict[Namespace, tuple[int, int]]:
-        """``pinned_in`` of all namespaces; not to be changed."""
         return self._held
 
     def holds(self, record: ObjectRecord) -> bool:
-        """Whether the record is counted, or would be if its object were not missing."""
+        """Return whether the record is counted, or would be if it were not missing."""
         return bool(self._count_all) and record in self._shards[hash(record) % TABLE_SHARDS]
 
     def pin(self, record: ObjectRecord, end_ms: int) -> None:
-        """Pins ``record``, which is complete. Of two ends the later one holds."""
+        """Pin a complete record; the later of two ends holds."""
         if not self.holds(record):
             self._count(record)
         self.ends.set(record, max(end_ms, self.ends.expiry_of(record)))
 
     def _count(self, record: ObjectRecord) -> None:
-        """Counts the record, and its ancestors that are not held yet."""
         pin = self._new(record)
         above = record.parent
         while above is not None:
@@ -101,8 +92,8 @@ class PinTable:
         return pin
 
     def _measure(self, pin: _PinnedRecord) -> None:
-        there = pin.record.complete
-        self._set(pin, int(there), bytes_held(pin.record) if there else 0)
+        is_stored = pin.record.complete
+        self._set(pin, int(is_stored), bytes_held(pin.record) if is_stored else 0)
 
     def _set(self, pin: _PinnedRecord, objects: int, size: int) -> None:
         self._add(pin.record.namespace, objects - pin.objects, size - pin.size)
@@ -121,8 +112,7 @@ class PinTable:
             self._held.pop(namespace, None)
 
     def unpin(self, record: ObjectRecord) -> bool:
-        """Ends the pin that a client asked for; ``release_ended`` takes the count back. Returns
-        whether there was such a pin."""
+        """End a client's pin, for ``release_ended``. Return whether there was one."""
         if not self.ends.expiry_of(record):
             return False
         self.ends.drop(record)
@@ -134,7 +124,7 @@ class PinTable:
         self._jobs.due |= EXPIRE
 
     def end_next(self, now_ms: int) -> ObjectRecord | None:
-        """The record of a pin whose end has come; None: there is none."""
+        """End the next expired pin and return its record; None: there is none."""
         record = self.ends.pop_expired(now_ms)
         if record is not None:
             self._release(self._shards[hash(record) % TABLE_SHARDS][record])
@@ -142,11 +132,11 @@ class PinTable:
 
     @property
     def unsettled(self) -> bool:
-        """Whether ``release_ended`` has something to do."""
+        """Whether ``release_ended`` has work."""
         return bool(self._ending or self._to_measure or self._shards_to_measure)
 
     def release_ended(self, steps: int) -> None:
-        """Stops counting records that no pin holds any more, ``steps`` records at most."""
+        """Stop counting up to ``steps`` records that are no longer pinned."""
         while self._ending and steps > 0:
             steps -= 1
             pin = self._ending.popleft()
@@ -160,8 +150,7 @@ class PinTable:
                 self._to_measure += self._shards[self._shards_to_measure.pop()].values()
 
     def segment_died(self) -> None:
-        """Called when a segment died: ``release_ended`` measures all counted records again, in
-        slices."""
+        """Let ``release_ended`` measure all counted records again, in slices."""
         if self._count_all:
             self._shards_to_measure = list(range(TABLE_SHARDS))
             self._jobs.due |= EXPIRE
@@ -175,8 +164,7 @@ class PinTable:
             self.drop(pin.record)
 
     def drop(self, record: ObjectRecord) -> None:
-        """Called when an object is gone, or held by no pin any more. Its place in the table stays
-        while there are pins below."""
+        """Drop a removed or unpinned object; its entry stays while there are pins below."""
         if not self.holds(record):
             return
         shard = self._shards[hash(record) % TABLE_SHARDS]
@@ -195,14 +183,13 @@ class PinTable:
                 self._release(above)
 
     def stored(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes, other bytes or another replica: a pin survives an
-        overwrite."""
+        """Measure a record with new bytes or replicas: a pin survives an overwrite."""
         if self.holds(record):
             self._measure(self._shards[hash(record) % TABLE_SHARDS][record])
 
     def linked(self, record: ObjectRecord) -> None:
-        """Called when a missing object gets its place in the forest. If its parent is not the
-        same as before, the old ancestors are let go, and the new ones are not counted."""
+        """Handle a missing object that is linked again: if its parent has changed, the previous
+        ancestors are released and the new ones are not counted."""
         if not self.holds(record):
             return
         self.drop(record)  # the pin of a lost object does not pin the new one
@@ -216,5 +203,5 @@ class PinTable:
 
 
 def bytes_held(record: ObjectRecord) -> int:
-    """Bytes of memory on segments that are alive."""
+    """Return the bytes of memory on live segments."""
     return extent_bytes(record.size) * sum(segment.alive for segment, _ in record.extents())

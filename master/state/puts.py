@@ -28,12 +28,10 @@ from kvstore.master.state.state_context import StateContext
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 MAKING_ROOM_MS = 1_000
-"""A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
+"""Wait of a put that needs more evictions than one step makes, even without a requested wait."""
 
 
 class PutHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
@@ -66,22 +64,22 @@ class PutHandler:
         keys = request.keys
         count = len(keys)
         if len(request.sizes) != count:
-            raise InvalidArgumentError("put_start needs one size per key")
+            raise InvalidArgumentError("put_start requires one size per key")
         if not 1 <= request.replicas <= REPLICAS_MAX:
             raise InvalidArgumentError(
-                f"replicas is 1 to {REPLICAS_MAX}, not {request.replicas}",
+                f"replicas must be 1 to {REPLICAS_MAX}, not {request.replicas}",
                 replicas=request.replicas,
             )
         if request.parent is not None and request.parent in keys:
             raise InvalidArgumentError("a key cannot be its own parent")
         self._check_sizes(request.sizes)
-        putter = self._traffic.writer_row(now_ms, request.namespace)
-        putter.keys += count
+        writer = self._traffic.writer_row(now_ms, request.namespace)
+        writer.keys += count
         if count:
-            putter.key = keys[0]
+            writer.key = keys[0]
         tried, found = self._try_put(now_ms, request)
         result = self._reply_or_wait(now_ms, request, tried)
-        putter.found += found
+        writer.found += found
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | DeferredReply:
@@ -93,8 +91,7 @@ class PutHandler:
         capacity_max = self._pool.capacity_max
         if capacity_max and sizes and extent_bytes(max(sizes)) > capacity_max:
             raise ValueTooLargeError(
-                f"a value of {max(sizes)} bytes does not fit into any segment, "
-                f"the largest has room for {capacity_max}",
+                f"a value of {max(sizes)} bytes exceeds the largest segment, {capacity_max} bytes",
                 advice="Split it into smaller values, or start a node with more --memory.",
                 size_bytes=max(sizes),
                 segment_bytes_max=capacity_max,
@@ -116,14 +113,13 @@ class PutHandler:
             or self._waiting.blocked_by_pins(now_ms + wait_ms, request)
         ):
             raise no_space_report.refusal_error(self._common, now_ms, request, result)
-        later = self._waiting.add(now_ms, request, wait_ms)
+        deferred = self._waiting.add(now_ms, request, wait_ms)
         if result.may_retry:
             self._common.space_freed()
-        return later
+        return deferred
 
     def _has_reachable_node(self, request: Wanting) -> bool:
-        """Whether a node that the client can reach may ever have room. True if there is no node:
-        one may join."""
+        """Return whether a reachable node may ever have space; True without nodes."""
         segments = self._pool.segments.values()
         return not segments or any(
             segment.offer.uuid not in request.avoid_segments
@@ -143,13 +139,13 @@ class PutHandler:
     def _try_put(
         self, now_ms: int, request: calls.PutStart
     ) -> tuple[calls.Grants | AllocationFailure, int]:
-        """Tries to grant a put. Also returns how many of its keys are stored already."""
+        """Return the result of a put, and how many of its keys are already stored."""
         keys = list(request.keys)
         self._keeping.expire_before_put(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
         outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
         granted: list[int] = []
-        there = 0
+        stored_count = 0
         known = [None] * len(keys) if table is None else table.get_many(keys)
         for index, found in enumerate(known):
             if found is None:
@@ -160,12 +156,12 @@ class PutHandler:
             if outcome is PutOutcome.WRITE:
                 granted.append(index)
             elif outcome is PutOutcome.FOUND:
-                there += 1
+                stored_count += 1
                 found.last_used_ms = now_ms
-                found.keep_until(now_ms + 1)  # this request does not evict it
+                found.keep_until(now_ms + 1)  # protects it from eviction by this request
         if not granted:
             self._count_not_written(outcomes)
-            return self._granting.reply(bytes(outcomes), []), there
+            return self._granting.reply(bytes(outcomes), []), stored_count
         near = None
         first = granted[0]
         parent_key = keys[first - 1] if request.chain and first else request.parent
@@ -175,35 +171,31 @@ class PutHandler:
             near = next(segment for segment, _ in parent.extents() if segment.alive)
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
-        taken = self._granting.reserve(
+        allocated = self._granting.reserve(
             now_ms, sizes, request.replicas, near=near, host=request.host,
             avoid=request.avoid_segments, here_only=request.local_only,
             owner=self._pool.tenant_of(request.namespace),
         )  # fmt: skip
-        if isinstance(taken, AllocationFailure):
+        if isinstance(allocated, AllocationFailure):
             if parent is not None and request.wait_ms:
                 parent.keep_until(now_ms + self._common.rules.lease_ms)
-            return taken, there
-        puts = self._place(now_ms, request, keys, granted, sizes, taken)
+            return allocated, stored_count
+        puts = self._create_puts(now_ms, request, keys, granted, sizes, allocated)
         if len(puts) < len(outcomes):
             self._count_not_written(outcomes)
-        return self._granting.reply(bytes(outcomes), puts), there
+        return self._granting.reply(bytes(outcomes), puts), stored_count
 
-    def _place(
+    def _create_puts(
         self,
         now_ms: int,
         request: calls.PutStart,
         keys: list[Key],
         granted: list[int],
         sizes: list[int],
-        taken: list[list[Extent]],
+        allocated: list[list[Extent]],
     ) -> list[PutGrant]:
-        """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
-        in the forest. If the forest refuses one of them, all is as before.
-
-        Raises:
-            InvalidArgumentError: the objects would form a ring.
-        """
+        """Create puts for the ``granted`` indices of ``keys`` and link their records. Raise
+        InvalidArgumentError at a cycle, without a change."""
         puts: list[PutGrant] = []
         record: ObjectRecord | None = None
         table = self._forest.ensure_table(request.namespace)
@@ -211,15 +203,15 @@ class PutHandler:
         token = self._pending.take_tokens(len(granted))
         chain, root, overwrite = request.chain, request.parent, request.overwrite
         client, replicas, ttl_ms = request.client_number, request.replicas, request.ttl_ms
-        for extents, index, size in zip(taken, granted, sizes, strict=True):
+        for extents, index, size in zip(allocated, granted, sizes, strict=True):
             parent_key = keys[index - 1] if chain and index else root
             if parent_key is None:
-                above = None
+                parent_record = None
             elif record is not None and record.key is parent_key:
-                above = record
+                parent_record = record
             else:
-                above = table.get(parent_key) or table.add(parent_key)
-            found = table.get(keys[index])  # making room may have dropped the record
+                parent_record = table.get(parent_key) or table.add(parent_key)
+            found = table.get(keys[index])  # an eviction may have dropped the record
             record = table.add(keys[index]) if found is None else found
             token += 1
             put = PutGrant(
@@ -229,13 +221,13 @@ class PutHandler:
             record.writer = token
             self._pending.add(put)
             puts.append(put)
-            if found is None and above is None:
+            if found is None and parent_record is None:
                 continue  # a new root
             try:
-                self._common.adopt(now_ms, record, above)
+                self._common.adopt(now_ms, record, parent_record)
             except InvalidArgumentError:
-                for given, of_size in zip(taken, sizes, strict=True):
-                    self._pool.free(given, extent_bytes(of_size))
+                for allocation, of_size in zip(allocated, sizes, strict=True):
+                    self._pool.free(allocation, extent_bytes(of_size))
                 for made in reversed(puts):
                     self._pending.pop(made.token)
                     self._granting.detach_from_record(made)
@@ -248,27 +240,28 @@ class PutHandler:
         self._common.changing = True
         self._keeping.expire_before_put(now_ms, "", [])
         segments = self._pool.segments.values()
-        of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
-        avoid = [
-            *request.avoid_segments,
-            *of_devices,
-        ]  # the client writes to an allocation as to an array
+        on_devices = [
+            segment.offer.uuid for segment in segments if segment.offer.device is not None
+        ]
+        avoid = [*request.avoid_segments, *on_devices]  # allocations are arrays
         owner = self._pool.tenant_of(request.namespace)
-        taken = self._granting.reserve(
+        allocated = self._granting.reserve(
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.local_only,
             owner=owner,
         )  # fmt: skip
-        if isinstance(taken, AllocationFailure):
-            return taken
-        put = self._granting.allocation(now_ms, request, taken[0], owner)
+        if isinstance(allocated, AllocationFailure):
+            return allocated
+        put = self._granting.allocation(now_ms, request, allocated[0], owner)
         return self._granting.reply(bytes([PutOutcome.WRITE]), [put])
 
     # --- the second phase ---------------------------------------------------------------------
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEndReply | DeferredReply:
-        """Stores the objects of puts, and of copies, unless the copied object has changed since.
-        Answers when no client reads an earlier version that was removed or replaced: after the
-        answer, a get anywhere finds the stored version, or nothing."""
+        """Store the objects of puts, and of copies whose source has not changed.
+
+        The reply waits until no client reads a replaced or removed version: after it, every get
+        finds the stored version or nothing.
+        """
         common = self._common
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
@@ -308,7 +301,7 @@ class PutHandler:
             ended.append((put, alive))
             if put.overwrite:
                 still_read += self._reclaim.still_read(put.record)
-            elif self._reclaim.with_wipe_seqs:
+            elif self._reclaim.has_object_wipes:
                 still_read += self._reclaim.being_read((put.record.namespace, put.record.key))
             outcomes[index] = was_stored
         self._granting.release_copies(outdated)
@@ -316,26 +309,24 @@ class PutHandler:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
             if isinstance(put, CopyGrant):
-                self._pool.count_unrequested_bytes(
-                    put.record
-                )  # the object may have lost a replica meanwhile
-                put.record.last_used_ms = used_ms  # a move does not count as a use
+                self._pool.count_unrequested_bytes(put.record)  # it may have lost a replica
+                put.record.last_used_ms = used_ms  # a move is not a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
         stored = [put for put, _ in ended if isinstance(put, PutGrant)]
         if stored:  # clients end the puts of one namespace at a time
             size = sum([put.size for put in stored])
             self._count_stored(len(stored), size)
-            putter = self._traffic.writer_row(now_ms, stored[0].record.namespace)
-            putter.stored += len(stored)
-            putter.stored_bytes += size
-        for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
+            writer = self._traffic.writer_row(now_ms, stored[0].record.namespace)
+            writer.stored += len(stored)
+            writer.stored_bytes += size
+        for put, _ in ended:  # after all are stored: only the last block of a chain is a leaf
             if not put.record.children:
                 self._pool.delete_if_unused(put.record)
             if put.record.more:
                 self._copying.note_stored(put.record)
         if ended:
-            self._common.space_freed()  # they can be evicted
+            self._common.space_freed()  # they are evictable
         reply = calls.PutEndReply(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
@@ -344,7 +335,7 @@ class PutHandler:
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.PutRevokeReply:
         common = self._common
-        given_up: list[StaleExtents] = []
+        revoked: list[StaleExtents] = []
         common.changing = True
         for token in request.tokens:
             put = self._granting.find_grant(now_ms, request.epoch, token)
@@ -353,24 +344,24 @@ class PutHandler:
                     self._granting.wipe_again(token)
                 continue
             self._granting.end(put)
-            residue = put.stale_extents(common.epoch)
+            stale = put.stale_extents(common.epoch)
             if request.quiesced:
                 self._pool.free(put.extents, put.length)
             else:
                 self._granting.quarantine(put, put.deadline_ms)
-                residue = residue._replace(writers=put.writers(request.connections), kept=True)
-            given_up.append(residue)
+                stale = stale._replace(writers=put.writers(request.connections), kept=True)
+            revoked.append(stale)
             self._granting.detach_from_record(put)
-        common.wipe(given_up)
-        common.counters["revoked_puts"] += len(given_up)
-        return calls.PutRevokeReply(len(given_up))
+        common.wipe(revoked)
+        common.counters["revoked_puts"] += len(revoked)
+        return calls.PutRevokeReply(len(revoked))
 
     def commit(self, now_ms: int, request: calls.Commit) -> calls.CommitReply | DeferredReply:
-        """Makes an allocation an object; memory that the object does not need is free at once."""
+        """Turn an allocation into an object, and free the memory that the object does not need."""
         common = self._common
         self._forest.begin_step()
-        given = self._granting.find_grant(now_ms, request.epoch, request.token)
-        if not isinstance(given, AllocationGrant) or request.size > given.size:
+        allocation = self._granting.find_grant(now_ms, request.epoch, request.token)
+        if not isinstance(allocation, AllocationGrant) or request.size > allocation.size:
             return calls.CommitReply(PutOutcome.REFUSED)
         namespace, key, parent = request.namespace, request.key, request.parent
         if parent == key:
@@ -378,95 +369,91 @@ class PutHandler:
         common.changing = True
         self._keeping.expire_before_put(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
-        alive = [extent for extent in given.extents if extent[0].alive]
+        alive = [extent for extent in allocation.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
-            self._granting.end(given)
-            # The owner may still read what it computed, so the extents are not free at once.
-            self._granting.quarantine(given, given.deadline_ms)
-            common.wipe([given.stale_extents(common.epoch)._replace(kept=True)])
+            self._granting.end(allocation)
+            # The owner may still read its results, so the extents are not free immediately.
+            self._granting.quarantine(allocation, allocation.deadline_ms)
+            common.wipe([allocation.stale_extents(common.epoch)._replace(kept=True)])
             return calls.CommitReply(outcome if alive else PutOutcome.REFUSED)
-        self._keep_bound(now_ms, request, given, len(alive))
-        above = None if parent is None else self._forest.ensure(namespace, parent)
+        self._ensure_within_limit(now_ms, request, allocation, len(alive))
+        parent_record = None if parent is None else self._forest.ensure(namespace, parent)
         record = self._forest.ensure(namespace, key)
-        common.adopt(now_ms, record, above)
+        common.adopt(now_ms, record, parent_record)
         if request.overwrite:
             still_read = self._reclaim.still_read(record)
         else:
             still_read = self._reclaim.being_read((namespace, key))
-        self._granting.end(given)
+        self._granting.end(allocation)
         put = PutGrant(
-            given.token, record, given.extents, request.size, given.deadline_ms,
-            given.client_number, request.overwrite, 0, request.ttl_ms,
+            allocation.token, record, allocation.extents, request.size, allocation.deadline_ms,
+            allocation.client_number, request.overwrite, 0, request.ttl_ms,
         )  # fmt: skip
-        if put.length < given.length:
+        if put.length < allocation.length:
             tails = [(segment, offset + put.length) for segment, offset in alive]
-            self._pool.free(tails, given.length - put.length)
-            # The owner's right to write the whole extent ends; no header has this version.
-            right = StaleExtents(None, given.size, 0, 0, alive, kept=True)
+            self._pool.free(tails, allocation.length - put.length)
+            # Ends the owner's permission to write the complete extent; no header has this version.
+            full_extent = StaleExtents(None, allocation.size, 0, 0, alive, kept=True)
             zeroed = [extent for extent in tails if extent[0].zeroes]
-            size = given.length - put.length - HEADER_BYTES
-            common.wipe([right, StaleExtents(None, size, 0, 0, zeroed)])
+            size = allocation.length - put.length - HEADER_BYTES
+            common.wipe([full_extent, StaleExtents(None, size, 0, 0, zeroed)])
         replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
-        putter = self._traffic.writer_row(now_ms, namespace)
-        putter.keys += 1
-        putter.stored += 1
-        putter.stored_bytes += request.size
-        putter.key = key
-        # The owner has the allocation mapped, and relies on it until this reply arrives.
+        writer = self._traffic.writer_row(now_ms, namespace)
+        writer.keys += 1
+        writer.stored += 1
+        writer.stored_bytes += request.size
+        writer.key = key
+        # The owner has the allocation mapped and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
         record.keep_until(lease_until_ms)
         if not record.children:
             self._pool.delete_if_unused(record)
-            self._common.space_freed()  # it can be evicted
+            self._common.space_freed()  # it is evictable
         reply = calls.CommitReply(PutOutcome.STORED)
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.reply_when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
-    def _keep_bound(
-        self, now_ms: int, request: calls.Commit, given: AllocationGrant, replicas: int
+    def _ensure_within_limit(
+        self, now_ms: int, request: calls.Commit, allocation: AllocationGrant, replicas: int
     ) -> None:
-        """Makes room for the bytes of an allocation of another tenant within the bound of the
-        tenant whose object it becomes.
-
-        Raises:
-            NoSpaceError: that would bring it above its bound. The allocation lives on.
-        """
+        """Evict objects of the new tenant until an allocation of another tenant fits its limit.
+        Raise NoSpaceError if it does not, without a change to the allocation."""
         owner = self._pool.tenant_of(request.namespace)
-        if owner is given.tenant:
+        if owner is allocation.tenant:
             return
         assert owner is not None
         if request.parent is not None:
             until_ms = now_ms + self._common.rules.lease_ms
             self._common.lease(request.namespace, request.parent, until_ms)
-        wanted = extent_bytes(request.size) * replicas
-        missing = self._granting.evict_to_limit(now_ms, owner, wanted)
+        needed = extent_bytes(request.size) * replicas
+        missing = self._granting.evict_to_limit(now_ms, owner, needed)
         if missing is not None:
-            raise no_space_report.quota_error(self._common, owner, wanted, missing)
+            raise no_space_report.quota_error(self._common, owner, needed, missing)
 
     def _store(self, put: ObjectGrant, extents: list[Extent], now_ms: int) -> list[StaleExtents]:
-        """Gives the put's record these extents. Returns the residue of the replaced version, whose
-        extents are still allocated. The caller calls ``Pool.delete_if_unused`` afterwards."""
+        """Set the extents of the put's record. Return the stale ones of the replaced version, still
+        allocated. The caller then calls ``MemoryPool.delete_if_unused``."""
         record = put.record
         replaced: list[StaleExtents] = []
         if record.segment is not None:
             replaced.append(StaleExtents.of(record))
             self._pool.take_extents(record, replaced=True)
         else:
-            self._pool.pins.drop(record)  # the pin of an object that was lost
+            self._pool.pins.drop(record)  # the pin of a lost object
         if record.writer == put.token:
             record.writer = 0
-        lacks = put.missing + len(put.extents) - len(extents)
+        missing_replicas = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
-        self._pool.store(record, extents, put.size, version, now_ms, lacks)
+        self._pool.store(record, extents, put.size, version, now_ms, missing_replicas)
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
-        if version <= self._common.tombstones.newest:  # something was removed during the put
+        if version <= self._common.tombstones.newest:  # an object was removed during the put
             self._common.clear_tombstone(record, version)
         if isinstance(put, PutGrant):
-            self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
+            self._pool.lifetimes.drop(record)  # the TTL of the replaced version
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
         return replaced
@@ -482,7 +469,6 @@ class PutHandler:
 
 
 def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
-    """The outcome of a put, given the object's record, if there is one."""
     if record is None:
         return PutOutcome.WRITE
     if not overwrite and record.complete:

@@ -1,6 +1,6 @@
-"""Answers clients' questions: how much of a chain is there, where objects are, which keys exist.
+"""Handles clients' queries: prefix matches, locations and existence of objects.
 
-Most are answered at once. Misses wait while nodes still report their objects to a new master.
+Misses wait while nodes still report their inventories to a new master.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
 
 ANSWERED_PER_STEP = 16_384
-"""Keys of waiting questions that one step answers; at least one question."""
+"""Keys of waiting queries that one step processes; at least one query."""
 
 JOINING_MS = 600
-"""How long a new master waits for the nodes of the last one; they try several times a second."""
+"""Time for the nodes of the previous master to join; they retry several times a second."""
 
 STATE_PROBES_MAX = BATCH_KEYS_MAX
-"""Objects that one question about states looks at, from the end of the chain."""
+"""Objects that one query probes for recurrent states, from the end of the chain."""
 
 ASKING_MAX = 4_096
-"""Questions that wait for inventories; further ones are answered at once."""
+"""Queries that wait for inventories; further ones are answered immediately."""
 
 _ABSENT: Final = 0
 _COMPLETE: Final = 1
-"""The values of ``Presence``, without an attribute look-up in every call."""
+"""Values of ``Presence``, without an attribute lookup per call."""
 
-Question = calls.MatchPrefix | calls.Lookup | calls.Exists
-Found = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
+Query = calls.MatchPrefix | calls.Lookup | calls.Exists
+QueryReply = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
 
 
 class QueryHandler:
-    """See the module."""
-
     def __init__(
         self,
         common: StateContext,
@@ -61,39 +59,35 @@ class QueryHandler:
         self._lifetimes = common.pool.lifetimes
         self._traffic = common.traffic
         self.reuses_ms = Histogram()
-        """For how long each object that a call leased had not been used before. Of a matched chain,
-        only the last object counts."""
+        """Idle time of each object that a call leased; of a chain, only of its tip."""
         self._returning = returning
-        self._gathering = common.rules.inventory_wait_ms > 0
-        """Whether misses may have to wait for inventories."""
-        self._asking: deque[tuple[int, Caller, Question]] = deque()
-        """Questions that wait for inventories, with their tickets and callers."""
+        self._may_wait = common.rules.inventory_wait_ms > 0
+        self._waiting: deque[tuple[int, Caller, Query]] = deque()
+        """Reply id, caller and request of the queries that wait for inventories."""
 
-    # --- calls --------------------------------------------------------------------------------
-
-    def find(self, now_ms: int, request: Question) -> Found | DeferredReply:
+    def find(self, now_ms: int, request: Query) -> QueryReply | DeferredReply:
         self._forest.begin_step()
         if request.released:
             self._leases.release(now_ms, request.released)
         reply = self._find(now_ms, request)
         if (
-            self._gathering
-            and len(self._asking) < ASKING_MAX
+            self._may_wait
+            and len(self._waiting) < ASKING_MAX
             and _misses(request, reply)
             and self._is_loading_inventories(now_ms)
         ):
-            ticket = self._common.new_reply_id()
-            self._asking.append((ticket, self._traffic.caller, request))
-            return DeferredReply(ticket)
+            reply_id = self._common.new_reply_id()
+            self._waiting.append((reply_id, self._traffic.caller, request))
+            return DeferredReply(reply_id)
         return reply
 
-    def cancel(self, ticket: int) -> None:
-        for asking in self._asking:
-            if asking[0] == ticket:
-                self._asking.remove(asking)
+    def cancel(self, reply_id: int) -> None:
+        for entry in self._waiting:
+            if entry[0] == reply_id:
+                self._waiting.remove(entry)
                 return
 
-    def _find(self, now_ms: int, request: Question) -> Found:
+    def _find(self, now_ms: int, request: Query) -> QueryReply:
         match request:
             case calls.MatchPrefix():
                 return self.match_prefix(now_ms, request)
@@ -114,11 +108,11 @@ class QueryHandler:
                 self._record_traffic(now_ms, namespace, request.keys, 0, 0 if count else -1)
                 continue
             keys = request.keys
-            living = keys
+            live_keys = keys
             if now_ms >= self._lifetimes.next_ms:
-                living = self._before_ended(now_ms, table, keys)
+                live_keys = self._live_prefix(now_ms, table, keys)
             matched, holding, records = self._forest.match(
-                table, living, records=request.placements
+                table, live_keys, records=request.placements
             )
             self._lease(now_ms, request.lease, holding)
             being_written = 0
@@ -138,48 +132,47 @@ class QueryHandler:
             self._record_traffic(now_ms, namespace, keys, matched, matched if missing else -1, tip)
         state = 0
         if request.states:
-            reach = min([match.matched for match in matches], default=count)
-            state = self._last_state(now_ms, request, request.keys[:reach])
+            length = min([match.matched for match in matches], default=count)
+            state = self._last_state(now_ms, request, request.keys[:length])
         return calls.MatchPrefixReply(common.epoch, common.rules.lease_ms, matches, state)
 
     def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
-        """How many of ``keys`` there are up to the last one that all of ``request.states`` have,
-        whose objects are leased; 0: there is none among the keys that are looked at."""
+        """Return the number of ``keys`` up to the last one that is stored in all of
+        ``request.states``, and lease its objects; 0 if none of the probed keys is."""
         namespaces = request.states
-        held: list[ObjectRecord] = []
-        state, left = len(keys), STATE_PROBES_MAX
-        while state and left > 0:
-            held = self._objects_under_key(now_ms, namespaces, keys[state - 1])
-            if len(held) == len(namespaces):
+        stored: list[ObjectRecord] = []
+        state, remaining = len(keys), STATE_PROBES_MAX
+        while state and remaining > 0:
+            stored = self._objects_under_key(now_ms, namespaces, keys[state - 1])
+            if len(stored) == len(namespaces):
                 break
-            left -= len(held) + 1
+            remaining -= len(stored) + 1
             state -= 1
-        found = len(held) == len(namespaces)
+        found = len(stored) == len(namespaces)
         if found:
-            self._lease(now_ms, request.lease, held)
-        asked = keys[state - 1 : state] if found else keys[-1:]
+            self._lease(now_ms, request.lease, stored)
+        probed = keys[state - 1 : state] if found else keys[-1:]
         self._common.counters["matched_objects"] += found * len(namespaces)
-        self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
-        for namespace in namespaces if asked else ():
-            self._record_traffic(now_ms, namespace, asked, int(found), -1 if found else 0)
+        self._common.counters["missed_objects"] += (len(probed) - found) * len(namespaces)
+        for namespace in namespaces if probed else ():
+            self._record_traffic(now_ms, namespace, probed, int(found), -1 if found else 0)
         return state if found else 0
 
     def _objects_under_key(
         self, now_ms: int, namespaces: Sequence[Namespace], key: Key
     ) -> list[ObjectRecord]:
-        """The objects of this key in the first ones of these namespaces, until one lacks it."""
-        held: list[ObjectRecord] = []
+        stored: list[ObjectRecord] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
             if record is None or not self._pool.is_stored(record, now_ms):
                 break
-            held.append(record)
-        return held
+            stored.append(record)
+        return stored
 
-    def _before_ended(
+    def _live_prefix(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
     ) -> Sequence[Key]:
-        """The keys before the first object whose lifetime is over, but which is not deleted yet."""
+        """Return the keys before the first object that has expired but is not deleted yet."""
         for index, record in enumerate(table.get_many(keys)):
             if record is not None and self._lifetimes.ended(record, now_ms):
                 return keys[:index]
@@ -202,9 +195,9 @@ class QueryHandler:
                 or (some_ended and self._lifetimes.ended(record, now_ms))
             ):
                 records[index] = None
-        held = [record for record in records if record is not None]
-        self._lease(now_ms, request.lease, held)
-        count, found = len(records), len(held)
+        stored = [record for record in records if record is not None]
+        self._lease(now_ms, request.lease, stored)
+        count, found = len(records), len(stored)
         first = -1
         if found < count:
             first = records.index(None) if count > 1 else 0
@@ -224,8 +217,10 @@ class QueryHandler:
             presence = bytes(known)
         if request.lease and table is not None:
             records = zip(table.get_many(keys), presence, strict=True)
-            held = [r for r, there in records if r is not None and there == _COMPLETE]
-            self._lease(now_ms, request.lease, held)
+            stored = [
+                r for r, presence_value in records if r is not None and presence_value == _COMPLETE
+            ]
+            self._lease(now_ms, request.lease, stored)
         found = count = len(presence)
         first = -1
         if _ABSENT in presence:
@@ -235,9 +230,8 @@ class QueryHandler:
         return calls.ExistsReply(presence)
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
-        """Leases these complete objects, and notes for how long they had not been used."""
         self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
-        used_ms, uses = now_ms, 0  # most objects of one call were used together before
+        used_ms, uses = now_ms, 0  # most objects of a call were last used together
         for record in records:
             if record.last_used_ms != used_ms:
                 if uses:
@@ -257,14 +251,12 @@ class QueryHandler:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
-        miss may not be the final answer then."""
-        if not (self._gathering and self._is_loading_inventories(now_ms)):
+        """Record a query, unless inventories are loading: misses are not final then."""
+        if not (self._may_wait and self._is_loading_inventories(now_ms)):
             self._traffic.record_query(now_ms, namespace, keys, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.RenewReply:
-        """Extends deadlines of grants, and leases of objects: of those whose version has not
-        changed, in memory that still holds that version."""
+        """Extend grants, and leases of objects with the same version and location."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
         some_ended = now_ms >= self._lifetimes.next_ms
@@ -296,43 +288,38 @@ class QueryHandler:
         self._leases.release(now_ms, request.released)
         return calls.ReleaseReply()
 
-    # --- jobs ---------------------------------------------------------------------------------
-
     def _is_loading_inventories(self, now_ms: int) -> bool:
-        """Whether nodes may still report objects, so that misses should wait."""
         age_ms = now_ms - self._common.started_ms
-        under_way = self._returning.in_progress
+        in_progress = self._returning.in_progress
         segments = self._common.pool.segments.values()
         joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
-        self._gathering = age_ms < self._common.rules.inventory_wait_ms and (
-            age_ms < JOINING_MS or under_way
+        self._may_wait = age_ms < self._common.rules.inventory_wait_ms and (
+            age_ms < JOINING_MS or in_progress
         )
-        if self._asking and not self._gathering:
+        if self._waiting and not self._may_wait:
             self._jobs.due |= ANSWER
-        return self._gathering and (joining or under_way)
+        return self._may_wait and (joining or in_progress)
 
     def reply(self, now_ms: int) -> None:
-        """Answers some of the waiting questions, if they need not wait any more."""
         self._jobs.note(ANSWER, False)
-        if not self._asking or self._is_loading_inventories(now_ms):
+        if not self._waiting or self._is_loading_inventories(now_ms):
             return
         keys = 0
-        while self._asking and keys < ANSWERED_PER_STEP:
-            ticket, self._traffic.caller, request = self._asking.popleft()
+        while self._waiting and keys < ANSWERED_PER_STEP:
+            reply_id, self._traffic.caller, request = self._waiting.popleft()
             keys += len(request.keys)
-            self._common.effect(SendReply(ticket, self._find(now_ms, request)))
-        self._jobs.note(ANSWER, bool(self._asking))
+            self._common.effect(SendReply(reply_id, self._find(now_ms, request)))
+        self._jobs.note(ANSWER, bool(self._waiting))
 
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
-    """Whether a living replica is at this place."""
     for segment, at in record.extents():
         if at == offset and segment.alive and segment.offer.uuid == uuid:
             return True
     return False
 
 
-def _misses(request: Question, reply: Found) -> bool:
+def _misses(request: Query, reply: QueryReply) -> bool:
     match reply:
         case calls.MatchPrefixReply(matches=matches, state=state):
             count = len(request.keys)

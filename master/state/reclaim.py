@@ -1,20 +1,18 @@
 """Wipes the headers of removed objects, and frees their extents one lease after the removal.
 
-Extents of evicted objects and abandoned puts are wiped, too, before they are granted again. So a
-valid header in memory always belongs to an object, and implies its payload after a restart.
+Evicted objects and abandoned puts are wiped too, before their extents are granted again. So a valid
+header always belongs to an object, and implies its payload after a restart.
 
-The master does not count the readers of a removed object. Its extents are free when (a) the longest
-possible lease on it has ended, and (b) its node has reported that the header is wiped, so that no
-restart finds the object again. A removal is acknowledged at (b), because readers refuse a wiped
-header. A segment that dies counts as wiped at (a): the master accepts none of these objects when
-the segment joins anew (tombstones forbid them), but until the lease ends a client may read there,
-if only the master cannot reach the node.
+Readers of a removed object are not counted. Its extents are free when (a) the longest possible
+lease has ended, and (b) the node has reported the wipe, so that no restart finds the object again.
+A removal is acknowledged at (b), because readers reject a wiped header. A dead segment counts as
+wiped at (a): tombstones forbid its objects when it joins again, but until then a client may read
+there, if only the master cannot reach the node.
 
-A node that takes capabilities zeroes extents before they are granted again (``segment.zeroes``),
-but not while a client may use them. Extents that are free at once are zeroed by the order to wipe
-them. Others are zeroed by an order of their own, when the lease has ended; so are the bytes that no
-object claims in memory that comes back. A segment has one such order at a time, so that the orders
-behind it do not wait for gigabytes.
+A node with capabilities zeroes extents before they are granted again (``segment.zeroes``), but not
+while a client may use them. Extents that are free immediately are zeroed by their wipe request.
+Others get a further request when the lease has ended, as do unclaimed bytes of returned memory. A
+segment has one such request at a time, so that the following ones do not wait for gigabytes.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, StaleExtents, Writer
 from kvstore.memory.header import extent_bytes
 
-WIPES_PER_ORDER = 1_024
-"""Extents of one order at most: they are freed in one step, which takes about 2 ms."""
+WIPES_PER_REQUEST = 1_024
+"""Maximum number of extents per request: one step frees them in about 2 ms."""
 
 ZERO_BYTES = 256 << 20
-"""Bytes of one order to zero memory that is not free yet: a node takes 25 to 100 ms."""
+"""Bytes of one request that zeroes memory before it is free: 25 to 100 ms for a node."""
 
 
 @dataclass(slots=True, eq=False)
 class WipeRequest:
-    """The extents of one wipe order, all on one segment: pending free."""
+    """The extents of one wipe request, all on one segment: pending free."""
 
     wipe_seq: int
     segment: MountedSegment
@@ -49,7 +47,6 @@ class WipeRequest:
     removals: list[PendingRemoval] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """The namespaces of ``names``."""
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -57,30 +54,27 @@ class WipeRequest:
     zeroed: list[int] = field(default_factory=list)
     """Bytes to zero at each offset; empty on a segment that does not zero."""
     forbidden: list[Version] = field(default_factory=list)
-    """The versions that get a tombstone if the segment dies before their headers are wiped."""
+    """Versions that get a tombstone if the segment dies before the wipe."""
     wiped: bool = False
     ended: bool = False
-    """Whether the last possible lease has ended."""
     removal_watermark: Version = NO_VERSION
-    """The mark that the node must keep, when the headers are wiped."""
+    """Removal watermark to store after the wipe."""
     writers: dict[Writer, None] = field(default_factory=dict)
-    """Connections that the node must end before it wipes the headers."""
     ahead: bool = False
-    """Whether the objects were evicted ahead of need."""
+    """Whether the objects were evicted ahead of demand."""
     released: bool = False
-    """Whether the extents have been handed back, to the allocator or to quarantine."""
+    """Whether the allocator or the quarantine has the extents."""
 
     def count(self) -> None:
-        """Called if the extents have yet to be handed back: adds them to ``reclaim_bytes``."""
+        """Add extents that are not released yet to ``reclaim_bytes``."""
         self.segment.reclaim_bytes += sum(self.lengths)
 
     def add(self, removals: Iterable[PendingRemoval]) -> None:
-        """Makes these removals wait for this order, unless they do already."""
         known = set(self.removals)
         new = [removal for removal in removals if removal not in known]
         self.removals += new
         for removal in new:
-            removal.wipe_seqs += 1
+            removal.unfinished_wipes += 1
 
     def free(self) -> None:
         self.segment.reclaim_bytes -= sum(self.lengths)
@@ -105,15 +99,15 @@ class WipeRequest:
 
 @dataclass(slots=True, eq=False)
 class PendingRemoval:
-    """An answer that waits until the last of its orders is done."""
+    """A reply that waits until its last wipe request is done."""
 
     reply_id: int
     reply: calls.Reply
-    wipe_seqs: int = 0
+    unfinished_wipes: int = 0
 
 
 class SpaceReclaimer:
-    """Keeps the extents of all removed objects until they are free, and the orders to wipe them."""
+    """Keeps the extents of removed objects until they are free, and their wipe requests."""
 
     def __init__(self, tombstones: Tombstones) -> None:
         self._tombstones = tombstones
@@ -121,148 +115,148 @@ class SpaceReclaimer:
         self._unwiped: dict[int, WipeRequest] = {}
         self._unwiped_of: dict[Name, list[WipeRequest]] = {}
         self._unclean: dict[MountedSegment, dict[int, WipeRequest]] = {}
-        """Released orders not done yet, by segment and number."""
+        """Pending requests with released extents, by segment and number."""
         self._still_read: deque[tuple[Version, WipeRequest]] = deque()
-        """Segments that died within the last lease, as ``wait_for_readers`` was told."""
-        self._held: dict[MountedSegment, WipeRequest] = {}
-        """Segments whose inventory is not complete, each with a placeholder order."""
+        """Segments that died within the last lease; see ``wait_for_readers``."""
+        self._placeholders: dict[MountedSegment, WipeRequest] = {}
+        """Segments with an incomplete inventory, each with a placeholder request."""
         self._unzeroed: dict[MountedSegment, deque[tuple[int, int]]] = {}
         """Offset and length of memory that is free once it is zeroed."""
         self._zeroing: dict[MountedSegment, int] = {}
-        """The order under way that zeroes such memory."""
+        """The pending request that zeroes such memory."""
         self.last_order = 0
-        """The number of the last order that was made; 0: there was none."""
-        self._ordered: deque[tuple[int, int]] = deque()
-        """Times at which ``unanswered`` was called, and the last order at each."""
+        """Number of the last wipe request; 0: none."""
+        self._checkpoints: deque[tuple[int, int]] = deque()
+        """Times of calls of ``unanswered``, and the last request at each."""
 
     @property
-    def with_wipe_seqs(self) -> bool:
-        """Whether there are unfinished orders that concern objects."""
+    def has_object_wipes(self) -> bool:
+        """Whether there are pending requests of objects."""
         return bool(self._unwiped_of)
 
     def for_objects(self, names: Iterable[Name]) -> list[WipeRequest]:
-        """Unfinished orders that concern these objects."""
-        wipings = {
-            wiping.wipe_seq: wiping for name in names for wiping in self._unwiped_of.get(name, ())
+        requests = {
+            request.wipe_seq: request
+            for name in names
+            for request in self._unwiped_of.get(name, ())
         }
-        return list(wipings.values())
+        return list(requests.values())
 
     def for_namespace(self, namespace: str) -> list[WipeRequest]:
-        """Unfinished orders that concern this namespace; empty: any namespace."""
+        """Return the pending requests of the namespace; "": of any."""
         return [
-            wiping
-            for wiping in self._unwiped.values()
-            if not namespace or namespace in wiping.namespaces
+            request
+            for request in self._unwiped.values()
+            if not namespace or namespace in request.namespaces
         ]
 
     def wipe(
         self,
-        gone: Iterable[StaleExtents],
+        stale_extents: Iterable[StaleExtents],
         free_at_ms: int,
-        ticket: int,
+        reply_id: int,
         reply: calls.Reply,
         earlier: Sequence[WipeRequest],
     ) -> tuple[list[Effect], bool]:
-        """Orders the headers wiped. Answers ``reply_id`` with ``reply`` when that and the
-        ``earlier`` orders are done.
+        """Request wipes of headers, and send ``reply`` when these and the ``earlier`` requests are
+        done.
 
-        ``free_at_ms``: when no lease of the usual length is left. An order with a longer lease (on
-        a committed allocation) delays the orders behind it, which is simpler than a heap. Returns
-        the effects and whether there is anything to wait for.
+        ``free_at_ms``: when all leases of the usual length have ended. A request with a longer
+        lease (on a committed allocation) delays the following ones, which is simpler than a heap.
+        Return the effects, and whether there is anything to wait for.
         """
-        removal = PendingRemoval(ticket, reply)
-        wipings = self._new_wipings(gone, free_at_ms, kept=True)
-        self._by_end.extend(wipings)
-        for wiping in wipings:
-            wiping.count()
-        for wiping in dict.fromkeys((*wipings, *earlier)):
-            wiping.removals.append(removal)
-            removal.wipe_seqs += 1
-        return [effect for wiping in wipings for effect in _send(wiping)], removal.wipe_seqs > 0
+        removal = PendingRemoval(reply_id, reply)
+        requests = self._new_requests(stale_extents, free_at_ms, kept=True)
+        self._by_end.extend(requests)
+        for request in requests:
+            request.count()
+        for request in dict.fromkeys((*requests, *earlier)):
+            request.removals.append(removal)
+            removal.unfinished_wipes += 1
+        return [
+            effect for request in requests for effect in _send(request)
+        ], removal.unfinished_wipes > 0
 
-    def clean(self, gone: Iterable[StaleExtents]) -> list[Effect]:
-        """Orders headers wiped in extents that are free already, or that another part frees
-        (``StaleExtents.kept``)."""
+    def clean(self, stale_extents: Iterable[StaleExtents]) -> list[Effect]:
+        """Request wipes of extents that are free, or freed elsewhere."""
         effects: list[Effect] = []
-        for wiping in self._new_wipings(gone, 0):
-            wiping.ended = wiping.released = True
-            self._unclean.setdefault(wiping.segment, {})[wiping.wipe_seq] = wiping
-            effects += _send(wiping)
+        for request in self._new_requests(stale_extents, 0):
+            request.ended = request.released = True
+            self._unclean.setdefault(request.segment, {})[request.wipe_seq] = request
+            effects += _send(request)
         return effects
 
     def wait_for_readers(self, segment: MountedSegment, newest: Version, until_ms: int) -> None:
-        """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
+        """Track a dead segment, on which clients may read leased objects until ``until_ms``.
 
         Args:
-            newest: versions up to this one were stored before, if at all.
-            until_ms: not earlier than in any call before.
+            newest: upper bound of the versions stored so far.
+            until_ms: not earlier than in any previous call.
         """
-        wiping = self._new(segment, until_ms)
-        self._still_read.append((newest, wiping))
+        request = self._new(segment, until_ms)
+        self._still_read.append((newest, request))
 
     def still_read(self, record: ObjectRecord | None) -> list[WipeRequest]:
-        """Placeholder orders of dead segments on which clients may still read an earlier version of
-        this object, or a version that this master no longer knows."""
+        """Return placeholder requests of dead segments on which clients may still read an earlier
+        version of the object, or one that this master does not know any more."""
         if not self._still_read:
             return []
         if record is None or not record.complete:
-            return [wiping for _, wiping in self._still_read]
+            return [request for _, request in self._still_read]
         version = record.epoch, record.counter
         on = {segment for segment, _ in record.extents()}
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
     def add_reader(self, readers: Iterable[WipeRequest], name: Name) -> None:
-        """Notes that these readers may read a removed version of this object (``being_read``)."""
-        for wiping in readers:
-            wipings = self._unwiped_of.setdefault(name, [])
-            if wiping not in wipings:
-                wipings.append(wiping)
-                wiping.names.append(name)
+        """Record that readers of these requests may read a removed version (``being_read``)."""
+        for request in readers:
+            requests = self._unwiped_of.setdefault(name, [])
+            if request not in requests:
+                requests.append(request)
+                request.names.append(name)
 
     def being_read(self, name: Name) -> list[WipeRequest]:
-        """Unfinished orders for ended versions of this object on which leases may be left: their
-        readers have not heard that the version has ended, and do not ask."""
-        wipings = self._unwiped_of.get(name)
-        return [wiping for wiping in wipings if not wiping.ended] if wipings else []
+        """Return pending requests of ended versions that may still have leases."""
+        requests = self._unwiped_of.get(name)
+        return [request for request in requests if not request.ended] if requests else []
 
-    def keep_removal_watermark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
-        """Orders the node to keep the mark, after all earlier orders."""
-        wiping = self._new(segment)
-        wiping.removal_watermark = mark
-        wiping.ended = wiping.released = True
-        self._unclean.setdefault(segment, {})[wiping.wipe_seq] = wiping
-        return _send(wiping)
+    def keep_removal_watermark(self, segment: MountedSegment, watermark: Version) -> list[Effect]:
+        """Request the node to store the watermark, after all earlier requests."""
+        request = self._new(segment)
+        request.removal_watermark = watermark
+        request.ended = request.released = True
+        self._unclean.setdefault(segment, {})[request.wipe_seq] = request
+        return _send(request)
 
     def unmarked(self) -> list[WipeRequest]:
-        """Unfinished orders to keep a mark."""
+        """Return the pending requests to store a watermark."""
         return [
-            wiping
-            for wipings in self._unclean.values()
-            for wiping in wipings.values()
-            if wiping.removal_watermark != NO_VERSION
+            request
+            for requests in self._unclean.values()
+            for request in requests.values()
+            if request.removal_watermark != NO_VERSION
         ]
 
-    def clean_ahead(self, gone: Iterable[StaleExtents]) -> list[Effect]:
-        """Orders headers wiped, and frees the extents when that is done; until then these count in
-        ``wiping_bytes`` of their segments."""
-        wipings = self._new_wipings(gone, 0)
-        for wiping in wipings:
-            wiping.ended = wiping.ahead = True
-            wiping.count()
-        return [effect for wiping in wipings for effect in _send(wiping)]
+    def clean_ahead(self, stale_extents: Iterable[StaleExtents]) -> list[Effect]:
+        """Request wipes and free the extents afterwards."""
+        requests = self._new_requests(stale_extents, 0)
+        for request in requests:
+            request.ended = request.ahead = True
+            request.count()
+        return [effect for request in requests for effect in _send(request)]
 
     def pending_wipes(self, segments: Iterable[MountedSegment]) -> list[WipeRequest]:
-        """Orders that must be done before a client may write to free extents of these segments."""
+        """Return the requests to complete before these segments' free extents are written."""
         if not self._unclean:
             return []
         return [
-            wiping
+            request
             for segment in dict.fromkeys(segments)
-            for wiping in self._unclean.get(segment, {}).values()
+            for request in self._unclean.get(segment, {}).values()
         ]
 
     def free_unclaimed(self, segment: MountedSegment, offset: int, length: int) -> None:
-        """Frees memory that no object claims, at once or when it is zeroed."""
+        """Free memory that no object claims, immediately or once zeroed."""
         if segment.zeroes:
             segment.reclaim_bytes += length
             self._unzeroed.setdefault(segment, deque()).append((offset, length))
@@ -271,203 +265,202 @@ class SpaceReclaimer:
             segment.allocator.free(offset, length)
 
     def request_zeroing(self, now_ms: int) -> list[Effect]:
-        """Orders more memory zeroed, on each segment where no such order is under way."""
+        """Request zeroing of more memory, on each segment without a pending request for it."""
         effects: list[Effect] = []
         for segment, waiting in list(self._unzeroed.items()):
             if segment in self._zeroing or segment.usable_at_ms > now_ms:
                 continue
-            wiping = self._new(segment)
-            wiping.ended = True
-            room = ZERO_BYTES
-            while waiting and room and len(wiping.offsets) < WIPES_PER_ORDER:
+            request = self._new(segment)
+            request.ended = True
+            budget = ZERO_BYTES
+            while waiting and budget and len(request.offsets) < WIPES_PER_REQUEST:
                 offset, length = waiting.popleft()
-                if length > room:
-                    waiting.appendleft((offset + room, length - room))
-                    length = room
-                room -= length
-                wiping.offsets.append(offset)
-                wiping.lengths.append(length)
-                wiping.zeroed.append(length)
-                wiping.epochs.append(0)  # no header has this version
-                wiping.counters.append(0)
+                if length > budget:
+                    waiting.appendleft((offset + budget, length - budget))
+                    length = budget
+                budget -= length
+                request.offsets.append(offset)
+                request.lengths.append(length)
+                request.zeroed.append(length)
+                request.epochs.append(0)  # no header has this version
+                request.counters.append(0)
             if not waiting:
                 del self._unzeroed[segment]
-            self._zeroing[segment] = wiping.wipe_seq
-            effects += _send(wiping)
+            self._zeroing[segment] = request.wipe_seq
+            effects += _send(request)
         return effects
 
-    def _return_extents(self, wiping: WipeRequest) -> None:
-        """Frees the extents of an order that is done and has ended, or has them zeroed first."""
-        segment = wiping.segment
-        if not segment.zeroes or not segment.alive or any(wiping.zeroed):
-            wiping.free()
-        elif wiping.offsets:
+    def _return_extents(self, request: WipeRequest) -> None:
+        """Free the extents of a done and ended request, or have them zeroed first."""
+        segment = request.segment
+        if not segment.zeroes or not segment.alive or any(request.zeroed):
+            request.free()
+        elif request.offsets:
             waiting = self._unzeroed.setdefault(segment, deque())
-            waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
+            waiting.extend(zip(request.offsets, request.lengths, strict=True))
 
     def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> WipeRequest:
-        """One more order, which its node has not done."""
         self.last_order += 1
-        wiping = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
-        return wiping
+        request = self._unwiped[self.last_order] = WipeRequest(self.last_order, segment, free_at_ms)
+        return request
 
-    def _new_wipings(
-        self, gone: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
+    def _new_requests(
+        self, stale_extents: Iterable[StaleExtents], free_at_ms: int, *, kept: bool = False
     ) -> list[WipeRequest]:
-        """``kept``: as in ``StaleExtents``, for all of them."""
-        wipings: list[WipeRequest] = []
-        open_wipings: dict[MountedSegment, WipeRequest] = {}
-        for residue in gone:
-            length = extent_bytes(residue.size)
-            version = Version(residue.epoch, residue.counter)
-            for segment, offset in residue.extents:
+        """``kept``: see ``StaleExtents``, for all of them."""
+        requests: list[WipeRequest] = []
+        open_requests: dict[MountedSegment, WipeRequest] = {}
+        for stale in stale_extents:
+            length = extent_bytes(stale.size)
+            version = Version(stale.epoch, stale.counter)
+            for segment, offset in stale.extents:
                 if not segment.alive:
-                    if residue.forbid:
+                    if stale.forbid:
                         self._tombstones.add_version(version)
                     continue
-                wiping = open_wipings.get(segment)
-                if wiping is None or len(wiping.offsets) == WIPES_PER_ORDER:
-                    wiping = open_wipings[segment] = self._new(segment, free_at_ms)
-                    wipings.append(wiping)
-                if residue.name is not None:
-                    wiping.names.append(residue.name)
-                    wiping.namespaces.add(residue.name[0])
-                    self._unwiped_of.setdefault(residue.name, []).append(wiping)
-                wiping.free_at_ms = max(wiping.free_at_ms, residue.lease_until_ms)
-                wiping.offsets.append(offset)
-                wiping.lengths.append(length)
-                wiping.epochs.append(residue.epoch)
-                wiping.counters.append(residue.counter)
+                request = open_requests.get(segment)
+                if request is None or len(request.offsets) == WIPES_PER_REQUEST:
+                    request = open_requests[segment] = self._new(segment, free_at_ms)
+                    requests.append(request)
+                if stale.name is not None:
+                    request.names.append(stale.name)
+                    request.namespaces.add(stale.name[0])
+                    self._unwiped_of.setdefault(stale.name, []).append(request)
+                request.free_at_ms = max(request.free_at_ms, stale.lease_until_ms)
+                request.offsets.append(offset)
+                request.lengths.append(length)
+                request.epochs.append(stale.epoch)
+                request.counters.append(stale.counter)
                 if segment.zeroes:
-                    wiping.zeroed.append(0 if kept or residue.kept else length)
-                if residue.forbid:
-                    wiping.forbidden.append(version)
-                wiping.writers.update(dict.fromkeys(residue.writers))
-        return wipings
+                    request.zeroed.append(0 if kept or stale.kept else length)
+                if stale.forbid:
+                    request.forbidden.append(version)
+                request.writers.update(dict.fromkeys(stale.writers))
+        return requests
 
     def hold_removals(self, segment: MountedSegment) -> None:
-        """Removals must wait for this segment (``held_removals``), until ``release_held``."""
-        self._held[segment] = WipeRequest(0, segment, 0)
+        """Make removals wait for this segment until ``release_held``."""
+        self._placeholders[segment] = WipeRequest(0, segment, 0)
 
     def held_removals(self) -> list[WipeRequest]:
-        """Placeholder orders: one for each segment that removals must wait for."""
-        return list(self._held.values())
+        """Return a placeholder request for each segment that removals must wait for."""
+        return list(self._placeholders.values())
 
     def release_held(self, segment: MountedSegment) -> list[Effect]:
-        """Lets the removals that waited for this segment wait for its unfinished orders instead."""
-        held = self._held.pop(segment)
-        for wiping in self.pending_wipes((segment,)):
-            wiping.add(held.removals)
-        for removal in held.removals:
-            removal.wipe_seqs -= 1
+        """Make the removals that waited for this segment wait for its pending requests instead."""
+        placeholder = self._placeholders.pop(segment)
+        for request in self.pending_wipes((segment,)):
+            request.add(placeholder.removals)
+        for removal in placeholder.removals:
+            removal.unfinished_wipes -= 1
         return [
-            SendReply(done.reply_id, done.reply) for done in held.removals if not done.wipe_seqs
+            SendReply(done.reply_id, done.reply)
+            for done in placeholder.removals
+            if not done.unfinished_wipes
         ]
 
-    def wiped(self, order: int) -> list[Effect]:
-        """Called when the node has done the order (or is dead)."""
-        wiping = self._unwiped.pop(order, None)
-        if wiping is None:
+    def wiped(self, wipe_seq: int) -> list[Effect]:
+        """Complete a request that the node has done, or whose segment is dead."""
+        request = self._unwiped.pop(wipe_seq, None)
+        if request is None:
             return []
-        wiping.wiped = True
-        if wiping.released:
-            unclean = self._unclean[wiping.segment]
-            del unclean[order]
-            if not unclean:
-                del self._unclean[wiping.segment]
-        elif wiping.ended:
-            self._return_extents(wiping)
-        if self._zeroing.get(wiping.segment) == order:
-            del self._zeroing[wiping.segment]
-            wiping.segment.unready = False
-        if wiping.ahead:
-            wiping.segment.wiping_bytes -= sum(wiping.lengths)
-        for name in wiping.names:
-            wipings = self._unwiped_of[name]
-            wipings.remove(wiping)
-            if not wipings:
+        request.wiped = True
+        if request.released:
+            pending = self._unclean[request.segment]
+            del pending[wipe_seq]
+            if not pending:
+                del self._unclean[request.segment]
+        elif request.ended:
+            self._return_extents(request)
+        if self._zeroing.get(request.segment) == wipe_seq:
+            del self._zeroing[request.segment]
+            request.segment.unready = False
+        if request.ahead:
+            request.segment.wiping_bytes -= sum(request.lengths)
+        for name in request.names:
+            requests = self._unwiped_of[name]
+            requests.remove(request)
+            if not requests:
                 del self._unwiped_of[name]
-        for removal in wiping.removals:
-            removal.wipe_seqs -= 1
+        for removal in request.removals:
+            removal.unfinished_wipes -= 1
         return [
-            SendReply(done.reply_id, done.reply) for done in wiping.removals if not done.wipe_seqs
+            SendReply(done.reply_id, done.reply)
+            for done in request.removals
+            if not done.unfinished_wipes
         ]
 
     def waiting_for(self, segment: MountedSegment) -> list[PendingRemoval]:
-        """The removals that wait for orders to this segment, or for its inventory."""
-        wipings = self._on(segment)
-        if segment in self._held:
-            wipings.append(self._held[segment])
-        return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
+        """Return the removals that wait for requests or the inventory of this segment."""
+        requests = self._pending_on(segment)
+        if segment in self._placeholders:
+            requests.append(self._placeholders[segment])
+        return list(dict.fromkeys(removal for request in requests for removal in request.removals))
 
     def wait_for_other_segments(
         self, removals: Sequence[PendingRemoval], lost: MountedSegment
     ) -> None:
-        """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
-        for wiping in (*self.held_removals(), *self.unmarked()):
-            if wiping.segment is not lost:
-                wiping.add(removals)
+        """Make removals wait for watermarks and inventories of segments except ``lost``."""
+        for request in (*self.held_removals(), *self.unmarked()):
+            if request.segment is not lost:
+                request.add(removals)
 
     def fail(self, removals: Sequence[PendingRemoval], error: KVStoreError) -> list[Effect]:
-        """Answers these removals with an error; they wait for nothing any more."""
         failed = set(removals)
-        for wiping in (*self._unwiped.values(), *self._held.values()):
-            wiping.removals = [each for each in wiping.removals if each not in failed]
+        for request in (*self._unwiped.values(), *self._placeholders.values()):
+            request.removals = [removal for removal in request.removals if removal not in failed]
         return [SendReply(removal.reply_id, error) for removal in removals]
 
-    def segment_of(self, order: int) -> MountedSegment | None:
-        wiping = self._unwiped.get(order)
-        return None if wiping is None else wiping.segment
+    def segment_of(self, wipe_seq: int) -> MountedSegment | None:
+        request = self._unwiped.get(wipe_seq)
+        return None if request is None else request.segment
 
     def unanswered(self, now_ms: int, patience_ms: int) -> list[MountedSegment]:
-        """Living segments whose nodes have not done an order for ``patience_ms``. The result is as
-        precise as the interval between calls."""
-        ordered = self._ordered
-        if not ordered or ordered[-1][1] != self.last_order:
-            ordered.append((now_ms, self.last_order))
-        while len(ordered) > 1 and ordered[1][0] + patience_ms <= now_ms:
-            ordered.popleft()
-        since_ms, last = ordered[0]
+        """Return live segments with a request pending for ``patience_ms``, to one call interval."""
+        checkpoints = self._checkpoints
+        if not checkpoints or checkpoints[-1][1] != self.last_order:
+            checkpoints.append((now_ms, self.last_order))
+        while len(checkpoints) > 1 and checkpoints[1][0] + patience_ms <= now_ms:
+            checkpoints.popleft()
+        since_ms, last = checkpoints[0]
         if since_ms + patience_ms > now_ms:
             return []
-        late = takewhile(lambda wiping: wiping.wipe_seq <= last, self._unwiped.values())
-        return [wiping.segment for wiping in late if wiping.segment.alive]
+        overdue = takewhile(lambda request: request.wipe_seq <= last, self._unwiped.values())
+        return [request.segment for request in overdue if request.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
-        """Sends orders again that a node may have missed while its stream was broken."""
-        return [effect for wiping in self._on(segment) for effect in _send(wiping)]
+        return [effect for request in self._pending_on(segment) for effect in _send(request)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:
-        unwiped = self._on(segment)
-        for wiping in unwiped:
-            for version in wiping.forbidden:
+        unwiped = self._pending_on(segment)
+        for request in unwiped:
+            for version in request.forbidden:
                 self._tombstones.add_version(version)
-        ended = [wiping for wiping in unwiped if wiping.ended]
+        ended = [request for request in unwiped if request.ended]
         self._unzeroed.pop(segment, None)
-        return [effect for wiping in ended for effect in self.wiped(wiping.wipe_seq)]
+        return [effect for request in ended for effect in self.wiped(request.wipe_seq)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
-        """Frees the extents of one order on which every lease has ended. Returns the effects, and
-        whether there was such an order."""
+        """Free one request's extents after its leases. Return whether there was one."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
-        wiping = self._by_end.popleft()
-        wiping.ended = True
-        if wiping.wiped:
-            self._return_extents(wiping)
-        return ([] if wiping.segment.alive else self.wiped(wiping.wipe_seq)), True
+        request = self._by_end.popleft()
+        request.ended = True
+        if request.wiped:
+            self._return_extents(request)
+        return ([] if request.segment.alive else self.wiped(request.wipe_seq)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
-        """Ends the waiting for readers of segments that died long enough ago."""
+        """Stop waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
         while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
             effects += self.wiped(self._still_read.popleft()[1].wipe_seq)
         return effects
 
-    def _on(self, segment: MountedSegment) -> list[WipeRequest]:
-        return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]
+    def _pending_on(self, segment: MountedSegment) -> list[WipeRequest]:
+        return [request for request in self._unwiped.values() if request.segment is segment]
 
 
-def _send(wiping: WipeRequest) -> list[Effect]:
-    session = wiping.segment.node.session
-    return [] if session is None else [SendToNode(session, wiping.to_message())]
+def _send(request: WipeRequest) -> list[Effect]:
+    session = request.segment.node.session
+    return [] if session is None else [SendToNode(session, request.to_message())]

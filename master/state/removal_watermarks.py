@@ -1,8 +1,8 @@
-"""Marks: how memory that was away during a removal is told from memory that was there.
+"""Removal watermarks: they distinguish memory that was absent during a removal.
 
-Before a removal is acknowledged, every mounted segment keeps a mark that is newer than any mark on
-memory that may be away. A later master trusts the newest mark that it finds: memory with an older
-one was away during a removal, and its claims are refused.
+Before a removal is acknowledged, every mounted segment stores a watermark newer than that of any
+memory that may be absent. A later master trusts the newest watermark that it finds and rejects the
+claims of memory with an older one.
 """
 
 from __future__ import annotations
@@ -16,33 +16,28 @@ from kvstore.master.state.state_context import StateContext
 
 
 def unrecorded_removal_error() -> UnavailableError:
-    """The error of a removal that no memory could record: it would be lost if the master died, and
-    memory that is away, or has not joined yet, may hold the object."""
+    """Return the error of a removal that would be lost if the master died."""
     return UnavailableError(
-        "no node is connected that could record the removal, and a node that joins may hold the "
-        "object",
+        "no joined node can record the removal, and an absent node may hold the object",
         advice="Try again when a node has joined.",
     )
 
 
 class RemovalWatermarks:
-    """See the module."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
         self._newest = calls.NO_VERSION
-        """The newest mark that any segment keeps."""
+        """The newest watermark that any segment stores."""
         self._found = calls.NO_VERSION
-        """The newest mark of an earlier master that a node has reported."""
+        """The newest reported watermark of an earlier master."""
         self._outdated: set[bytes] = set()
-        """Memory (uuid) whose claims were accepted until it was found to be outdated."""
+        """Memory (uuid) whose claims were accepted before it was found to be outdated."""
         self._in_doubt = True
-        """Whether some memory may have gone away, or stayed away, since the last mark was made."""
+        """Whether memory may have departed or stayed absent since the last watermark was made."""
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Called when the segment is unmounted. Removals that wait for it will be acknowledged
-        without its answer, so from now on they also wait for a mark on the memory that is left. If
-        no memory is left, they fail."""
+        """Let removals that waited for the unmounted segment wait for a watermark on the remaining
+        memory; without any, they fail."""
         self._in_doubt = True
         common = self._common
         waiting = common.reclaim.waiting_for(segment)
@@ -55,8 +50,7 @@ class RemovalWatermarks:
         common.reclaim.wait_for_other_segments(waiting, segment)
 
     def advance(self) -> None:
-        """Called for each removal. Orders a new mark if memory that has the last one may be
-        away."""
+        """Request a new watermark for a removal, if memory that has the last one may be absent."""
         if not self._in_doubt:
             return
         common = self._common
@@ -68,7 +62,7 @@ class RemovalWatermarks:
                 common.effects += common.reclaim.keep_removal_watermark(segment, self._newest)
 
     def propagate_to(self, segment: MountedSegment) -> None:
-        """Called when the segment holds no removed object: has its node keep the newest mark."""
+        """Store the newest watermark on a segment that holds no removed object."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.removal_watermark < self._newest:
             self._common.effects += self._common.reclaim.keep_removal_watermark(
@@ -76,25 +70,24 @@ class RemovalWatermarks:
             )
 
     def is_outdated(self, segment: MountedSegment) -> bool:
-        """Whether the segment was away during a removal that this master does not know of."""
+        """Return whether the segment missed a removal by an earlier master."""
         return segment.offer.uuid in self._outdated or segment.offer.removal_watermark < self._found
 
-    def node_joined(self, session: int, name: str, mark: Version) -> None:
-        """Notes the mark of an earlier master that a joining node has kept. Nodes that joined
-        before with an older mark must join again, and their claims are refused then.
-
-        The node is believed: if all others were away during a removal, it alone has the mark.
-        """
+    def node_joined(self, session: int, name: str, watermark: Version) -> None:
+        """Process the watermark of a joining node, which is trusted: no other may have been present
+        at a removal. Nodes with an older one must join again, and their claims are rejected."""
         common = self._common
-        if mark.epoch >= common.epoch or mark <= self._found:
+        if watermark.epoch >= common.epoch or watermark <= self._found:
             return
-        self._found = mark
-        self._newest = max(self._newest, mark)
-        fields = {"epoch": mark.epoch, "number": mark.counter}
+        self._found = watermark
+        self._newest = max(self._newest, watermark)
+        fields = {"epoch": watermark.epoch, "number": watermark.counter}
         common.effect(LogClusterEvent("removal_watermark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
-            older = [s for s in segments if s.offer.removal_watermark < mark and not s.offer.fresh]
+            older = [
+                s for s in segments if s.offer.removal_watermark < watermark and not s.offer.fresh
+            ]
             if older and node.session != session:
                 self._outdated.update(segment.offer.uuid for segment in older)
                 common.membership.declare_dead(node, "outdated")

@@ -1,8 +1,8 @@
-"""Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
+"""Removes objects, namespaces, corrupt replicas and versions replaced by puts.
 
-From its removal on, an object is in no answer. The removal is acknowledged when no memory can bring
-back an older version: the headers are wiped, copies of the object are stopped, and memory that is
-away, or has not reported its objects yet, cannot bring one back (docs/decisions/removals.md).
+A removed object is not found any more. The removal is acknowledged when no memory can bring back an
+older version: headers are wiped, copies are stopped, and absent or unreported memory is accounted
+for (docs/decisions/removals.md).
 """
 
 from __future__ import annotations
@@ -28,33 +28,28 @@ from kvstore.master.state.removal_watermarks import RemovalWatermarks, unrecorde
 from kvstore.master.state.state_context import AnyReply, StateContext
 
 CLEARED_PER_STEP = 512
-"""Objects that one ``clear`` removes; the caller repeats it until none is left."""
+"""Objects that one ``clear`` removes; the caller repeats it."""
 
 HIDE_STEPS = 4_096
-"""Records without bytes that a removal forgets at once, for as many objects as it removes; the
-background work forgets the rest."""
+"""Records without bytes that one removal call deletes; background work does the rest."""
 
 
 class RemovalHandler:
-    """See the module."""
-
     def __init__(
-        self, common: StateContext, marks: RemovalWatermarks, granting: GrantManager
+        self, common: StateContext, watermarks: RemovalWatermarks, granting: GrantManager
     ) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._reclaim = common.reclaim
-        self._marks = marks
+        self._watermarks = watermarks
         self._granting = granting
 
-    # --- calls --------------------------------------------------------------------------------
-
     def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
-        """Raises UnavailableError: no node is joined that could record the removal."""
-        self._check_remembered()
+        """Raise UnavailableError if no joined node can record the removal."""
+        self._check_recordable()
         removed = bytearray(len(request.keys))
-        gone: list[StaleExtents] = []
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
@@ -64,17 +59,16 @@ class RemovalHandler:
             self._reclaim.add_reader(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
                 removed[index] = self._pool.is_stored(record, now_ms)
-                gone.append(StaleExtents.of(record))
+                stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
             self._common.add_tombstone(request.namespace, key)
-        self._common.counters["removed_objects"] += len(gone)
+        self._common.counters["removed_objects"] += len(stale)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.RemoveReply(bytes(removed))
-        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
+        return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.ClearReply | DeferredReply:
-        """Raises UnavailableError: no node is joined that could record the removal."""
-        self._check_remembered()
+        self._check_recordable()
         namespace = request.namespace
         if namespace:
             table = self._forest.table(namespace)
@@ -82,7 +76,7 @@ class RemovalHandler:
         else:
             tables = self._forest.namespaces.values()
         chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
-        gone: list[StaleExtents] = []
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         copied = self._granting.copied(namespace)
@@ -92,21 +86,21 @@ class RemovalHandler:
             if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
                 self._reclaim.add_reader(readers, (record.namespace, record.key))
-                gone.append(StaleExtents.of(record))
+                stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
-        self._common.counters["removed_objects"] += len(gone)
+        self._common.counters["removed_objects"] += len(stale)
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
         self._common.add_tombstone(namespace, None)
         earlier = [*self._reclaim.for_namespace(namespace), *self._elsewhere()]
         earlier += self._reclaim.still_read(None)
-        reply = calls.ClearReply(len(gone), remaining)
-        return self._common.reply_when_wiped(now_ms, gone, reply, earlier)
+        reply = calls.ClearReply(len(stale), remaining)
+        return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:
-        """Removes the reported objects. An object with a replica that is not reported stays, and
-        that replica is read first. The reporter does not wait for the wiping."""
-        bad: dict[ObjectRecord, set[MountedSegment]] = {}
+        """Remove the reported objects without waiting for the wipe. An object with another replica
+        stays, and that replica is read first."""
+        corrupt: dict[ObjectRecord, set[MountedSegment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
             record = self._forest.get(request.namespace, key)
@@ -114,25 +108,25 @@ class RemovalHandler:
                 continue
             for segment, _ in record.extents():
                 if segment.alive and segment.offer.uuid == uuid:
-                    bad.setdefault(record, set()).add(segment)
-        gone: list[StaleExtents] = []
+                    corrupt.setdefault(record, set()).add(segment)
+        stale: list[StaleExtents] = []
         steps_max = self._forest.steps + HIDE_STEPS
         counters = self._common.counters
         self._common.changing = True
-        for record, segments in bad.items():
+        for record, segments in corrupt.items():
             if record.segment is None:
                 continue  # already deleted with an earlier record
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             counters["corrupt_replicas"] += len(segments)
-            self._common.effect(_notice(record, segments))
+            self._common.effect(_corrupt_event(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
-                gone.append(StaleExtents.of(record, forbid=True))
+                stale.append(StaleExtents.of(record, forbid=True))
                 self._pool.remove(record, steps_max)
             else:
                 self._pool.demote(record, segments)
-        counters["corrupt_objects"] += len(gone)
-        reply = calls.ReportCorruptReply(len(gone))
-        self._common.reply_when_wiped(now_ms, gone, reply)
+        counters["corrupt_objects"] += len(stale)
+        reply = calls.ReportCorruptReply(len(stale))
+        self._common.reply_when_wiped(now_ms, stale, reply)
         return reply
 
     def replace(
@@ -143,12 +137,11 @@ class RemovalHandler:
         reply: AnyReply,
         still_read: Sequence[WipeRequest],
     ) -> AnyReply | DeferredReply:
-        """Answers with ``reply`` once no older version of the written objects is left.
+        """Reply once no older version of the written objects remains.
 
         Args:
-            replaced: the residues of the replaced versions.
-            still_read: the result of ``SpaceReclaimer.still_read`` from before the puts were
-                stored.
+            replaced: stale extents of the replaced versions.
+            still_read: result of ``SpaceReclaimer.still_read`` before the puts were stored.
         """
         names: list[Name] = []
         for put in puts:
@@ -161,38 +154,30 @@ class RemovalHandler:
         earlier = [*self._earlier(names), *still_read]
         return self._common.reply_when_wiped(now_ms, replaced, reply, earlier)
 
-    # --- what removals wait for ---------------------------------------------------------------
-
     def _earlier(self, names: Sequence[Name]) -> list[WipeRequest]:
-        """The orders that a removal of these objects waits for: unfinished ones for the same
-        objects (the request may be a repeated one), and those of ``_elsewhere``."""
+        """Return the requests to wait for: pending wipes of these objects, and elsewhere."""
         return [*self._reclaim.for_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[WipeRequest]:
-        """The orders that a removal waits for because other memory may hold the object: those for
-        inventories under way, and for marks, by which memory that is away is known as outdated."""
-        self._marks.advance()
+        """Return pending inventories and watermarks: other memory may hold the object."""
+        self._watermarks.advance()
         return [*self._reclaim.held_removals(), *self._reclaim.unmarked()]
 
-    def _check_remembered(self) -> None:
-        """Raises UnavailableError: see ``unrecorded_removal_error``."""
+    def _check_recordable(self) -> None:
         if not self._pool.segments:
             raise unrecorded_removal_error()
 
-    # --- jobs ---------------------------------------------------------------------------------
-
     def free(self, now_ms: int) -> None:
-        """Frees the extents of one order whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
-        effects, may_go_on = self._reclaim.end_next(now_ms)
+        effects, has_more = self._reclaim.end_next(now_ms)
         self._common.effects += effects
         self._common.effects += self._reclaim.request_zeroing(now_ms)
-        self._common.jobs.note(FREE, may_go_on)
-        if may_go_on:
+        self._common.jobs.note(FREE, has_more)
+        if has_more:
             self._common.space_freed()
 
 
-def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:
+def _corrupt_event(record: ObjectRecord, segments: set[MountedSegment]) -> LogClusterEvent:
     nodes = ",".join(segment.node.name for segment in segments)
     key_hex = record.key.hex()
     return LogClusterEvent(

@@ -1,9 +1,8 @@
-"""Copies from node to node: of objects on a draining node, and of objects that lack replicas.
+"""Plans copies between nodes: of objects on a draining node, and of under-replicated objects.
 
-A client (``kvstore.client.drain``, or ``kvstore.client.repair`` in a node) asks what to copy
-(``start_moves``), copies it, and ends the put. A moved object gets a new version at its new place;
-a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose the
-objects.
+A client (``kvstore.client.drain``, or ``kvstore.client.repair`` in a node) requests objects
+(``start_moves``), copies them and ends the puts. A moved object gets a new version; a repair copy
+is a further replica of the same version. ``drain_scan`` and ``repair_queue`` choose the objects.
 """
 
 from __future__ import annotations
@@ -24,22 +23,19 @@ from kvstore.master.state.repair_queue import SPARE_SHIFT, RepairQueue
 from kvstore.master.state.state_context import StateContext
 
 REPAIR_STEPS = 512
-"""Objects that one request for copies looks at: 1 to 2 ms."""
+"""Objects that one repair request examines: 1 to 2 ms."""
 
 REPAIR_ANCESTORS = 16
-"""Blocks above an object that are looked at for missing replicas before it is copied itself: a
-chain with a hole is of no use. A pass finds the rest."""
+"""Ancestors to repair before an object: a chain with a hole is useless. A pass finds the rest."""
 
 TARGETS_MS = 1_000
-"""How long the list of segments with room for copies is used, unless a copy begins before."""
+"""Time for which the list of copy targets is used, unless a copy begins earlier."""
 
 NODES_CHANGED_MS = 1_000
-"""The time from a node's coming or going to the search for missing replicas."""
+"""Delay between a change of the nodes and the search for missing replicas."""
 
 
 class ReplicationPlanner:
-    """See the module."""
-
     def __init__(self, common: StateContext, granting: GrantManager, repairs: RepairQueue) -> None:
         self._common = common
         self._forest = common.forest
@@ -47,20 +43,16 @@ class ReplicationPlanner:
         self._granting = granting
         self._repairs = repairs
         self._targets: tuple[int, list[MountedSegment]] = NEVER_MS, []
-        """When segments with room for copies were last searched, and the found ones, the emptiest
-        first."""
-        self._told_short = 0
-        """Objects with missing replicas, as last logged; ``_told_repaired``: the repaired ones."""
-        self._told_repaired = 0
+        """Time and result of the last search for segments with space for copies, emptiest first."""
+        self._logged_short = 0
+        """Last logged numbers of under-replicated and of repaired objects."""
+        self._logged_repaired = 0
 
     def start_moves(
         self, now_ms: int, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grants space for the objects of the named node that the caller is to copy now.
-
-        Raises:
-            InvalidArgumentError: there is no such node, or it is not being drained.
-        """
+        """Grant space for objects that the caller copies for the named node. Raise
+        InvalidArgumentError if it is unknown or not draining."""
         self._forest.begin_step()
         node = self._common.membership.get_node(request.node)
         if request.repair:
@@ -81,42 +73,42 @@ class ReplicationPlanner:
         )
         common.changing = True
         puts: list[CopyGrant] = []
-        goes_to: dict[ObjectRecord, MountedSegment] = {}
-        left = left_bytes = waits = 0
+        destinations: dict[ObjectRecord, MountedSegment] = {}
+        remaining = remaining_bytes = deferred = 0
         alive = common.membership.alive_segments(now_ms)
-        room_comes = not all(segment.usable(now_ms) for segment in alive)  # after a restart
+        space_expected = not all(segment.usable(now_ms) for segment in alive)  # after a restart
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
-                continue  # evicted on another node, to make room for an earlier object
-            room = self._allocate_move_target(now_ms, record, goes_to, request)
-            if isinstance(room, AllocationFailure):
-                if room.may_retry or room_comes:
-                    waits += was_found
+                continue  # evicted from another node for an earlier object
+            allocated = self._allocate_move_target(now_ms, record, destinations, request)
+            if isinstance(allocated, AllocationFailure):
+                if allocated.may_retry or space_expected:
+                    deferred += was_found
                 else:
-                    left += was_found
-                    left_bytes += record.size * was_found
+                    remaining += was_found
+                    remaining_bytes += record.size * was_found
                 continue
             client, missing = request.client_number, repair_queue.missing(record)
-            puts.append(self._granting.copy(now_ms, record, room, client, missing=missing))
-            goes_to[record] = room[0][0]
+            puts.append(self._granting.copy(now_ms, record, allocated, client, missing=missing))
+            destinations[record] = allocated[0][0]
         self._granting.release_copies([put for put in puts if not self._granting.unexpired(put)])
         puts = [put for put in puts if self._granting.unexpired(put)]
         next_cursor = page.next_cursor
         if not puts and next_cursor == request.cursor:
-            next_cursor += 1  # there is no room for the beginning of a long chain
-            if room_comes:
-                waits += 1  # the tip of that chain
+            next_cursor += 1  # no space for the root of a long chain
+            if space_expected:
+                deferred += 1  # the tip of that chain
             else:
-                left += 1
-        return self._started(
+                remaining += 1
+        return self._moves_reply(
             now_ms,
             puts,
             common.placements([put.record for put in puts], now_ms),
             next_cursor=next_cursor,
-            skipped=page.skipped + waits,
-            left=left,
-            left_bytes=left_bytes,
+            skipped=page.skipped + deferred,
+            remaining=remaining,
+            remaining_bytes=remaining_bytes,
             evicted=common.counters["evicted_objects"] - evicted,
         )
 
@@ -124,23 +116,23 @@ class ReplicationPlanner:
         self,
         now_ms: int,
         record: ObjectRecord,
-        goes_to: dict[ObjectRecord, MountedSegment],
+        destinations: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
     ) -> list[Extent] | AllocationFailure:
-        """Allocates extents to move the object to, beside its parent if possible. Evicts only
-        objects that were used less recently, and only those that the request allows."""
+        """Allocate extents to move the object to, next to its parent if possible. Evict only less
+        recently used objects that the request allows."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
-            near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
+            near = destinations.get(parent) or next(s for s, _ in parent.extents() if s.alive)
         replicas = sum(segment.alive for segment, _ in record.extents())
         victims = EvictionConstraint(record.last_used_ms, request.evict_up_to)
-        taken = self._granting.reserve(
+        allocated = self._granting.reserve(
             now_ms, [record.size], replicas, near=near, victims=victims, avoid=request.avoid
         )
-        return taken if isinstance(taken, AllocationFailure) else taken[0]
+        return allocated if isinstance(allocated, AllocationFailure) else allocated[0]
 
-    def _started(
+    def _moves_reply(
         self,
         now_ms: int,
         puts: list[CopyGrant],
@@ -148,19 +140,19 @@ class ReplicationPlanner:
         *,
         next_cursor: int = 0,
         skipped: int = 0,
-        left: int = 0,
-        left_bytes: int = 0,
+        remaining: int = 0,
+        remaining_bytes: int = 0,
         evicted: int = 0,
         keeps_version: bool = False,
     ) -> calls.StartMovesReply | DeferredReply:
-        """The answer with these grants, which is sent once the granted extents are wiped."""
+        """Reply with these grants once the granted extents are wiped."""
         records = [put.record for put in puts]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
         reply = calls.StartMovesReply(
             next_cursor=next_cursor,
             skipped=skipped,
-            remaining=left,
-            remaining_bytes=left_bytes,
+            remaining=remaining,
+            remaining_bytes=remaining_bytes,
             evicted=evicted,
             namespaces=[record.namespace for record in records],
             keys=[record.key for record in records],
@@ -171,18 +163,16 @@ class ReplicationPlanner:
         unwiped = self._common.pending_wipes(grants.segments)
         return self._common.reply_when_wiped(now_ms, [], reply, unwiped) if unwiped else reply
 
-    # --- repairing: when ----------------------------------------------------------------------
+    # --- repair schedule ----------------------------------------------------------------------
 
     def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
-        """Called when nodes came or went: from ``ready_ms`` on, replicas may be missing, or there
-        may be room for them."""
+        """Plan a search for missing replicas after ``ready_ms``, as nodes joined or departed."""
         self._targets = NEVER_MS, []
         if self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
 
     def note_stored(self, record: ObjectRecord) -> None:
-        """Called when ``record`` was stored, perhaps on fewer nodes than were asked for. Does
-        nothing if it is on all nodes: the coming of another one begins a pass."""
+        """Queue a stored object with fewer replicas than requested, if there are enough nodes."""
         lacks = repair_queue.missing(record)
         if lacks and repair_queue.desired_replicas(record) - lacks < len(
             self._common.membership.nodes
@@ -190,7 +180,6 @@ class ReplicationPlanner:
             self._repairs.note(record)
 
     def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
-        """Whether the node should ask for objects to copy."""
         return (
             self._repairs.has_work_for(node.name)
             and self._repairs.may_begin(now_ms)
@@ -198,28 +187,27 @@ class ReplicationPlanner:
         )
 
     def tick(self, now_ms: int) -> None:
-        """Begins a pass over all objects, if one is due."""
         self._repairs.plan_next(now_ms)
         if self._repairs.is_due(now_ms):
             self._repairs.begin_pass()
             self._common.jobs.due |= SCAN
 
     def scan(self, now_ms: int) -> None:
-        """Runs a slice of the pass. At its end, logs how many objects lack replicas."""
+        """Run a slice of the pass; at its end, log the number of under-replicated objects."""
         common, repairs = self._common, self._repairs
         if not repairs.scan(self._forest, now_ms, len(common.membership.nodes)):
             return
         common.jobs.note(SCAN, False)
         short, repaired = repairs.found, common.counters["repaired_objects"]
         self._pool.short_objects = short
-        if (short, repaired) != (self._told_short, self._told_repaired):
-            done = repaired - self._told_repaired
-            self._told_short, self._told_repaired = short, repaired
+        if (short, repaired) != (self._logged_short, self._logged_repaired):
+            done = repaired - self._logged_repaired
+            self._logged_short, self._logged_repaired = short, repaired
             common.effect(LogClusterEvent("replicas_missing", {"objects": short, "repaired": done}))
 
     def _space_for_copies(self, now_ms: int) -> list[MountedSegment]:
-        """Segments that can take copies, the emptiest first. None while puts wait for room, or
-        while a node is suspect: it may be back in a moment with the missing replicas."""
+        """Return segments that can take copies, the emptiest first. None can while puts wait for
+        space, or while a node is suspect and may return with the missing replicas."""
         found_ms, found = self._targets
         if now_ms - found_ms < TARGETS_MS:
             return found
@@ -238,40 +226,39 @@ class ReplicationPlanner:
         self._targets = now_ms, found
         return found
 
-    # --- repairing: what ----------------------------------------------------------------------
+    # --- repair grants ------------------------------------------------------------------------
 
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.StartMovesReply | DeferredReply:
-        """Grants space for copies for repair; for none if the bounds are reached."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
-        self._targets = NEVER_MS, []  # search again
+        self._targets = NEVER_MS, []
         avoid = set(request.avoid)
         usable = [s for s in self._space_for_copies(now_ms) if s.offer.uuid not in avoid]
-        roomy = dict.fromkeys(usable)
+        targets = dict.fromkeys(usable)
         self._common.changing = True
         puts: list[CopyGrant] = []
         size = steps = 0
-        while roomy and len(puts) < request.limit and steps < REPAIR_STEPS:
+        while targets and len(puts) < request.limit and steps < REPAIR_STEPS:
             record = repairs.next(node.name)
             if record is None:
                 break
-            for each in self._chain_to_repair(record):
+            for candidate in self._chain_to_repair(record):
                 steps += 1
                 if (
                     len(puts) >= request.limit
-                    or (puts and size + each.size > request.bytes_max)
-                    or not repairs.may_begin(now_ms, each.size)
+                    or (puts and size + candidate.size > request.bytes_max)
+                    or not repairs.may_begin(now_ms, candidate.size)
                     or len(self._common.pending) >= pending_max
                 ):
                     repairs.enqueue(record)
-                    roomy = {}
+                    targets = {}
                     break
-                put = self._grant_repair(now_ms, node, each, roomy, request.client_number)
+                put = self._grant_repair(now_ms, node, candidate, targets, request.client_number)
                 if put is not None:
                     puts.append(put)
-                    size += each.size
+                    size += candidate.size
         records = [put.record for put in puts]
         extents = [_extent_on(node, record) for record in records]
         sources = Placements(
@@ -282,33 +269,33 @@ class ReplicationPlanner:
             segments=[extent[0].segment_id for extent in extents if extent is not None],
             offsets=[extent[1] for extent in extents if extent is not None],
         )
-        return self._started(now_ms, puts, sources, keeps_version=True)
+        return self._moves_reply(now_ms, puts, sources, keeps_version=True)
 
     def _chain_to_repair(self, record: ObjectRecord) -> list[ObjectRecord]:
-        """``record`` and its near ancestors that lack replicas, too, topmost first; or nothing."""
-        is_there = self._forest.get(record.namespace, record.key) is record
-        if not is_there or not repair_queue.missing(record):
+        """Return ``record`` and its near under-replicated ancestors, root first."""
+        is_stored = self._forest.get(record.namespace, record.key) is record
+        if not is_stored or not repair_queue.missing(record):
             return []
-        line = [record]
+        chain = [record]
         copies = self._granting.copies
-        above = record.parent
+        ancestor = record.parent
         for _ in range(REPAIR_ANCESTORS):
-            if above is None:
+            if ancestor is None:
                 break
-            if repair_queue.missing(above) and (above.namespace, above.key) not in copies:
-                line.append(above)
-            above = above.parent
-        return line[::-1]
+            if repair_queue.missing(ancestor) and (ancestor.namespace, ancestor.key) not in copies:
+                chain.append(ancestor)
+            ancestor = ancestor.parent
+        return chain[::-1]
 
     def _grant_repair(
         self,
         now_ms: int,
         node: JoinedNode,
         record: ObjectRecord,
-        roomy: dict[MountedSegment, None],
+        targets: dict[MountedSegment, None],
         client_number: int,
     ) -> CopyGrant | None:
-        """Grants space for one more replica of the object, if this node can copy it now."""
+        """Grant space for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
             or (record.namespace, record.key) in self._granting.copies
@@ -320,9 +307,11 @@ class ReplicationPlanner:
             return None
         parent = record.parent
         near = None
-        if parent is not None and parent.more:  # place it beside a further replica of its parent
-            near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
-        extent = self._pool.space_for_copy(record, roomy, near)
+        if parent is not None and parent.more:  # next to a further replica of its parent
+            near = next(
+                (s for s, _ in parent.extents() if s in targets and s.node is not node), None
+            )
+        extent = self._pool.space_for_copy(record, targets, near)
         if extent is None:
             self._repairs.note_deferred = True
             return None
@@ -331,11 +320,10 @@ class ReplicationPlanner:
         self._repairs.begun(put.size)
         return put
 
-    # --- repairing: what became of it ---------------------------------------------------------
+    # --- finished repairs ---------------------------------------------------------------------
 
     def add_replica(self, now_ms: int, put: CopyGrant) -> bool:
-        """Makes a finished copy a replica of its object. Returns False if no replica is missing any
-        more, or if the node of the copy has one by now."""
+        """Make a copy a replica. Return False if none is missing, or its node has one."""
         record, (segment, offset) = put.record, put.extents[0]
         instead_of = repair_queue.find_repairable_placeholder(
             record, now_ms - self._repairs.after_ms
@@ -356,14 +344,15 @@ class ReplicationPlanner:
         return True
 
     def claim_replica(self, now_ms: int, record: ObjectRecord, extent: Extent) -> bool:
-        """Adds an extent on memory that has come back as a replica of a complete object. Returns
-        whether it was added: it is a missing replica, or one that this master did not know. If the
-        object was copied meanwhile, a replica that is not missing is one too many."""
+        """Add an extent of returned memory as a replica of a complete object. Return whether it was
+        missing or unknown; it is redundant if the object was copied in the meantime."""
         if _extent_on(extent[0].node, record) is not None:
             return False
         uuid = extent[0].offer.uuid
-        gone = [each for each in record.extents() if not each[0].alive]
-        instead_of = next((each for each in gone if each[0].offer.uuid == uuid), None)
+        dead_extents = [candidate for candidate in record.extents() if not candidate[0].alive]
+        instead_of = next(
+            (candidate for candidate in dead_extents if candidate[0].offer.uuid == uuid), None
+        )
         if instead_of is None:
             instead_of = repair_queue.find_repairable_placeholder(
                 record, now_ms - self._common.rules.lease_ms
@@ -379,7 +368,7 @@ class ReplicationPlanner:
 
 def not_draining(node: JoinedNode) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"node {node.name} is not being drained", advice=f"kvstore drain {node.name}"
+        f"node {node.name} is not draining", advice=f"kvstore drain {node.name}"
     )
 
 

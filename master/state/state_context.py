@@ -143,7 +143,7 @@ class StateContext:
         and, for each object that is stored already, the orders for a removed version of it that
         clients may still read."""
         orders = self.pending_wipes(grants.segments)
-        if isinstance(request, calls.PutStart) and self.reclaim.with_wipe_seqs:
+        if isinstance(request, calls.PutStart) and self.reclaim.has_object_wipes:
             for key, outcome in zip(request.keys, grants.outcomes, strict=True):
                 if outcome == calls.PutOutcome.FOUND:
                     orders += self.reclaim.being_read((request.namespace, key))

@@ -1,12 +1,10 @@
-"""Remembers who puts into each namespace, who asks there, which keys were last asked for and not
-found, where matches ended, and which first keys of chains were evicted last.
+"""Records the writers and readers of each namespace, their last missed keys, the tips of matches
+and the last evicted first keys of chains, for ``kvstore why`` and the dashboard.
 
-``kvstore why`` and the dashboard show this. Only the last clients, keys and namespaces are
-remembered. Two dictionaries keep the last ones without an order: a row that is used moves to the
-recent one; when that is full it becomes the older one, and the former older one is forgotten.
+Only the last clients, keys and namespaces are kept, in two dictionaries: a used row moves to the
+recent one; when that is full it replaces the older one, whose rows are dropped.
 
-The usual call is one of a client in the namespace of its last call. Its ``Caller`` still has the
-row then, and no dictionary is searched.
+A ``Caller`` caches the row of the client's last call, so that most calls search no dictionary.
 """
 
 from __future__ import annotations
@@ -18,31 +16,29 @@ from kvstore.limits import Key, Namespace
 from kvstore.security.identity import Identity
 
 SPACES_MAX = 512
-"""Namespaces that are remembered at least; twice as many at most."""
+"""Minimum number of remembered namespaces; the maximum is twice that."""
 
 CLIENTS_MAX = 16
-"""Clients of a namespace that are remembered at least, of those that put and of those that ask;
-twice as many at most."""
+"""Minimum number of remembered writers, and of readers, per namespace; at most twice as many."""
 
 TIPS_MAX = 128
-"""Tips of matches that are remembered of a namespace at least; twice as many at most."""
+"""Minimum number of remembered tips per namespace; the maximum is twice that."""
 
 HEADS_MAX = 4_096
-"""Evicted first keys of chains that are remembered at least, of all namespaces together; twice as
-many at most. A chain is evicted from its end, so its first key goes last, and is the key that the
-next question for the chain misses."""
+"""Minimum number of remembered evicted first keys of chains in total; the maximum is twice that. A
+chain is evicted from its tip, so the next query for it misses its first key."""
 
 
 class MatchTip:
-    """A block at which matches ended: the last block that they found."""
+    """A block at which matches ended: the last one found."""
 
     __slots__ = ("first_ms", "matched")
 
     def __init__(self, now_ms: int) -> None:
         self.first_ms = now_ms
-        """Since when matches are counted."""
+        """Start of the count."""
         self.matched = 0
-        """Matches that have ended at this block since then."""
+        """Number of matches that ended here since then."""
 
 
 KeyT = TypeVar("KeyT")
@@ -50,25 +46,25 @@ RowT = TypeVar("RowT")
 
 
 class Recent(Generic[KeyT, RowT]):
-    """The rows that were used last: at least ``most``, at most twice as many."""
+    """The last used rows: at least ``rows_min``, at most twice as many."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, rows_min: int) -> None:
         self.recent: dict[KeyT, RowT] = {}
         self.older: dict[KeyT, RowT] = {}
-        self._most = most
+        self._rows_min = rows_min
 
     def get(self, key: KeyT) -> RowT | None:
         row = self.recent.get(key)
         return self.older.get(key) if row is None else row
 
     def use(self, key: KeyT, row: RowT) -> bool:
-        """Adds a row, or notes its use. Returns whether others are forgotten for it."""
+        """Add or refresh a row. Return whether others are dropped for it."""
         self.older.pop(key, None)
-        forgets = key not in self.recent and len(self.recent) >= self._most
-        if forgets:
+        drops = key not in self.recent and len(self.recent) >= self._rows_min
+        if drops:
             self.older, self.recent = self.recent, {}
         self.recent[key] = row
-        return forgets
+        return drops
 
     def items(self) -> list[tuple[KeyT, RowT]]:
         return [*self.older.items(), *self.recent.items()]
@@ -78,9 +74,7 @@ class Recent(Generic[KeyT, RowT]):
 
 
 class MatchTips(Recent[Key, MatchTip]):
-    """The tips of the last matches in a namespace, by key. A tip keeps its count if it is matched
-    again before ``TIPS_MAX`` others. This class holds keys and no records, so only the key of an
-    evicted or removed object stays."""
+    """Tips of the last matches in a namespace, by key; at least ``TIPS_MAX`` keep counts."""
 
     def __init__(self) -> None:
         super().__init__(TIPS_MAX)
@@ -94,11 +88,11 @@ class MatchTips(Recent[Key, MatchTip]):
 
 
 class CacheGeneration:
-    """A time in which no row is forgotten: a row that was found in the present one is valid."""
+    """A period in which no row is dropped, so rows cached in the current one are valid."""
 
 
 class ClientRow:
-    """The record of one client in one namespace, either as one that puts or as one that asks."""
+    """One client in one namespace, as a writer or as a reader."""
 
     __slots__ = (
         "era", "first_ms", "found", "key", "keys", "last_ms", "missed", "missed_at", "missed_ms",
@@ -112,38 +106,33 @@ class ClientRow:
         self.name = name
         self.namespace = space.name
         self.tips = space.tips
-        """The tips of the namespace, which all of its clients share."""
+        """Tips of the namespace, shared by its clients."""
         self.era = era
-        """The era in which this row was last found in the dictionaries."""
+        """The generation in which this row was last found in the dictionaries."""
         self.first_ms = now_ms
         self.last_ms = now_ms
         self.keys = 0
-        """Keys that the client wanted to put, or asked for."""
+        """Keys in puts or queries of the client."""
         self.found = 0
-        """Those of these keys that were there."""
         self.stored = 0
-        """Objects that the client has put."""
         self.stored_bytes = 0
-        """Payload bytes of these objects."""
         self.key = Key(b"")
-        """The first key of its last put."""
         self.questions = 0
         self.none = 0
-        """Questions whose first key was not there."""
+        """Queries without a hit."""
         self.partly = 0
-        """Questions whose first key was there, and a later one was not."""
+        """Queries with a partial hit."""
         self.missed = Key(b"")
-        """The first key that was not there, in the last question that asked for such a key."""
+        """First missed key of the last query with a miss."""
         self.missed_ms = 0
-        """When the client asked that question."""
         self.missed_at = 0
-        """The number of keys before the missed one in that question."""
+        """Number of keys before the missed one in that query."""
         self.missed_of = 0
-        """The number of keys in that question."""
+        """Number of keys in that query."""
 
 
 class Caller:
-    """Where a call comes from. The lane makes one per connection, gRPC one per call."""
+    """Source of a call: one per connection with the lane protocol, one per call with gRPC."""
 
     __slots__ = ("asks", "holder", "identity", "name", "number", "puts")
 
@@ -151,54 +140,45 @@ class Caller:
         self, name: str = "", identity: Identity | None = None, holder: int = 0, number: int = 0
     ) -> None:
         self.name = name
-        """The client's name, a space, and its address, which has no spaces; empty: not known."""
+        """Client name, a space, and its address without spaces; empty: unknown."""
         self.identity = identity
-        """Who the client has proved to be; None: without authentication."""
+        """The client's certified identity; None without authentication."""
         self.holder = holder
-        """The number of its identity, for which the master makes capabilities
-        (``kvstore.master.capabilities``); 0: it has none, and gets the segments' tokens."""
+        """Number of the identity for capabilities (``kvstore.master.capabilities``); 0: none, so
+        the client gets the segments' tokens."""
         self.number = number
-        """Of the client, as its puts have it, if it has an identity and has joined."""
+        """Client number of its puts, once it has joined with an identity."""
         self.asks: ClientRow | None = None
-        """The client's row for its last question."""
         self.puts: ClientRow | None = None
-        """The client's row for its last put."""
 
     @property
     def source(self) -> str:
-        """Its identity and its address; empty: it has no identity. Neither is what it says."""
+        """Authenticated identity and address; empty without an identity."""
         if self.identity is None:
             return ""
         return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 
 
 class NamespaceTrafficRecord:
-    """What is remembered of one namespace."""
-
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.putters: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.askers: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.tips = MatchTips()
         self.evicted = 0
-        """Number of evicted objects."""
         self.evicted_ms = 0
-        """When the last object was evicted."""
         self.evicted_idle_ms = 0
-        """For how long that object had not been used."""
+        """Idle time of the last evicted object."""
 
 
 class TrafficRecorder:
-    """See the module."""
-
     def __init__(self) -> None:
         self.unknown = Caller()
-        """The caller of all calls that name no client."""
+        """The caller of all calls without a client."""
         self.caller = self.unknown
-        """The caller of the call that is being answered."""
         self.known: Recent[str, NamespaceTrafficRecord] = Recent(SPACES_MAX)
         self.heads: Recent[tuple[str, Key], int] = Recent(HEADS_MAX)
-        """When the first keys of chains were evicted; see ``HEADS_MAX``."""
+        """Eviction times of first keys of chains; see ``HEADS_MAX``."""
         self._era = CacheGeneration()
 
     def record_query(
@@ -210,13 +190,8 @@ class TrafficRecorder:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """Notes a question.
-
-        Args:
-            found: how many of them are there.
-            first: the index of the first key that is not there; -1: all are.
-            tip: the last matched key; None: the question is no match, or matched nothing.
-        """
+        """Record a query with ``found`` keys; ``first``: index of the first missed key, or -1;
+        ``tip``: last matched key of a match."""
         row = self.caller.asks
         if row is None or row.era is not self._era or row.namespace != namespace:
             space = self._space(namespace)
@@ -240,7 +215,6 @@ class TrafficRecorder:
         row.missed_of = len(keys)
 
     def writer_row(self, now_ms: int, namespace: Namespace) -> ClientRow:
-        """The row of the client that begins or ends a put."""
         row = self.caller.puts
         if row is None or row.era is not self._era or row.namespace != namespace:
             space = self._space(namespace)
@@ -252,12 +226,7 @@ class TrafficRecorder:
     def record_eviction(
         self, now_ms: int, namespace: Namespace, idle_ms: int, head: Key | None = None
     ) -> None:
-        """Notes the eviction of one object.
-
-        Args:
-            idle_ms: for how long it had not been used.
-            head: its key, if it is the first of its chain.
-        """
+        """Record an eviction. ``head``: the key, if it is the first of its chain."""
         space = self._space(namespace)
         space.evicted += 1
         space.evicted_ms = now_ms
@@ -266,7 +235,7 @@ class TrafficRecorder:
             self.heads.use((namespace, head), now_ms)
 
     def had_evicted(self, namespace: Namespace, key: Key, at_ms: int) -> bool:
-        """Whether the key, the first of its chain, had been evicted by then, as far as known."""
+        """Return whether this first key of a chain is known to have been evicted by then."""
         evicted_ms = self.heads.get((namespace, key))
         return evicted_ms is not None and evicted_ms <= at_ms
 
@@ -291,7 +260,7 @@ class TrafficRecorder:
         return row
 
     def spaces(self, namespace: str) -> list[NamespaceTrafficRecord]:
-        """That namespace, if it is known; all of them for ""."""
+        """Return that namespace, if known; all for ""."""
         if not namespace:
             return self.known.all()
         space = self.known.get(namespace)

@@ -448,7 +448,7 @@ def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
     etcd = f"127.0.0.1:{ha.relays[first].port}"
     refused = ha.launch(MASTER, ha.settings | {"etcd": etcd, "cluster": "test"})
     assert refused.wait() == 1
-    assert "the masters of the cluster prod use" in refused.errors
+    assert "belongs to the cluster prod, not to this master" in refused.errors
     assert "Traceback" not in refused.errors
 
     ha.masters[first].kill()

@@ -228,10 +228,10 @@ def _(it: MissingObjects) -> None:
     assert all(it._named.values())
     entries = [entry for named in it._named.values() for entry in named.values()]
     assert len(entries) == it._names <= missing_objects.NAMES_MAX
-    assert all(gone in it._gone.values() for gone in it._by_memory.values())
-    assert len(it._gone) <= missing_objects.NODES_MAX
+    assert all(gone in it._departed.values() for gone in it._by_memory.values())
+    assert len(it._departed) <= missing_objects.NODES_MAX
     named = Counter([id(entry.departed) for entry in entries])
-    for gone in it._gone.values():
+    for gone in it._departed.values():
         assert gone.unnamed >= 0
         assert gone.missing == named.pop(id(gone), 0) + gone.unnamed
         assert not (gone.missing and gone.is_settled)
@@ -301,7 +301,7 @@ def _(it: TrafficRecorder) -> None:
 
 @check_invariants.register
 def _(it: Recent) -> None:  # type: ignore[type-arg]
-    assert max(len(it.recent), len(it.older)) <= it._most
+    assert max(len(it.recent), len(it.older)) <= it._rows_min
     assert not it.recent.keys() & it.older.keys()
 
 
@@ -310,7 +310,7 @@ def _(it: SpaceReclaimer) -> None:
     of_names: set[tuple[Name, int]] = set()
     for wiping in it._unwiped.values():
         assert not wiping.wiped
-        assert all(removal.wipe_seqs > 0 for removal in wiping.removals)
+        assert all(removal.unfinished_wipes > 0 for removal in wiping.removals)
         of_names.update((name, wiping.wipe_seq) for name in wiping.names)
     assert of_names == {
         (name, wiping.wipe_seq) for name, wipings in it._unwiped_of.items() for wiping in wipings
@@ -470,12 +470,12 @@ def _(it: BackgroundSweeper) -> None:
 
 @check_invariants.register
 def _(it: QueryHandler) -> None:
-    assert not it._asking or it._gathering or it._jobs.due & background_jobs.ANSWER
+    assert not it._waiting or it._may_wait or it._jobs.due & background_jobs.ANSWER
 
 
 @check_invariants.register
 def _(it: ChainQueries) -> None:
-    _check_due(it._jobs, background_jobs.DRAW, bool(it._questions))
+    _check_due(it._jobs, background_jobs.DRAW, bool(it._queries))
 
 
 @check_invariants.register

@@ -1,1 +1,1 @@
-"""What operators ask of the state; nothing here decides anything."""
+"""Read-only views of the state for operators."""

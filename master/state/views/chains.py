@@ -1,13 +1,12 @@
-"""The forest as operators see it: the chains that are used most, and where they branch.
+"""Views of the prefix forest for operators: the most used chains and their forks.
 
-A record knows its parent and how many children it has, but not which ones. So the tree is built
-from below: from its tip, each chain is walked to its root, or to a branch that another walk found.
-A branch ends where the chain forks, so only forks and tips are remembered during the walks.
+A record knows its parent and its number of children. So the tree is built from the tips: each chain
+is walked to its root, or to a branch of another walk. A branch ends where the chain forks, so walks
+remember only forks and tips.
 
-Tips come from two places, without a search through all objects: those at which the last matches
-ended (``traffic``), and the leaves among the records that were added last to a namespace's table.
-An answer is made in slices between other calls. So it does not show one moment, but each branch
-was there when it was walked.
+Tips are those of the last matches (``traffic``), and leaves among the newest records of a
+namespace. A reply is computed in slices between other calls: it is not one moment's state, but each
+branch existed when it was walked.
 """
 
 from __future__ import annotations
@@ -30,34 +29,30 @@ STEPS = 6_000
 """Records that one slice walks over: 1 ms."""
 
 LOOKS = 2_000
-"""Records that one slice looks at for tips before it begins no further namespace: 1 ms."""
+"""Records that one slice scans for tips before the next namespace: 1 ms."""
 
 STEPS_MAX = 400_000
-"""Records that the walks of one answer pass: 70 ms, in slices. Longer chains are cut."""
+"""Records that the walks of one reply visit: 70 ms, in slices. Longer chains are truncated."""
 
 BRANCHES_MAX = 256
-"""Branches in one answer."""
 
 SPACES_MAX: Final = 256
-"""Namespaces that a question about all of them looks at."""
+"""Namespaces that a query for all of them examines."""
 
 NEWEST: Final = 512
-"""Records added last to a namespace that are searched for leaves; in a table of many dictionaries
-four times as many. A question about several namespaces searches an eighth of that in each."""
+"""Newest records of a namespace that are searched for leaves; four times as many in a table with
+many shards, an eighth in a query for several namespaces."""
 
 WAITING_MAX: Final = 16
-"""Questions that may wait at the same time."""
+"""Maximum number of pending queries."""
 
 SEGMENTS_TOLD: Final = 8
-"""Segments that are named per branch: those with most replicas of its blocks."""
+"""Segments listed per branch: those with the most replicas of its blocks."""
 
 _NEVER: Final = 1 << 62
-"""Later than any time."""
 
 
 class _WalkStart:
-    """A block from which a chain may be walked."""
-
     def __init__(self, record: ObjectRecord, tip: MatchTip | None) -> None:
         self.record = record
         self.matched = 0 if tip is None else tip.matched
@@ -65,15 +60,13 @@ class _WalkStart:
 
 
 class _OpenBranch:
-    """A ``calls.Branch`` that is being made."""
-
     def __init__(self, last: ObjectRecord) -> None:
         self.last = last
         self.top = last
         self.above: _OpenBranch | None = None
         self.below: list[_OpenBranch] = []
         self.number = 0
-        """Its number in the answer, from 1."""
+        """Number in the reply, from 1."""
         self.blocks = 0
         self.missing = 0
         self.being_written = 0
@@ -82,43 +75,37 @@ class _OpenBranch:
         self.matched = 0
         self.ended = 0
         self.counted_ms = _NEVER
-        """When the oldest of its counts of matches began."""
+        """Start of the oldest of its match counts."""
         self.used_ms = NEVER_MS
         self.leased_ms = NEVER_MS
-        """When the last lease on one of its blocks ends."""
+        """End of the last lease on one of its blocks."""
         self.pinned = 0
-        self.cut = False
-        self.places: dict[int, int] = {}
+        self.truncated = False
+        self.counts: dict[int, int] = {}
 
 
 class _ChainQuery:
-    """A question, and how far its answer is made."""
-
-    def __init__(self, ticket: int, names: list[str], count: int) -> None:
-        self.ticket = ticket
+    def __init__(self, reply_id: int, names: list[str], count: int) -> None:
+        self.reply_id = reply_id
         self.names = names
-        """Namespaces in which tips are still looked for."""
+        """Namespaces that are not searched for tips yet."""
         self.newest = NEWEST if len(names) == 1 else NEWEST >> 3
         self.count = count
         self.found: list[_WalkStart] = []
         self.tips: list[_WalkStart] = []
-        """The tips from which chains are walked; chosen when all are found."""
-        self.place = 0
-        """From how many of the tips a walk was begun."""
+        """The chosen tips, after the search."""
+        self.started = 0
+        """Number of tips whose walk has begun."""
         self.branches: list[_OpenBranch] = []
-        self.marks: dict[ObjectRecord, _OpenBranch | None] = {}
-        """Forks and tips, and the branch that ends there; None: it was not walked yet."""
+        self.ends: dict[ObjectRecord, _OpenBranch | None] = {}
+        """Forks and tips, with the branch that ends there; None: not walked yet."""
         self.branch: _OpenBranch | None = None
-        """The branch that is being walked."""
         self.at: ObjectRecord | None = None
-        """The next block of that branch."""
         self.steps_left = STEPS_MAX
-        self.whole = True
+        self.is_complete = True
 
 
 class ChainQueries:
-    """See the module."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
         self._forest = common.forest
@@ -126,36 +113,31 @@ class ChainQueries:
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
         self._jobs = common.jobs
-        self._questions: deque[_ChainQuery] = deque()
-
-    # --- calls --------------------------------------------------------------------------------
+        self._queries: deque[_ChainQuery] = deque()
 
     def find(self, now_ms: int, request: calls.Chains) -> DeferredReply:
-        """
-        Raises:
-            BusyError: too many such questions wait.
-        """
+        """Raise BusyError if too many queries are pending."""
         del now_ms
-        if len(self._questions) >= WAITING_MAX:
+        if len(self._queries) >= WAITING_MAX:
             raise BusyError(
                 f"too many pending chain queries (limit {WAITING_MAX})", advice="Try again."
             )
         count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
-        question = _ChainQuery(self._common.new_reply_id(), [] if request.keys else names, count)
+        query = _ChainQuery(self._common.new_reply_id(), [] if request.keys else names, count)
         table = self._forest.table(request.namespace)
         if request.keys and table is not None:
             known = dict(self._tips(request.namespace))
             for key in dict.fromkeys(request.keys):
                 record = table.get(key)
                 if record is not None:
-                    question.found.append(_WalkStart(record, known.get(key)))
-        self._questions.append(question)
+                    query.found.append(_WalkStart(record, known.get(key)))
+        self._queries.append(query)
         self._jobs.due |= DRAW
-        return DeferredReply(question.ticket)
+        return DeferredReply(query.reply_id)
 
     def _names(self) -> list[str]:
-        """The namespaces that were used last, and others if those are few."""
+        """Return the last used namespaces, and others if those are few."""
         names: dict[str, None] = {}
         for space in reversed(self._common.traffic.spaces("")):
             names[space.name] = None
@@ -184,50 +166,47 @@ class ChainQueries:
     def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.BlockStatus:
         if record is None:
             return calls.BlockStatus(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
-        there = self._pool.is_stored(record, now_ms)
+        is_stored = self._pool.is_stored(record, now_ms)
         segments: list[int] = []
-        if there:
+        if is_stored:
             segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]
-        state = "complete" if there else "being_written" if record.writer else "missing"
+        state = "complete" if is_stored else "being_written" if record.writer else "missing"
         return calls.BlockStatus(
             key=key,
             state=state,
             parent=b"" if record.parent is None else record.parent.key,
             children=record.children,
             depth=record.depth,
-            size=record.size if there else 0,
+            size=record.size if is_stored else 0,
             idle_ms=max(0, now_ms - record.last_used_ms),
             leased_ms=max(0, record.lease_until_ms - now_ms),
             pinned_ms=max(0, self._pins.ends.expiry_of(record) - now_ms),
             segments=segments,
         )
 
-    def cancel(self, ticket: int) -> None:
-        for question in self._questions:
-            if question.ticket == ticket:
-                self._questions.remove(question)
-                self._jobs.note(DRAW, bool(self._questions))
+    def cancel(self, reply_id: int) -> None:
+        for query in self._queries:
+            if query.reply_id == reply_id:
+                self._queries.remove(query)
+                self._jobs.note(DRAW, bool(self._queries))
                 return
 
-    # --- slices -------------------------------------------------------------------------------
-
     def walk_on(self, now_ms: int) -> None:
-        """Does a slice for the first question: looks for tips, or walks, or answers."""
-        question = self._questions[0]
-        if question.names:
-            self._visit(now_ms, question)
-        elif not question.tips:
-            self._choose(now_ms, question)
-        elif question.branch is not None or question.place < len(question.tips):
-            self._walk(now_ms, question)
+        """Run a slice of the first query: search tips, walk, or reply."""
+        query = self._queries[0]
+        if query.names:
+            self._visit(now_ms, query)
+        elif not query.tips:
+            self._choose(now_ms, query)
+        elif query.branch is not None or query.started < len(query.tips):
+            self._walk(now_ms, query)
         else:
-            self._reply(now_ms, question)
+            self._reply(now_ms, query)
 
-    def _visit(self, now_ms: int, question: _ChainQuery) -> None:
-        """Looks for tips in the next namespaces."""
+    def _visit(self, now_ms: int, query: _ChainQuery) -> None:
         steps = 0
-        while question.names and steps < LOOKS:
-            name = question.names.pop()
+        while query.names and steps < LOOKS:
+            name = query.names.pop()
             table = self._forest.table(name)
             if table is None:
                 continue
@@ -236,58 +215,56 @@ class ChainQueries:
             for key, tip in known:
                 record = table.get(key)
                 if record is not None and self._pool.is_stored(record, now_ms):
-                    question.found.append(_WalkStart(record, tip))
-            steps += self._visit_newest(question, table)
-        question.found = _best(question.found, question.count)
+                    query.found.append(_WalkStart(record, tip))
+            steps += self._visit_newest(query, table)
+        query.found = _best(query.found, query.count)
 
-    def _visit_newest(self, question: _ChainQuery, table: NamespaceTable) -> int:
-        """Finds leaves among the records that were added last. Returns how many it looked at."""
-        shards, each = len(table.shards), question.newest
+    def _visit_newest(self, query: _ChainQuery, table: NamespaceTable) -> int:
+        """Find leaves among the newest records. Return the number of scanned records."""
+        shards, limit = len(table.shards), query.newest
         if shards > 1:
-            each = max(1, 4 * each // shards)
+            limit = max(1, 4 * limit // shards)
         steps = 0
         for shard in table.shards:
-            for record in islice(reversed(shard.values()), each):
+            for record in islice(reversed(shard.values()), limit):
                 steps += 1
                 if not record.children:
-                    question.found.append(_WalkStart(record, None))
+                    query.found.append(_WalkStart(record, None))
         return steps
 
-    def _choose(self, now_ms: int, question: _ChainQuery) -> None:
-        """Chooses the tips from which chains are walked."""
-        chosen = _best(question.found, question.count)
-        question.found = []
+    def _choose(self, now_ms: int, query: _ChainQuery) -> None:
+        chosen = _best(query.found, query.count)
+        query.found = []
         if not chosen:
-            self._finish(now_ms, question, [])
+            self._finish(now_ms, query, [])
             return
-        question.tips = chosen
+        query.tips = chosen
         for tip in chosen:
-            question.marks[tip.record] = None
+            query.ends[tip.record] = None
 
-    def _walk(self, now_ms: int, question: _ChainQuery) -> None:
-        """Goes on with the walks, over up to ``STEPS`` records."""
-        steps = min(STEPS, question.steps_left)
-        question.steps_left -= steps
-        marks, pins = question.marks, self._pins
+    def _walk(self, now_ms: int, query: _ChainQuery) -> None:
+        steps = min(STEPS, query.steps_left)
+        query.steps_left -= steps
+        ends, pins = query.ends, self._pins
         some_ended = now_ms >= self._lifetimes.next_ms
         while steps > 0:
-            branch, at = question.branch, question.at
+            branch, at = query.branch, query.at
             if branch is None or at is None:
-                if question.place == len(question.tips):
+                if query.started == len(query.tips):
                     return
                 steps -= 1
-                tip = question.tips[question.place]
+                tip = query.tips[query.started]
                 record = tip.record
-                question.place += 1
+                query.started += 1
                 if self._forest.get(record.namespace, record.key) is not record:
-                    continue  # it has been removed or evicted meanwhile
-                above = marks[record]
-                if above is None:
-                    above = self._begin(question, record)
-                    if above is None:
+                    continue  # removed or evicted in the meantime
+                known = ends[record]
+                if known is None:
+                    known = self._begin(query, record)
+                    if known is None:
                         return
-                above.ended = above.matched = tip.matched
-                above.counted_ms = tip.first_ms
+                known.ended = known.matched = tip.matched
+                known.counted_ms = tip.first_ms
                 continue
             steps -= 1
             branch.blocks += 1
@@ -306,93 +283,91 @@ class ChainQueries:
                     branch.missing += 1
             else:
                 branch.size += at.size
-                places = branch.places
+                counts = branch.counts
                 if segment.alive:
-                    places[segment.segment_id] = places.get(segment.segment_id, 0) + 1
+                    counts[segment.segment_id] = counts.get(segment.segment_id, 0) + 1
                 for other, _ in at.more:
                     if other.alive:
-                        places[other.segment_id] = places.get(other.segment_id, 0) + 1
+                        counts[other.segment_id] = counts.get(other.segment_id, 0) + 1
             if pins.holds(at):
                 branch.pinned += 1
             parent = at.parent
-            question.at = parent
+            query.at = parent
             if parent is None:
-                question.branch = None
-            elif parent.children > 1 or parent in marks:
-                known = marks.get(parent)
+                query.branch = None
+            elif parent.children > 1 or parent in ends:
+                known = ends.get(parent)
                 branch.above = known
                 if known is None:
-                    branch.above = self._begin(question, parent)
+                    branch.above = self._begin(query, parent)
                     if branch.above is None:
-                        branch.cut = True
+                        branch.truncated = True
                         return
                 else:
-                    question.branch = None
-        if not question.steps_left and (question.branch or question.place < len(question.tips)):
-            question.whole = False
-            question.place = len(question.tips)
-            if question.branch is not None:
-                question.branch.cut = True
-                question.branch = None
+                    query.branch = None
+        if not query.steps_left and (query.branch or query.started < len(query.tips)):
+            query.is_complete = False
+            query.started = len(query.tips)
+            if query.branch is not None:
+                query.branch.truncated = True
+                query.branch = None
 
-    def _begin(self, question: _ChainQuery, last: ObjectRecord) -> _OpenBranch | None:
-        """Begins a branch that ends at ``last``; None: there are too many, so the walks end."""
-        if len(question.branches) == BRANCHES_MAX:
-            question.whole = False
-            question.place = len(question.tips)
-            question.branch = None
+    def _begin(self, query: _ChainQuery, last: ObjectRecord) -> _OpenBranch | None:
+        """Begin a branch that ends at ``last``; None ends the walks: there are too many."""
+        if len(query.branches) == BRANCHES_MAX:
+            query.is_complete = False
+            query.started = len(query.tips)
+            query.branch = None
             return None
         branch = _OpenBranch(last)
-        question.branches.append(branch)
-        question.marks[last] = branch
-        question.branch, question.at = branch, last
+        query.branches.append(branch)
+        query.ends[last] = branch
+        query.branch, query.at = branch, last
         return branch
 
-    def _reply(self, now_ms: int, question: _ChainQuery) -> None:
-        """Puts the branches in order, each after the one above it, and answers."""
+    def _reply(self, now_ms: int, query: _ChainQuery) -> None:
         roots: list[_OpenBranch] = []
-        for branch in question.branches:
+        for branch in query.branches:
             if branch.blocks:
                 (roots if branch.above is None else branch.above.below).append(branch)
         ordered = _downwards(roots)
         for branch in reversed(ordered):
-            above = branch.above
-            if above is not None:
-                above.matched += branch.matched
-                above.used_ms = max(above.used_ms, branch.used_ms)
-                above.leased_ms = max(above.leased_ms, branch.leased_ms)
-                above.counted_ms = min(above.counted_ms, branch.counted_ms)
+            parent = branch.above
+            if parent is not None:
+                parent.matched += branch.matched
+                parent.used_ms = max(parent.used_ms, branch.used_ms)
+                parent.leased_ms = max(parent.leased_ms, branch.leased_ms)
+                parent.counted_ms = min(parent.counted_ms, branch.counted_ms)
         for branch in ordered:
             branch.below.sort(key=_rank)
         roots.sort(key=_rank)
         ordered = _downwards(roots)
         for number, branch in enumerate(ordered, 1):
             branch.number = number
-            branch.below = []  # leaves no reference cycle
-        self._finish(now_ms, question, [_to_branch(branch, now_ms) for branch in ordered])
+            branch.below = []  # avoids a reference cycle
+        self._finish(now_ms, query, [_to_branch(branch, now_ms) for branch in ordered])
 
-    def _finish(self, now_ms: int, question: _ChainQuery, branches: Sequence[calls.Branch]) -> None:
+    def _finish(self, now_ms: int, query: _ChainQuery, branches: Sequence[calls.Branch]) -> None:
         common = self._common
-        self._questions.popleft()
-        self._jobs.note(DRAW, bool(self._questions))
+        self._queries.popleft()
+        self._jobs.note(DRAW, bool(self._queries))
         uptime_ms = now_ms - common.started_ms
-        reply = calls.ChainsReply(common.epoch, uptime_ms, branches, question.whole)
-        common.effect(SendReply(question.ticket, reply))
+        reply = calls.ChainsReply(common.epoch, uptime_ms, branches, query.is_complete)
+        common.effect(SendReply(query.reply_id, reply))
 
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
-    """The most matched starts, and those of the records that were used last: half of ``count``
-    each, if there are as many."""
+    """Return up to ``count`` starts: half the most matched, half the last used."""
     distinct: dict[ObjectRecord, _WalkStart] = {}
-    for each in found:
-        known = distinct.get(each.record)
-        if known is None or known.matched < each.matched:
-            distinct[each.record] = each
-    matched = [each for each in distinct.values() if each.matched]
+    for start in found:
+        known = distinct.get(start.record)
+        if known is None or known.matched < start.matched:
+            distinct[start.record] = start
+    matched = [start for start in distinct.values() if start.matched]
     matched.sort(key=lambda found: -found.matched)
     chosen = matched[: (count + 1) // 2]
-    for each in chosen:
-        del distinct[each.record]
+    for start in chosen:
+        del distinct[start.record]
     rest = list(distinct.values())
     rest.sort(key=lambda found: -found.record.last_used_ms)
     return chosen + rest[: count - len(chosen)]
@@ -403,8 +378,7 @@ def _rank(branch: _OpenBranch) -> tuple[int, int]:
 
 
 def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
-    """These branches and all below them, each after the one above it. Leaves out branches that are
-    below none of these: their chain was taken apart between two slices."""
+    """Return these branches and their descendants, parents first, except parts of broken chains."""
     ordered: list[_OpenBranch] = []
     waiting = roots[::-1]
     while waiting:
@@ -415,7 +389,7 @@ def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
 
 
 def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
-    places = sorted(branch.places.items(), key=lambda place: -place[1])[:SEGMENTS_TOLD]
+    counts = sorted(branch.counts.items(), key=lambda row: -row[1])[:SEGMENTS_TOLD]
     return calls.Branch(
         namespace=branch.last.namespace,
         above=0 if branch.above is None else branch.above.number,
@@ -433,7 +407,7 @@ def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
         idle_ms=max(0, now_ms - branch.used_ms),
         leased_ms=max(0, branch.leased_ms - now_ms),
         pinned=branch.pinned,
-        truncated=branch.cut,
-        segments=[segment for segment, _ in places],
-        replicas=[count for _, count in places],
+        truncated=branch.truncated,
+        segments=[segment for segment, _ in counts],
+        replicas=[count for _, count in counts],
     )

@@ -1,4 +1,4 @@
-"""Answers operators: the cluster at a glance, a listing, one object, the traffic. Only reads."""
+"""Read-only queries of operators: status, listing, one object, traffic."""
 
 from __future__ import annotations
 
@@ -17,25 +17,22 @@ from kvstore.master.state.traffic import ClientRow, NamespaceTrafficRecord
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
 LIST_STEPS_MAX = 10_000
-"""Records that one page may look at, about 3 ms: a prefix may match few of them, and to tell that a
-record is detached its ancestors are walked over."""
+"""Records that one call examines, with the ancestors of detached ones: about 3 ms."""
 
 DESCRIBED_MAX = 1_024
-"""Segments that one answer describes; clients ask again for the rest."""
+"""Maximum number of segments in a reply; clients request the others again."""
 
 STATUS_ROWS_MAX = 1_000
-"""Segments and namespaces on one page of the status: 3 ms, and as long again to encode them."""
+"""Segments and namespaces per status reply: 3 ms, and as long to encode them."""
 
 TRAFFIC_ROWS_MAX = 1_000
-"""Clients and keys on one page of the traffic, after which no further namespace is added."""
+"""Clients and keys per traffic reply, after which no further namespace is added."""
 
 _NAMESPACES = 1 << 63
-"""This bit is set in a cursor that has passed the nodes."""
+"""Bit of a cursor that has passed the nodes."""
 
 
 class OperatorQueries:
-    """Answers the queries from the state of one master."""
-
     def __init__(self, common: StateContext) -> None:
         self._common = common
 
@@ -44,19 +41,19 @@ class OperatorQueries:
         nodes: list[calls.NodeStatus] = []
         namespaces: list[calls.NamespaceStatus] = []
         cursor = request.cursor
-        left = STATUS_ROWS_MAX
+        remaining = STATUS_ROWS_MAX
         if not cursor & _NAMESPACES:
             known = common.membership.nodes
             for node in islice(known.values(), cursor, None):
-                if left <= 0:
+                if remaining <= 0:
                     break
                 cursor += 1
                 nodes.append(_node(common, node, now_ms))
-                left -= len(nodes[-1].segments)
+                remaining -= len(nodes[-1].segments)
             if cursor >= len(known):
                 cursor = _NAMESPACES
         if cursor & _NAMESPACES:
-            cursor = _namespaces(common, cursor ^ _NAMESPACES, max(0, left), namespaces)
+            cursor = _namespaces(common, cursor ^ _NAMESPACES, max(0, remaining), namespaces)
         return calls.ClusterStatus(
             epoch=common.epoch,
             version=common.version,
@@ -77,7 +74,7 @@ class OperatorQueries:
             tables = [] if table is None else [table]
         else:
             tables = common.forest.namespaces.values()
-        # The cursor says which of the dictionaries is next, and how many of its records were seen.
+        # The cursor holds the index of the next dictionary and its number of visited records.
         first, position = divmod(request.cursor, 1 << _POSITION_BITS)
         common.forest.begin_step()
         limit = max(1, min(request.limit, LIST_ROWS_MAX))
@@ -100,8 +97,8 @@ class OperatorQueries:
         common = self._common
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
-        is_there = record is not None and common.pool.is_stored(record, now_ms)
-        if record is None or not (is_there or record.writer):
+        is_stored = record is not None and common.pool.is_stored(record, now_ms)
+        if record is None or not (is_stored or record.writer):
             return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
             row=_row(common, record, now_ms),
@@ -109,19 +106,20 @@ class OperatorQueries:
             children=record.children,
             version=Version(record.epoch, record.counter),
             idle_ms=now_ms - record.last_used_ms,
-            placements=common.placements([record if is_there else None], now_ms),
+            placements=common.placements([record if is_stored else None], now_ms),
             epoch=common.epoch,
         )
 
     def traffic(self, now_ms: int, request: calls.Traffic) -> calls.TrafficReport:
         common, known = self._common, self._common.traffic
-        cursor, left, spaces = request.cursor, TRAFFIC_ROWS_MAX, known.spaces(request.namespace)
+        cursor, spaces = request.cursor, known.spaces(request.namespace)
+        remaining = TRAFFIC_ROWS_MAX
         namespaces: list[calls.NamespaceTraffic] = []
-        while cursor < len(spaces) and left > 0:
-            shown = _traffic(common, spaces[cursor], now_ms)
-            namespaces.append(shown)
+        while cursor < len(spaces) and remaining > 0:
+            row = _traffic(common, spaces[cursor], now_ms)
+            namespaces.append(row)
             cursor += 1
-            left -= 1 + len(shown.writers) + len(shown.readers) + len(shown.misses)
+            remaining -= 1 + len(row.writers) + len(row.readers) + len(row.misses)
         return calls.TrafficReport(
             epoch=common.epoch,
             uptime_ms=now_ms - common.started_ms,
@@ -134,8 +132,8 @@ class OperatorQueries:
     ) -> calls.DescribeSegmentsReply:
         del now_ms
         known = self._common.pool.segments
-        asked = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
-        return calls.DescribeSegmentsReply(self._common.epoch, [describe(known[i]) for i in asked])
+        ids = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
+        return calls.DescribeSegmentsReply(self._common.epoch, [describe(known[i]) for i in ids])
 
 
 def _tenants(common: StateContext) -> list[calls.TenantStatus]:
@@ -144,20 +142,20 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
         return []
     rows = [
         calls.TenantStatus(
-            name=each.name,
-            bytes=each.size,
-            guarantee_bytes=each.guarantee,
-            limit_bytes=0 if each.limit_bytes == UNBOUNDED else each.limit_bytes,
-            pinned=each.pinned_bytes,
-            pinned_max=0 if each.pinned_max == UNBOUNDED else each.pinned_max,
-            objects=each.objects,
-            evicted_by_own=each.evicted_by_own,
-            evicted_by_others=each.evicted_by_others,
-            refused=each.refused,
-            namespaces=each.namespaces,
+            name=tenant.name,
+            bytes=tenant.size,
+            guarantee_bytes=tenant.guarantee,
+            limit_bytes=0 if tenant.limit_bytes == UNBOUNDED else tenant.limit_bytes,
+            pinned=tenant.pinned_bytes,
+            pinned_max=0 if tenant.pinned_max == UNBOUNDED else tenant.pinned_max,
+            objects=tenant.objects,
+            evicted_by_own=tenant.evicted_by_own,
+            evicted_by_others=tenant.evicted_by_others,
+            refused=tenant.refused,
+            namespaces=tenant.namespaces,
         )
-        for each in tenants
-        if not each.retired or each.size
+        for tenant in tenants
+        if not tenant.retired or tenant.size
     ]
     return sorted(rows)
 
@@ -177,14 +175,14 @@ def _counters(common: StateContext) -> list[calls.Counter]:
 
 
 def _namespaces(
-    common: StateContext, place: int, left: int, rows: list[calls.NamespaceStatus]
+    common: StateContext, position: int, remaining: int, rows: list[calls.NamespaceStatus]
 ) -> int:
-    """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
+    """Add up to ``remaining`` rows. Return the next cursor; 0: none."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
-    for table in islice(known.values(), place, min(place + left, len(known))):
-        held = pins.pinned_in(table.name)
-        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
-    return _NAMESPACES | place + left if place + left < len(known) else 0
+    for table in islice(known.values(), position, min(position + remaining, len(known))):
+        pinned = pins.pinned_in(table.name)
+        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *pinned))
+    return _NAMESPACES | position + remaining if position + remaining < len(known) else 0
 
 
 def _traffic(
@@ -242,9 +240,9 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
 
 def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not common.pool.is_stored(record, now_ms):
-        described = "being_written"
+        state = "being_written"
     else:
-        described = "complete" if common.forest.is_reachable(record) else "detached"
+        state = "complete" if common.forest.is_reachable(record) else "detached"
     return calls.ObjectRow(
         namespace=record.namespace,
         key=record.key,
@@ -252,19 +250,19 @@ def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.Objec
         replicas=sum(segment.alive for segment, _ in record.extents()),
         depth=record.depth,
         leased_ms=max(0, record.lease_until_ms - now_ms),
-        state=described,
+        state=state,
     )
 
 
 def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
     segments = common.membership.segments[node.name]
-    described = common.membership.state_of(node, now_ms)
-    if node.draining and described == liveness.ALIVE:
-        described = "draining"
+    state = common.membership.state_of(node, now_ms)
+    if node.draining and state == liveness.ALIVE:
+        state = "draining"
     return calls.NodeStatus(
         name=node.name,
         host=node.host,
-        state=described,
+        state=state,
         address=next((s.offer.address for s in segments if s.offer.address), ""),
         silent_ms=now_ms - node.last_heartbeat_ms,
         segments=[_segment(segment, now_ms) for segment in segments],

@@ -58,7 +58,7 @@ def test_a_parent_that_hangs_costs_its_time_and_is_heard_when_it_is_back() -> No
 
     async def test(child: ChildChannel, master: MasterChannel, ours: socket.socket) -> None:
         for _ in range(3):
-            with pytest.raises(UnavailableError, match=r"no answer within 0\.1 s"):
+            with pytest.raises(UnavailableError, match=r"no reply within 0\.1 s"):
                 await child.request("old", 0.1)
         answers = {"old": lambda: {"is": "old"}, "new": lambda: {"is": "new"}}
         ended = master.attach(ours, answers)
@@ -84,6 +84,6 @@ def test_a_child_that_hangs_is_noticed_and_one_that_lives_is_not(
         assert not ended.done()
         living.cancel()
         async with asyncio.timeout(LONG_S):
-            assert await ended == "it is silent for 0.5 s"
+            assert await ended == "no message for 0.5 s"
 
     run(test)

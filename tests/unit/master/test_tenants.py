@@ -243,7 +243,7 @@ def test_allocations_are_within_the_share_of_puts(new_cluster: NewCluster) -> No
     cluster = new_cluster(rules=rules, tenants=[rule("a", puts=0.5)], one=20)
     for _ in range(2):
         cluster.allocate(namespace=A)
-    with pytest.raises(BusyError, match="tenant a has 2 puts under way, at most 2"):
+    with pytest.raises(BusyError, match="tenant a has 2 pending puts; 1 more exceed its limit"):
         cluster.allocate(namespace=A)
     cluster.allocate(namespace=B)
 
@@ -377,7 +377,9 @@ def test_a_tenant_has_its_share_of_puts_under_way(new_cluster: NewCluster) -> No
     rules = MasterRules(pending_puts_max=4, waiting_puts_max=2)
     cluster = new_cluster(rules=rules, tenants=[rule("a", limit=5, puts=0.5)], one=20)
     grants = cluster.start("ab", namespace=A)
-    with pytest.raises(BusyError, match="tenant a has 2 puts under way, at most 2") as refused:
+    with pytest.raises(
+        BusyError, match="tenant a has 2 pending puts; 1 more exceed its limit"
+    ) as refused:
         cluster.start("c", namespace=A)
     assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "put_share")
     cluster.put("xy", namespace=B)
@@ -388,7 +390,9 @@ def test_a_tenant_has_its_share_of_puts_under_way(new_cluster: NewCluster) -> No
     for name in "cde":
         cluster.match(name, namespace=A)
     cluster.wait("f", namespace=A)
-    with pytest.raises(BusyError, match="1 puts of tenant a are waiting"):
+    with pytest.raises(
+        BusyError, match="tenant a has reached its limit of puts waiting for space: 1"
+    ):
         cluster.start_or_wait("g", namespace=A, wait_ms=9_000)
 
 
