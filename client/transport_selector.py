@@ -164,13 +164,11 @@ class TransportSelector:
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
         """Whether the segment is in this device's memory, and a ``DeviceTransport`` reaches it."""
-        if segment.device is None:
-            return False
-        if self._sweeping is None:
-            self._start_sweeping()
         for transport in self._transports:
-            if transport.can_reach(segment):
-                return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
+            if isinstance(transport, DeviceTransport) and transport.can_reach(segment):
+                if self._sweeping is None:
+                    self._start_sweeping()
+                return transport.is_on(segment, device)
         return False
 
     @property

@@ -47,7 +47,7 @@ class SegmentStatus(NamedTuple):
     """Of the used bytes: those of removed and evicted objects, which readers may still read or
     whose headers are not wiped yet."""
     device: NameOrEmpty = ""
-    """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
+    """Name of its medium (``SegmentOffer.medium``): ``cuda:0``; empty: memory of the host."""
     ready_ms: int = 0
     """How long none of its memory will be granted: leases from before it joined may last."""
     reports: bool = False
@@ -100,7 +100,7 @@ class NodeStatus(NamedTuple):
         """How clients reach its memory: shm, device, tcp."""
         ways = {
             "shm": any(each.shm_name for each in self.segments),
-            "device": any(each.device for each in self.segments),
+            "device": any(":" in segment.device for segment in self.segments),
             "tcp": bool(self.address),
         }
         return [name for name, is_there in ways.items() if is_there]

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from kvstore.calls import NO_VERSION, Version
 from kvstore.errors import StartupError
-from kvstore.memory.shm_entries import key_path, open_entry, unlink_entry
+from kvstore.memory.shm_entries import open_entry, unlink_entry
 
 log = logging.getLogger("kvstore.node")
 
@@ -40,13 +40,13 @@ class PrivateState(NamedTuple):
 class PrivateFile:
     """See the module. Threads: any may ``change`` it; it blocks for microseconds."""
 
-    def __init__(self, shm_name: str, uuid: bytes) -> None:
-        """Reads the file of the segment that this process owns, or makes it with a new key.
+    def __init__(self, path: str, uuid: bytes) -> None:
+        """Reads the file of the segment that this process owns, or creates it with a new key.
 
         Raises:
             StartupError: the file cannot be written, or is another user's.
         """
-        self._path: Final = key_path(shm_name)
+        self._path: Final = path
         self._changing: Final = threading.Lock()
         self.now = _left(self._path)
         if self.now.uuid == uuid:
@@ -106,9 +106,9 @@ class PrivateFile:
             os.close(fd)
 
 
-def has_private(shm_name: str, uuid: bytes) -> bool:
-    """Whether the segment of this uuid has a private file."""
-    return _left(key_path(shm_name)).uuid == uuid
+def has_private(path: str, uuid: bytes) -> bool:
+    """Whether the segment of this uuid has a private file at ``path``."""
+    return _left(path).uuid == uuid
 
 
 def _left(path: str) -> PrivateState:

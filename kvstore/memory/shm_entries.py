@@ -181,8 +181,8 @@ def socket_name(shm_name: str) -> str:
 
 
 def key_path(shm_name: str) -> str:
-    """The private file of this segment, wherever the segment is."""
-    return f"{SHM_DIRECTORY}/{KEY_PREFIX}{shm_name.removeprefix(SHM_PREFIX)}"
+    """Path of the private file of a segment of the host's memory, given its name or path."""
+    return f"{SHM_DIRECTORY}/{KEY_PREFIX}{os.path.basename(shm_name).removeprefix(SHM_PREFIX)}"
 
 
 def _beside(name: str) -> tuple[str, str]:

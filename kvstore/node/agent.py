@@ -35,7 +35,6 @@ from kvstore.calls import (
     NodeLeave,
     NodeMessage,
     NodeWipeDone,
-    SegmentOffer,
 )
 from kvstore.errors import (
     DrainedError,
@@ -50,7 +49,8 @@ from kvstore.limits import (
     PROTOCOL_VERSION,
 )
 from kvstore.memory.header import SegmentOwner
-from kvstore.memory.segment import OwnedSegment, is_plausible_epoch
+from kvstore.memory.medium import Medium
+from kvstore.memory.segment_base import is_plausible_epoch
 from kvstore.memory.shm_entries import ENTRY_GONE
 from kvstore.node import inventory
 from kvstore.node.master_discovery import MasterDiscovery
@@ -94,7 +94,7 @@ class NodeAgent:
         name: str,
         host: str,
         master: str,
-        segment: OwnedSegment,
+        segment: Medium,
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
@@ -231,20 +231,11 @@ class NodeAgent:
         segment = self._segment
         async with NodeStream(master, self._credentials) as link:
             await link.connect(CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S)
-            offer = SegmentOffer(
-                size=segment.size,
-                uuid=segment.uuid,
-                shm_name=segment.shm_name if segment.location is None else "",
+            offer = segment.make_offer()._replace(
                 address=self._address,
-                token=segment.token,
-                seed=segment.seed,
-                generation=segment.generation,
                 fresh=self._fresh,
-                removal_watermark=segment.removal_watermark,
                 engine=None if self._engine is None else self._engine.address,
-                device=segment.location,
                 descriptor_socket="" if self._handover is None else self._handover.name,
-                header_mac_key=segment.header_mac_key,
                 takes_capabilities=self._server.takes_capabilities,
                 encrypts=self._server.encrypts,
             )
@@ -372,7 +363,7 @@ class NodeAgent:
 
     def _report_shm_entry_missing(self) -> bool:
         """Looks whether somebody has removed the entry of the memory; logs it once."""
-        if not self._entry_gone and not self._segment.has_shm_entry():
+        if not self._entry_gone and not self._segment.has_entry():
             self._entry_gone = True
             log.error(
                 "shm_entry_missing node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE

@@ -30,7 +30,7 @@ from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.native import steps
 from kvstore.runtime.formatting import field_text
 
@@ -44,13 +44,13 @@ Attempt = tuple[int, int, int]
 """Offset, epoch and counter of a put."""
 
 
-def enable_header_macs(segment: OwnedSegment) -> None:
+def enable_header_macs(segment: Medium) -> None:
     """Has the master make stamps for this segment.
 
     Raises:
         StartupError: the key cannot be kept.
     """
-    is_kept = segment.location is None  # memory of a device ends with its process
+    is_kept = segment.traits.survives_process
     key = segment.keep_private().now.key if is_kept else secrets.token_bytes(16)
     segment.header_mac_key, segment.header_filter = key, HeaderVerifier(key)
 
@@ -78,7 +78,7 @@ class HeaderVerifier:
         return steps.stamp({0: self.key}, [0], *columns)
 
 
-def build_inventory(segment: OwnedSegment, given_up: Collection[Attempt] = ()) -> list[Found]:
+def build_inventory(segment: Medium, given_up: Collection[Attempt] = ()) -> list[Found]:
     """Every object in the segment, in the order in which the node reports them.
 
     The segment must be fenced first, so that no client writes to it. Wipes headers that the extent
@@ -129,7 +129,7 @@ class _ChecksumCache:
     more bytes in all than the segment has: what is beyond that does not match. Where nobody lies,
     the objects that are asked for do not overlap."""
 
-    def __init__(self, segment: OwnedSegment) -> None:
+    def __init__(self, segment: Medium) -> None:
         self._segment = segment
         self._bytes_left = segment.size
         self._known: dict[int, bool] = {}
@@ -142,14 +142,14 @@ class _ChecksumCache:
         return self._known[offset]
 
 
-def is_whole(segment: OwnedSegment, found: Found) -> bool:
+def is_whole(segment: Medium, found: Found) -> bool:
     """Whether the payload matches the checksum in the header."""
     offset, header = found
     start = offset + layout.HEADER_BYTES
     return segment.checksum(start, header.payload_size) == header.payload_checksum
 
 
-def verified(segment: OwnedSegment, found: list[Found]) -> list[Found]:
+def verified(segment: Medium, found: list[Found]) -> list[Found]:
     """The objects whose payload matches the checksum in the header. Other objects' headers are
     wiped and logged, and those objects are not reported."""
     good: list[Found] = []

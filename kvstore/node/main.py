@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.calls import MasterAccepted
@@ -28,8 +29,9 @@ from kvstore.http.serving import bind, request_limiter, serving
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.header import SUPERBLOCK_BYTES, SegmentOwner
+from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import free_node_name, group_id, key_path, socket_name, unlink_own
+from kvstore.memory.shm_entries import free_node_name, group_id, socket_name, unlink_own
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.http_status import answers_of
@@ -147,11 +149,10 @@ def run(
             if config.auth:
                 enable_header_macs(segment)
             else:
-                unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
+                unlink_own(segment.private_path)  # new objects have no header MACs
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
-            if segment.location is not None and server.takes_capabilities:
-                # A device's new memory may hold what other processes left there.
+            if not segment.traits.is_cleared and server.takes_capabilities:
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
             if handover is not None:
@@ -195,7 +196,7 @@ def run(
 
 async def _serve(
     config: NodeConfig,
-    segment: OwnedSegment,
+    segment: Medium,
     server: DataServer,
     engine: EngineServer | None,
     handover: DescriptorServer | None,
@@ -210,7 +211,7 @@ async def _serve(
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
     answer to the last join."""
     address = _advertised(config, server.port)
-    medium = f" of {config.device}" if config.device else ""
+    medium = f" of {segment.traits.name}" if segment.traits.name else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
@@ -280,11 +281,11 @@ class _LaunchContext(NamedTuple):
 
 
 def _mount(
-    config: NodeConfig, kind: _LaunchContext, told: Callable[[int, int], None]
-) -> OwnedSegment:
-    """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
+    config: NodeConfig, kind: _LaunchContext, progress: Callable[[int, int], None]
+) -> Medium:
+    """Attaches the leftover memory of this node's name, or creates new memory."""
     started = time.monotonic()
-    segment = _named(config, told, kind)
+    segment = _named(config, progress, kind)
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
         segment.node,
@@ -299,50 +300,68 @@ def _mount(
 
 def _named(
     config: NodeConfig, progress: Callable[[int, int], None], kind: _LaunchContext
-) -> OwnedSegment:
-    """The segment under the given name, or under a free one."""
-    options = MemoryOptions(
-        huge_pages=config.huge_pages,
-        numa_node=config.numa_node,
-        group="" if config.passes_descriptors else config.shm_group,
-    )
+) -> Medium:
+    """Returns the segment of the configured name, or of a free one."""
     owner = _owner(config, kind)
-
-    def create(name: str) -> OwnedSegment:
-        if not config.device:
-            return OwnedSegment.create(
-                name, config.memory, progress=progress, options=options, owner=owner
-            )
-        try:
-            return DeviceSegment.on(
-                config.device, name, config.memory, group=config.shm_group, owner=owner,
-                discard=config.discard,
-            )  # fmt: skip
-        except LeftOverMemoryError:
-            if config.name:
-                raise
-            raise _UnusableSegmentError from None
-
+    medium = _medium(config, progress, owner)
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
-    of_no_use: set[str] = set()
+    unusable: set[str] = set()
     name = config.name or free_node_name(base, owner)
     patience = time.monotonic() + NAME_WAIT_S
     while True:
         try:
-            segment = None
-            if not config.device:
-                segment = _left(name, config, options, progress, owner, kind)
-            return segment or create(name)
+            return _attach(name, config, medium, owner, kind) or _create(name, config, medium)
         except NodeNameTakenError:
-            again = config.name or free_node_name(base, owner, of_no_use)
+            again = config.name or free_node_name(base, owner, unusable)
             if again == name:
                 if time.monotonic() >= patience:
                     raise
                 time.sleep(0.05)  # the other process may be ending
             name = again  # another process was faster
         except _UnusableSegmentError:
-            of_no_use.add(name)
-            name = free_node_name(base, owner, of_no_use)
+            unusable.add(name)
+            name = free_node_name(base, owner, unusable)
+
+
+class _Medium(NamedTuple):
+    """Makes the segment of a node, given its name."""
+
+    create: Callable[[str], Medium]
+    attach: Callable[[str], Medium | None]
+
+
+def _medium(
+    config: NodeConfig, progress: Callable[[int, int], None], owner: SegmentOwner
+) -> _Medium:
+    """Selects the medium by the settings."""
+    if config.device:
+        on = partial(
+            DeviceSegment.on, config.device, size=config.memory, group=config.shm_group,
+            owner=owner, discard=config.discard,
+        )  # fmt: skip
+        return _Medium(on, lambda name: None)
+    options = MemoryOptions(
+        huge_pages=config.huge_pages,
+        numa_node=config.numa_node,
+        group="" if config.passes_descriptors else config.shm_group,
+    )
+    create = partial(
+        OwnedSegment.create, size=config.memory, progress=progress, options=options, owner=owner
+    )
+    attach = partial(
+        OwnedSegment.attach, size=config.memory, progress=progress, options=options, owner=owner,
+        adopt=config.adopt, discard=config.discard, private=bool(config.auth),
+    )  # fmt: skip
+    return _Medium(create, attach)
+
+
+def _create(name: str, config: NodeConfig, medium: _Medium) -> Medium:
+    try:
+        return medium.create(name)
+    except LeftOverMemoryError:
+        if config.name:
+            raise
+        raise _UnusableSegmentError from None
 
 
 class _UnusableSegmentError(Exception):
@@ -358,7 +377,7 @@ def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
     return SegmentOwner(config.cluster, places, volatile=kind.is_child and not kind.from_master)
 
 
-def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | None:
+def _start_engine(config: NodeConfig, segment: Medium) -> EngineServer | None:
     if not config.protocol:
         return None
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
@@ -366,7 +385,7 @@ def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | N
     return EngineServer(segment, settings, host)
 
 
-def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServer | None:
+def _start_handover(config: NodeConfig, segment: Medium) -> DescriptorServer | None:
     """Raises StartupError: the memory cannot be handed over."""
     if not config.passes_descriptors:
         return None
@@ -385,31 +404,17 @@ def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServ
         ) from error
 
 
-def _left(
-    name: str,
-    config: NodeConfig,
-    options: MemoryOptions,
-    progress: Callable[[int, int], None],
-    owner: SegmentOwner,
-    kind: _LaunchContext,
-) -> OwnedSegment | None:
-    """The left-over memory of this name, if it can be used.
+def _attach(
+    name: str, config: NodeConfig, medium: _Medium, owner: SegmentOwner, kind: _LaunchContext
+) -> Medium | None:
+    """The leftover memory of this name, if it can be used.
 
     Raises:
-        _OfNoUseError: it cannot; a child, which has no user to ask, leaves it to others.
+        _UnusableSegmentError: it cannot; a child, which has no user to ask, leaves it to others.
         ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
     """
     try:
-        segment = OwnedSegment.attach(
-            name,
-            config.memory,
-            progress=progress,
-            options=options,
-            owner=owner,
-            adopt=config.adopt,
-            discard=config.discard,
-            private=bool(config.auth),
-        )
+        segment = medium.attach(name)
     except ClusterMismatchError:
         if config.name:
             raise
@@ -442,7 +447,7 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeTls | None:
     return NodeTls(credentials, RevocationList(config.auth_revoked))
 
 
-def _start_server(config: NodeConfig, segment: OwnedSegment, tls: NodeTls | None) -> DataServer:
+def _start_server(config: NodeConfig, segment: Medium, tls: NodeTls | None) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
 
     Raises:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.memory.shm_entries import socket_name, unlink_entry, unlink_own
 from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.runtime.limiter import Limiter
@@ -42,7 +42,7 @@ ACCEPT_AGAIN_S: Final = 0.1
 class DescriptorServer:
     """Life cycle: make, ``serving`` in an event loop, ``close``. Threads: one."""
 
-    def __init__(self, segment: OwnedSegment, *, group: int = -1, needs_all: bool = False) -> None:
+    def __init__(self, segment: Medium, *, group: int = -1, needs_all: bool = False) -> None:
         """Binds its socket; peers wait until it serves.
 
         Args:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvstore.errors import BusyError
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.native import steps
 from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.pure_python import CapabilityVerifier, serve_ranges
@@ -66,7 +66,7 @@ class DataServerCounters:
 
 @dataclass(slots=True)
 class ServerContext:
-    segments: Mapping[bytes, OwnedSegment]
+    segments: Mapping[bytes, Medium]
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
@@ -184,7 +184,7 @@ class ServerConnection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: OwnedSegment, sealed: CapabilityVerifier) -> None:
+    def _serve_requests(self, segment: Medium, sealed: CapabilityVerifier) -> None:
         """
         Raises:
             StalledError, RefusedTransferError
@@ -196,7 +196,7 @@ class ServerConnection:
                 stream, segment.fd, segment.memory, generation, self._cut, *bounds,
                 sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
             )  # fmt: skip
-        else:  # bytes of a device, or encrypted ones, which compiled steps do not reach
+        else:  # not in memory, or encrypted: the compiled primitives cannot serve it
             how, number = serve_ranges(
                 stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
                 *bounds, sealed if sealed.key else None,
@@ -206,7 +206,7 @@ class ServerConnection:
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _handshake(self) -> tuple[OwnedSegment, CapabilityVerifier]:
+    def _handshake(self) -> tuple[Medium, CapabilityVerifier]:
         """The segment, and what the peer's capabilities are checked with; no key: it has shown the
         token, and needs none."""
         self._stream.begin(self._next_deadline())
@@ -246,7 +246,7 @@ class ServerConnection:
             self._context.wipe_seqs[hello.uuid], self._asked,
         )  # fmt: skip
 
-    def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
+    def _check_proof(self, segment: Medium, hello: Hello, raw: bytes) -> None:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:

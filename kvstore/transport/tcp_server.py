@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.native import steps
 from kvstore.runtime.addresses import join_address
 from kvstore.runtime.clock import uptime
@@ -60,7 +60,7 @@ class DataServer:
 
     def __init__(
         self,
-        segments: Iterable[OwnedSegment],
+        segments: Iterable[Medium],
         host: str = "0.0.0.0",
         port: int = 0,
         *,
@@ -142,7 +142,7 @@ class DataServer:
     def fence(self) -> None:
         """Close all present connections; returns when none of them can touch a segment any more.
 
-        For a node that joins a master anew: after ``SegmentUsage.bump_generation``, so that no old
+        For a node that joins a master anew: after ``Medium.bump_generation``, so that no old
         client comes back in between, and before it tells the master.
 
         Raises:

@@ -101,7 +101,7 @@ class SegmentStatus(_message.Message):
     headers are not wiped yet.
     """
     device: _builtins.str
-    """Name of the device whose memory it is (`cuda:0`); empty: memory of the host."""
+    """Name of its medium (`SegmentOffer.medium`): `cuda:0`; empty: memory of the host."""
     ready_ms: _builtins.int
     """How long none of its memory will be granted: leases from before it joined may last."""
     reports: _builtins.bool
