@@ -121,7 +121,7 @@ class DeviceReads(ObjectReads):
     ) -> list[Outcome]:
         """The device copies within its memory, after the headers have been checked."""
         with (
-            transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
+            transport.open_ranges(self.segment, _extents(group), deadline) as (ranges, check),
             _DeviceCopies(device, deadline) as under_way,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
@@ -159,7 +159,7 @@ class DeviceHeaderChecks(ObjectReads):
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
             return
-        with transport.has_views(self.segment, _extents(self.rows), deadline) as (ranges, check):
+        with transport.open_ranges(self.segment, _extents(self.rows), deadline) as (ranges, check):
             found = _headers_on(self, self.rows, ranges, deadline, check)
             self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
             self.lent = [
@@ -210,7 +210,7 @@ class DeviceWrites(ObjectWrites):
     ) -> None:
         """The device copies within its memory. The checksums are of the bytes in the segment."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
-        with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
+        with transport.open_ranges(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
             with _DeviceCopies(device, deadline) as under_way:
                 under_way.copy(Direction.SAVE, group, ranges.base)

@@ -13,9 +13,9 @@ from typing import Final
 
 from kvstore.errors import DeadlineExceededError, StartupError
 from kvstore.memory import header as layout
-from kvstore.memory.medium import MediumTraits
-from kvstore.memory.segment_base import (
-    RangeSegment,
+from kvstore.memory.medium import (
+    MediumTraits,
+    RangeMedium,
     check_request,
     discard_objects,
     leftover_superblock,
@@ -31,7 +31,7 @@ FILE: Final = MediumTraits(
 )  # fmt: skip
 
 
-class FileSegment(RangeSegment):
+class FileSegment(RangeMedium):
     """Life cycle: as ``kvstore.memory.segment.OwnedSegment``, at a given path."""
 
     traits = FILE
@@ -41,7 +41,7 @@ class FileSegment(RangeSegment):
     ) -> None:
         """Internal: use ``create`` or ``attach``."""
         super().__init__(path=path, fd=fd, mapped=mapped, superblock=superblock)
-        self.ranges = _FileRanges(fd)
+        self._extents = _FileRanges(fd)
 
     @property
     def private_path(self) -> str:
@@ -122,11 +122,9 @@ class _FileRanges:
         self._run(os.pwritev, ranges, deadline)
 
     def _run(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        ranges: Sequence[tuple[int, memoryview]],
-        deadline: float,
-    ) -> None:
+        self, call: Callable[[int, list[memoryview], int], int],
+        ranges: Sequence[tuple[int, memoryview]], deadline: float,
+    ) -> None:  # fmt: skip
         for offset, buffer in ranges:
             done = 0
             while done < len(buffer):

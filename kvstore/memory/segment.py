@@ -20,9 +20,9 @@ from kvstore.memory.allocation import (
     prefault_pages,
     size_granularity,
 )
-from kvstore.memory.medium import MediumTraits
-from kvstore.memory.segment_base import (
-    SegmentBase,
+from kvstore.memory.medium import (
+    Medium,
+    MediumTraits,
     check_request,
     discard_objects,
     leftover_superblock,
@@ -50,7 +50,7 @@ HOST_MEMORY: Final = MediumTraits(
 )
 
 
-class OwnedSegment(SegmentBase):
+class OwnedSegment(Medium):
     """A pool of shared memory, owned by this process: the medium of the host's memory.
 
     Life cycle: ``create``, then serve, then ``close``. After a crash the entry in ``/dev/shm``, or
@@ -58,18 +58,12 @@ class OwnedSegment(SegmentBase):
     """
 
     traits = HOST_MEMORY
-    ranges = None
 
     @classmethod
     def create(
-        cls,
-        name: str,
-        size: int,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-        options: MemoryOptions | None = None,
-        owner: layout.SegmentOwner | None = None,
-    ) -> OwnedSegment:
+        cls, name: str, size: int, *, progress: Callable[[int, int], None] | None = None,
+        options: MemoryOptions | None = None, owner: layout.SegmentOwner | None = None,
+    ) -> OwnedSegment:  # fmt: skip
         """Creates the segment ``/dev/shm/kvstore.<name>``, reserved and pre-faulted.
 
         Args:
@@ -119,17 +113,10 @@ class OwnedSegment(SegmentBase):
 
     @classmethod
     def attach(
-        cls,
-        name: str,
-        size: int,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-        options: MemoryOptions | None = None,
-        owner: layout.SegmentOwner | None = None,
-        adopt: bool = False,
-        discard: bool = False,
-        private: bool | None = None,
-    ) -> OwnedSegment | None:
+        cls, name: str, size: int, *, progress: Callable[[int, int], None] | None = None,
+        options: MemoryOptions | None = None, owner: layout.SegmentOwner | None = None,
+        adopt: bool = False, discard: bool = False, private: bool | None = None,
+    ) -> OwnedSegment | None:  # fmt: skip
         """Attaches the segment ``/dev/shm/kvstore.<name>`` of a previous process, with its objects,
         under a higher generation, which stops earlier writers. Arguments as ``create``.
 

@@ -20,8 +20,7 @@ from kvstore.device.staging_ring import RING_BYTES
 from kvstore.errors import DeviceError
 from kvstore.memory import header as layout
 from kvstore.memory import owner_futex
-from kvstore.memory.medium import MediumTraits
-from kvstore.memory.segment_base import RangeSegment, check_request, write_superblock
+from kvstore.memory.medium import MediumTraits, RangeMedium, check_request, write_superblock
 from kvstore.memory.shm_entries import (
     SHM_PREFIX,
     group_id,
@@ -43,7 +42,7 @@ OPEN_S = 3.0
 (``kvstore.client.transport_selector.SWEEP_S``)."""
 
 
-class DeviceSegment(RangeSegment):
+class DeviceSegment(RangeMedium):
     """The medium of a device's memory. Create and close one in the same thread, which lives as long
     as the process.
 
@@ -65,20 +64,14 @@ class DeviceSegment(RangeSegment):
             name=device.name, is_opaque=True, survives_process=False, survives_host=False,
             is_cleared=False, read_us=50,
         )  # fmt: skip
-        self.ranges = _OwnRanges(DeviceRanges(device, base))
+        self._extents = _OwnRanges(DeviceRanges(device, base))
         self.location = DeviceLocation(device.name, self.shm_name, handle)
 
     @classmethod
     def on(
-        cls,
-        device_name: str,
-        name: str,
-        size: int,
-        *,
-        group: str = "",
-        owner: layout.SegmentOwner | None = None,
-        discard: bool = False,
-    ) -> DeviceSegment:
+        cls, device_name: str, name: str, size: int, *, group: str = "",
+        owner: layout.SegmentOwner | None = None, discard: bool = False,
+    ) -> DeviceSegment:  # fmt: skip
         """Creates a segment of ``size`` bytes (rounded down to ``SIZE_STEP``) on a device.
 
         Args:
@@ -158,11 +151,9 @@ class _OwnRanges:
         self._run(self._ranges.write, ranges, deadline)
 
     def _run(
-        self,
-        move: Callable[[Sequence[RangeCopy], float, Callable[[], None]], None],
-        ranges: Sequence[tuple[int, memoryview]],
-        deadline: float,
-    ) -> None:
+        self, move: Callable[[Sequence[RangeCopy], float, Callable[[], None]], None],
+        ranges: Sequence[tuple[int, memoryview]], deadline: float,
+    ) -> None:  # fmt: skip
         try:
             move([RangeCopy(*each) for each in ranges], deadline, lambda: None)
         except DeviceError as error:

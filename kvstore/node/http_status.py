@@ -19,13 +19,9 @@ from kvstore.transport.tcp_server import DataServer
 
 
 def answers_of(
-    agent: NodeAgent,
-    segment: Medium,
-    server: DataServer,
-    handover: DescriptorServer | None,
-    credentials: Credentials | None,
-    requests: Limiter[object] | None = None,
-) -> ProcessStatus:
+    agent: NodeAgent, segment: Medium, server: DataServer, handover: DescriptorServer | None,
+    credentials: Credentials | None, requests: Limiter[object] | None = None,
+) -> ProcessStatus:  # fmt: skip
     """
     Args:
         handover: hands out descriptors of the memory; None: nothing does.

@@ -88,26 +88,22 @@ class ReplicaCopier(Protocol):
 
 
 def run(
-    config: NodeConfig,
-    parent: ParentLink = NO_PARENT,
-    *,
-    keep_orphaned: bool = False,
+    config: NodeConfig, parent: ParentLink = NO_PARENT, *, keep_orphaned: bool = False,
     repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
-) -> int:
-    """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
-    exit status: ``EXIT_BROKEN`` if a part died that the node needs.
+) -> int:  # fmt: skip
+    """Serves until SIGTERM, SIGINT, a closed terminal, or the end of the parent. Returns the exit
+    status: ``EXIT_BROKEN`` if a necessary part failed.
 
     Args:
-        config: the node's settings.
-        parent: told once the node has joined.
-        keep_orphaned: leave the memory to the next node of this name if the parent is killed.
+        parent: notified when the node has joined.
+        keep_orphaned: keep the memory for the next node of this name if the parent is killed.
         repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
 
     Raises:
-        KVStoreError: the node could not start; nothing is left behind.
+        KVStoreError: the node could not start; no entry remains.
     """
     is_child = parent.fd is not None
-    # From here on a signal means a clean end, also while gigabytes are being reserved.
+    # From here on a signal ends the node cleanly, also while it reserves memory.
     for number in tasks.shutdown_signals():
         signal.signal(number, signal.default_int_handler)
     tasks.install_signal_handlers()
@@ -139,7 +135,7 @@ def run(
             served: list[MasterAccepted] = []
 
             def close() -> None:
-                # A failed start leaves the memory that it found.
+                # A failed start keeps leftover memory.
                 wanted = config.keeps if not is_child or keep_orphaned else bool(config.keep)
                 keep = wanted if served else segment.attached
                 keep = keep or broken or (keep_orphaned and parent.parent_died)
@@ -195,21 +191,13 @@ def run(
 
 
 async def _serve(
-    config: NodeConfig,
-    segment: Medium,
-    server: DataServer,
-    engine: EngineServer | None,
-    handover: DescriptorServer | None,
-    parent: ParentLink,
-    served: list[MasterAccepted],
-    copying: ReplicaCopier | None,
-    listener: socket.socket | None,
-    access: AccessControl,
-    secured: HttpSecurity,
-    credentials: Credentials | None,
-) -> bool:
-    """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
-    answer to the last join."""
+    config: NodeConfig, segment: Medium, server: DataServer, engine: EngineServer | None,
+    handover: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
+    copying: ReplicaCopier | None, listener: socket.socket | None, access: AccessControl,
+    secured: HttpSecurity, credentials: Credentials | None,
+) -> bool:  # fmt: skip
+    """Serves until the node is stopped; returns whether it was drained. ``served`` gets the reply
+    to the last join."""
     address = _advertised(config, server.port)
     medium = f" of {segment.traits.name}" if segment.traits.name else ""
 
@@ -227,20 +215,12 @@ async def _serve(
         parent.notify_progress(f"waits for its master: {error.message}")
 
     agent = NodeAgent(
-        name=segment.node,
-        host=host_id(),
-        master=config.master,
-        segment=segment,
-        server=server,
-        address=address,
-        engine=engine,
-        handover=handover,
+        name=segment.node, host=host_id(), master=config.master, segment=segment, server=server,
+        address=address, engine=engine, handover=handover,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
-        joined=joined,
-        waiting=waiting,
-        repair=(lambda: None) if copying is None else copying.wake,
+        joined=joined, waiting=waiting, repair=(lambda: None) if copying is None else copying.wake,
         credentials=credentials,
-    )
+    )  # fmt: skip
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
@@ -273,10 +253,10 @@ async def _serve(
 
 
 class _LaunchContext(NamedTuple):
-    """How the process was started, which decides what happens to left-over memory."""
+    """How the process was started, which decides the use of leftover memory."""
 
     is_child: bool
-    """A parent process started it: there is no user to ask."""
+    """A parent process started it, and no user can decide."""
     from_master: bool
 
 
@@ -365,7 +345,7 @@ def _create(name: str, config: NodeConfig, medium: _Medium) -> Medium:
 
 
 class _UnusableSegmentError(Exception):
-    """Left-over memory of an automatically chosen name cannot be used: choose another name."""
+    """Leftover memory of an automatic name cannot be used: choose another name."""
 
 
 def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
@@ -386,7 +366,7 @@ def _start_engine(config: NodeConfig, segment: Medium) -> EngineServer | None:
 
 
 def _start_handover(config: NodeConfig, segment: Medium) -> DescriptorServer | None:
-    """Raises StartupError: the memory cannot be handed over."""
+    """Raises StartupError: file descriptors cannot be passed."""
     if not config.passes_descriptors:
         return None
     try:
@@ -410,7 +390,7 @@ def _attach(
     """The leftover memory of this name, if it can be used.
 
     Raises:
-        _UnusableSegmentError: it cannot; a child, which has no user to ask, leaves it to others.
+        _UnusableSegmentError: it cannot; the name was automatic.
         ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
     """
     try:
@@ -437,34 +417,24 @@ def _attach(
 
 
 def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeTls | None:
-    """What encrypts the data port; None: nothing does.
-
-    Raises:
-        ConfigError: clients would not accept this identity from a node, or a file cannot be used.
-    """
+    """The encryption of the data port; None: none. Raises ConfigError: clients would not accept
+    this identity from a node, or a file is invalid."""
     if config.data_encryption == "off" or credentials is None:
         return None
     return NodeTls(credentials, RevocationList(config.auth_revoked))
 
 
 def _start_server(config: NodeConfig, segment: Medium, tls: NodeTls | None) -> DataServer:
-    """Starts the data server on the given port; if none is given, on the default or a free one.
-
-    Raises:
-        AddressInUseError, StartupError
-    """
+    """Starts the data server on the configured port, or else on a default or free one. Raises
+    AddressInUseError or StartupError."""
     ports = [config.port]
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
     for port in ports:
         server = DataServer(
-            [segment],
-            config.host,
-            port,
-            connections_max=tcp_server.CONNECTIONS_MAX,
-            capabilities=bool(config.auth),
-            tls=tls,
-        )
+            [segment], config.host, port, connections_max=tcp_server.CONNECTIONS_MAX,
+            capabilities=bool(config.auth), tls=tls,
+        )  # fmt: skip
         try:
             server.start()
         except AddressInUseError:
@@ -482,11 +452,8 @@ def _start_server(config: NodeConfig, segment: Medium, tls: NodeTls | None) -> D
 
 
 def _listens_on(config: NodeConfig) -> str:
-    """The address to serve the memory on.
-
-    Raises:
-        StartupError: it is a loopback address, but the master, and so clients, are elsewhere.
-    """
+    """The address of the data server. Raises StartupError: it is a loopback address, but the master
+    is on another host."""
     towards = _own_address(config.master)
     if not config.host:
         return towards
@@ -513,8 +480,7 @@ def _listens_on(config: NodeConfig) -> str:
 
 
 def _own_address(masters: str) -> str:
-    """The address of this host that faces the master; of several masters, the first that is on
-    another host."""
+    """The address of this host towards the master, or towards the first on another host."""
     if masters.startswith(ETCD_SCHEME):
         place = parse_etcd(masters)
         leader = ""

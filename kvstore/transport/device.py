@@ -1,10 +1,9 @@
 """Transport to segments in the memory of a device of this host, which another process owns.
 
-The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are in that
-memory. The entry in ``/dev/shm`` has the superblock: the generation, which fences writers as in any
-segment, and the word that says whether the owner lives. Memory of a device ends with its owner,
-whoever has it open. So generation and word are read before each copy and at the end of a call, and
-bytes that were copied meanwhile count only if the owner has lived through the call.
+The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are there;
+the entry in ``/dev/shm`` has the superblock, with the generation and the owner's mutex. The memory
+ends with its owner, even while it is open here. So each call checks both before each copy and at
+its end, and copied bytes count only if the owner lived until then.
 """
 
 from __future__ import annotations
@@ -55,22 +54,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.transport")
 
 LOCK: Final = struct.Struct("hhqqi4x")
-"""``struct flock``. A process that has the memory open holds a shared lock on the entry's first
-byte, and the owner waits for those before it frees the memory (``kvstore.node.device_segment``)."""
+"""``struct flock``. Processes with open memory hold a shared lock on the entry's first byte; the
+owner waits for them before it frees the memory (``kvstore.node.device_segment``)."""
 
 AGAIN_S: Final = 30.0
-"""Pause before memory that could not be opened is tried again; a try may take half a second."""
+"""Pause between attempts to open memory, which may take half a second."""
 
-SAID_MAX: Final = 1_000
+LOGGED_MAX: Final = 1_000
 
 
 class DeviceView(NamedTuple):
-    """Memory of a segment that a program uses where it is."""
+    """Memory of a segment that a program uses in place."""
 
     tensor: torch.Tensor
     """One-dimensional, of uint8."""
     owner: NDArray[np.uint8]
-    """Lives as long as the tensor's storage. Nothing reads it: its memory is a device's."""
+    """Lives as long as the tensor's storage. Never read: its memory is on a device."""
     address: int
 
 
@@ -86,7 +85,7 @@ class DeviceMapping:
         self._alive: Final = self._memory.cast("I")
         self._fd = fd
         self._users: set[object] = set()
-        """Each takes itself out in one step, whatever a signal handler raises."""
+        """Each removes itself in one step, also if a signal handler raises."""
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
@@ -95,11 +94,9 @@ class DeviceMapping:
 
     @classmethod
     def attach(
-        cls,
-        place: DeviceLocation,
-        segment: SegmentInfo,
+        cls, place: DeviceLocation, segment: SegmentInfo,
         device_of: Callable[[DeviceLocation], Device],
-    ) -> DeviceMapping:
+    ) -> DeviceMapping:  # fmt: skip
         """Raises DeviceError, NodeUnreachableError: the memory cannot be opened here."""
         name = place.entry
         if not name.startswith(SHM_PREFIX) or "/" in name:
@@ -131,8 +128,7 @@ class DeviceMapping:
             raise
 
     def is_mounted(self, generation: int) -> bool:
-        """Whether the owner lives, and the segment has not been mounted anew. Two aligned words:
-        never torn."""
+        """Whether the owner lives, and the segment was not mounted again."""
         return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_owner_alive(
             self._alive[ALIVE_OFFSET // 4]
         )
@@ -147,8 +143,8 @@ class DeviceMapping:
         return not self._is_ending and not self.device.has_failed
 
     @contextmanager
-    def views(self) -> Iterator[bool]:
-        """Keeps the memory open. False: it has been closed already."""
+    def keep_open(self) -> Iterator[bool]:
+        """Keeps the memory open. False: it is closed."""
         me = object()
         try:
             with self._changing:
@@ -162,8 +158,8 @@ class DeviceMapping:
                 uninterrupted(self.close_if_unused)
 
     def make_view(self, offset: int, size: int) -> DeviceView:
-        """A tensor over these bytes. The memory stays open while it lives, and until
-        ``close_if_unused``. The caller is within ``views``."""
+        """A tensor over these bytes, which keeps the memory open until the next
+        ``close_if_unused``. The caller is within ``keep_open``."""
         address = self.ranges.base + offset
         owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
         tensor = self.device.driver.tensor_over(address, size, owner)
@@ -173,8 +169,8 @@ class DeviceMapping:
         return DeviceView(tensor, owner, address)
 
     def close_if_unused(self) -> bool:
-        """Closes the memory, if ``end`` was called and nothing uses it any more. Closing calls the
-        driver, which a finalizer must not do. Returns whether the memory is closed."""
+        """Closes the memory after ``end``, if unused; returns whether it is closed. Finalizers must
+        not do that: closing calls the driver."""
         with self._changing:
             is_last, is_closed = self._is_last(), self._is_closed
         if is_last:
@@ -182,7 +178,7 @@ class DeviceMapping:
         return is_closed
 
     def end(self) -> None:
-        """Closes the memory, when nothing uses it any more. Idempotent."""
+        """Closes the memory, when it is unused. Idempotent."""
         with self._changing:
             self._is_ending = True
             is_last = self._is_last()
@@ -190,12 +186,12 @@ class DeviceMapping:
             self._close()
 
     def close_after_fork(self) -> None:
-        """In the child of a fork: calls nothing of the device."""
+        """In the child of a fork: does not call the device."""
         if not self._is_closed:
             os.close(self._fd)
 
     def _is_last(self) -> bool:
-        """Whether the memory is to be closed now; only once. The caller holds the lock."""
+        """Whether to close the memory now; True once. The caller holds the lock."""
         while self._returned:
             self._lent.pop(id(self._returned[0]), None)
             self._returned.popleft()
@@ -205,32 +201,31 @@ class DeviceMapping:
         return is_last
 
     def _close(self) -> None:
-        if not self.device.has_failed:  # otherwise copies may be under way for ever
+        if not self.device.has_failed:  # otherwise copies may never end
             with contextlib.suppress(DeviceError):
                 self.device.driver.close(self.ranges.base)
-        # The page stays mapped while somebody asks ``is_mounted``, and its mapping has a copy of
-        # the descriptor: closing this one would not end the lock.
+        # The mapping of the page has a copy of the file descriptor: closing does not unlock.
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
         os.close(self._fd)
 
 
 class DeviceTransport(Transport):
-    """Reaches segments in the memory of this host's devices. Every failure is settled: no byte
-    lands after a call, unless the device has failed. Threads: any."""
+    """Reaches segments in the memory of this host's devices. No byte lands after a call, unless the
+    device has failed. Threads: any."""
 
     name: str = "device"
 
     def __init__(self, ring_bytes: int) -> None:
-        """``ring_bytes``: page-locked memory, per device, for bytes that go to or from the host."""
+        """``ring_bytes``: page-locked memory per device, for bytes to or from the host."""
         self._ring_bytes = ring_bytes
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, DeviceMapping | None] = {}
         """By uuid of the segment; None: its memory could not be opened here."""
         self._ending: list[DeviceMapping] = []
-        """Dropped attachments that are still used, such as by a tensor over their memory."""
+        """Dropped attachments that are still used, for example by a tensor."""
         self._again_at = 0.0
-        """When memory that could not be opened is tried again."""
-        self._said: set[bytes] = set()
+        """Time of the next attempt to open memory that failed."""
+        self._logged: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
 
@@ -247,8 +242,8 @@ class DeviceTransport(Transport):
         return attachment is not None and attachment.device.driver is device.driver
 
     def make_view(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
-        """A tensor over bytes of the segment, which stays open while the tensor lives, and until
-        the next ``sweep``; if the transport is closed before, until the process ends.
+        """A tensor over bytes of the segment, which stays open until the ``sweep`` after the
+        tensor's end, or until the process ends if the transport is closed before.
 
         Raises:
             NodeUnreachableError: the memory is not open.
@@ -264,11 +259,11 @@ class DeviceTransport(Transport):
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.open_ranges(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.open_ranges(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
@@ -277,7 +272,7 @@ class DeviceTransport(Transport):
         )
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; what could not be opened is tried again later."""
+        """As ``Transport.sweep``; retries later to open memory that failed."""
         for attachment in list(self._attached.values()):
             if attachment is not None:
                 attachment.close_if_unused()
@@ -303,17 +298,16 @@ class DeviceTransport(Transport):
             device.close()
 
     @contextmanager
-    def has_views(
+    def open_ranges(
         self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
     ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
-        """The memory of a segment, and a function that raises if the call must not go on.
+        """Yields the memory of a segment, and a function that raises if the call must end.
 
         Args:
-            ranges: offset and length of all that the call touches.
+            ranges: offset and length of all ranges of the call.
 
         Raises:
-            As ``Transport.read``; SegmentGoneError at the end, too, if the owner has not lived
-            through the call.
+            As ``Transport.read``; SegmentGoneError, also at the end, if the owner has ended.
         """
         attachment = self._attachment(segment)
         if attachment is None:
@@ -331,7 +325,7 @@ class DeviceTransport(Transport):
                 raise deadline_exceeded(segment)
             check_current()
 
-        with attachment.views() as is_open:
+        with attachment.keep_open() as is_open:
             if not is_open:
                 raise segment_gone(segment)
             check()
@@ -366,8 +360,8 @@ class DeviceTransport(Transport):
                 except KVStoreError as error:
                     self._attached[uuid] = None
                     self._again_at = uptime() + AGAIN_S
-                    if uuid not in self._said and len(self._said) < SAID_MAX:
-                        self._said.add(uuid)
+                    if uuid not in self._logged and len(self._logged) < LOGGED_MAX:
+                        self._logged.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
                                     segment.node, str(error))  # fmt: skip
             return self._attached[uuid]

@@ -1,7 +1,7 @@
-"""Ranges of a segment in the memory of a device, to and from memory of the host.
+"""Copies ranges between a segment in the memory of a device and memory of the host.
 
-The bytes go through a slot of a ring of page-locked memory (``kvstore.device.staging_ring``). Its
-halves take turns: the device copies one while the processor copies and hashes the other."""
+The bytes use a slot of a page-locked ring (``kvstore.device.staging_ring``): the device copies one
+half while the processor copies and hashes the other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PIECES_MAX: Final = 4_096
 """Copies that are queued at once."""
 
 _Taking = Callable[[int, int, memoryview], None]
-"""Gets the index of a range, where in the range a piece begins, and the piece's bytes."""
+"""Receives the index of a range, the offset of a chunk in the range, and its bytes."""
 
 
 class _Window(NamedTuple):
-    """Pieces that the device copies into a half of a slot, end to end."""
+    """Chunks that the device copies into a half of a slot, end to end."""
 
     event: Event | None
     """None: they have no bytes."""
@@ -35,8 +35,8 @@ class _Window(NamedTuple):
 
 
 class DeviceRanges:
-    """See the module. The caller has checked that the ranges are within the segment. However a call
-    ends, no copy of it is under way afterwards, unless the device has failed.
+    """See the module. The caller has checked that the ranges are within the segment. After a call
+    none of its copies is in progress, unless the device has failed.
 
     Threads: any.
 
@@ -51,8 +51,7 @@ class DeviceRanges:
         self.base: Final = base
 
     def read(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Fills the moves' buffers. ``check`` is called before the device gets work; if it raises,
-        the call ends."""
+        """Fills the buffers. Calls ``check`` before each copy, and passes on its exception."""
 
         def take(index: int, start: int, data: memoryview) -> None:
             move = moves[index]
@@ -71,7 +70,7 @@ class DeviceRanges:
         return hashers
 
     def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Writes the moves' buffers, in their order. ``check``: as ``read``."""
+        """Writes the buffers, in their order. ``check``: as ``read``."""
         lengths = [len(move.buffer) for move in moves]
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
@@ -96,26 +95,23 @@ class DeviceRanges:
                 self._wait_for_copies(events[0] + events[1], deadline)
 
     def _read(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        take: _Taking,
-        deadline: float,
+        self, ranges: Sequence[tuple[int, int]], take: _Taking, deadline: float,
         check: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         lengths = [length for _, length in ranges]
         with self._halves(deadline) as halves:
-            under_way: list[_Window] = []
+            in_progress: list[_Window] = []
             try:
                 for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
-                    under_way.append(self._begin(ranges, pieces, halves[number % 2]))
-                    if len(under_way) == 2:
-                        self._finish(under_way[0], take, deadline)
-                        del under_way[0]
-                for window in under_way:
+                    in_progress.append(self._begin(ranges, pieces, halves[number % 2]))
+                    if len(in_progress) == 2:
+                        self._finish(in_progress[0], take, deadline)
+                        del in_progress[0]
+                for window in in_progress:
                     self._finish(window, take, deadline)
             finally:
-                events = [each.event for each in under_way if each.event is not None]
+                events = [each.event for each in in_progress if each.event is not None]
                 self._wait_for_copies(events, deadline)
 
     def _begin(
@@ -124,7 +120,7 @@ class DeviceRanges:
         batch = _CopyBatch(address_of(half))
         for at, (row, start, size) in _laid_out(pieces):
             batch.add(self.base + ranges[row][0] + start, at, size)
-        copies = batch.taken()
+        copies = batch.take()
         event = None if copies is None else self.device.copy(Direction.SAVE, copies)
         return _Window(event, half, pieces)
 
@@ -135,11 +131,11 @@ class DeviceRanges:
             take(row, start, window.half[at : at + size])
 
     def _send(self, batch: _CopyBatch) -> list[Event]:
-        copies = batch.taken()
+        copies = batch.take()
         return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
     def _wait_for_copies(self, events: list[Event], deadline: float) -> None:
-        """Waits for events, and takes each from the list when it has passed."""
+        """Waits for events, and removes each from the list when it has occurred."""
         while events:
             self.device.wait_for_copies(events[0], deadline)
             del events[0]
@@ -152,7 +148,7 @@ class DeviceRanges:
 
 
 class _CopyBatch:
-    """Copies that may run in any order, because their places on the device are disjoint."""
+    """Copies that may run in any order: their ranges on the device are disjoint."""
 
     def __init__(self, base: int) -> None:
         """``base``: the address of the host's memory."""
@@ -160,18 +156,18 @@ class _CopyBatch:
         self._rows: list[tuple[int, int, int]] = []
         self._end = 0
 
-    def may_overlap(self, place: int) -> bool:
-        """Whether the range at ``place`` begins before the end of one that is here."""
-        return place < self._end
+    def may_overlap(self, address: int) -> bool:
+        """Whether the range at ``address`` may overlap one of the batch."""
+        return address < self._end
 
-    def add(self, place: int, at: int, size: int) -> None:
-        """Copies between ``place`` on the device and ``at`` bytes behind ``base``."""
+    def add(self, address: int, at: int, size: int) -> None:
+        """Adds a copy between ``address`` on the device and ``at`` bytes after ``base``."""
         if size:
-            self._rows.append((place, self._base + at, size))
-            self._end = max(self._end, place + size)
+            self._rows.append((address, self._base + at, size))
+            self._end = max(self._end, address + size)
 
-    def taken(self) -> CopyList | None:
-        """The copies, which are no longer here; None: there are none."""
+    def take(self) -> CopyList | None:
+        """Removes and returns the copies; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
         if not rows:
             return None
@@ -180,7 +176,7 @@ class _CopyBatch:
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Each piece, and where it begins if they lie end to end."""
+    """Yields each chunk with its offset end to end."""
     at = 0
     for piece in pieces:
         yield at, piece

@@ -1,7 +1,7 @@
 """One connection of a data server: hello, then requests, until one end closes it.
 
-The server does not trust its peer: it makes every check before a byte of a segment moves, and
-bounds every wait. A peer that breaks a rule gets the reason, is counted, and loses its connection.
+The server does not trust its peer: it makes every check before it transfers a byte of a segment,
+and limits every wait. A peer that breaks a rule is counted, and gets the reason before the close.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvstore.security.tls_stream import TlsError
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
 _LINGER_S: Final = 2.0
-"""How much of a refused write is read and dropped, and for how long, so that its sender can read
-the status: data left unread at ``close`` would reset the connection and lose the status."""
+"""Bytes of a rejected write that are dropped, and for how long: unread data at ``close`` would
+reset the connection, and the sender would lose the status."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,20 +44,20 @@ BUSY: Final = TransferStatus.BUSY
 
 @dataclass(slots=True)
 class DataServerCounters:
-    """What happened since the server was made."""
+    """Counters since the start of the server."""
 
     connections: int = 0
-    """Accepted, refused ones included."""
+    """Accepted, including rejected ones."""
     refused_busy: int = 0
     refused_hellos: int = 0
-    """Not this protocol, a wrong token or proof, a certificate that is not accepted, an unknown
-    segment or generation, or no hello in time."""
+    """Another protocol, a wrong token or proof, an invalid certificate, an unknown segment or
+    generation, or no hello in time."""
     bad_requests: int = 0
-    """Not this protocol, ranges outside the segment, or of an older generation."""
+    """Another protocol, ranges outside the segment, or an older generation."""
     refused_capabilities: int = 0
-    """Requests with a range for which they had no valid capability."""
+    """Requests with a range without a valid capability."""
     stalls: int = 0
-    """Connections that were cut because the peer stalled within a request."""
+    """Connections closed because the peer stalled within a request."""
     reads: int = 0
     read_bytes: int = 0
     writes: int = 0
@@ -71,21 +71,21 @@ class ServerContext:
     stall_s: float
     idle_s: float
     limiter: Limiter[ServerConnection]
-    """All connections; those that have not greeted wait."""
+    """All connections; those before the handshake wait."""
     capabilities: bool = False
     tls: NodeTls | None = None
     """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, as of ``slow.call_back``; empty without capabilities. Other ones after a fence."""
+    """By uuid, for ``call_back``; empty without capabilities. Replaced by a fence."""
     rejected_holders: frozenset[int] = frozenset()
-    """Whose proofs are refused."""
+    """Holders whose proofs are rejected."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
-    """As ``counts`` of ``slow.serve``."""
+    """As ``counts`` of ``pure_python.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def reset_wipe_seqs(self) -> None:
-        """Forgets all orders. For a mount of which there are no capabilities yet."""
+        """Starts a mount without wipe requests, of which no capabilities exist yet."""
         if self.capabilities:
             self.wipe_seqs = {
                 uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments
@@ -100,24 +100,21 @@ class ServerContext:
         reads, read_bytes, writes, written_bytes = struct.unpack("=4Q", self.moved)
         with self._counting:
             return replace(
-                self._counters,
-                reads=reads,
-                read_bytes=read_bytes,
-                writes=writes,
+                self._counters, reads=reads, read_bytes=read_bytes, writes=writes,
                 written_bytes=written_bytes,
-            )
+            )  # fmt: skip
 
 
 class ServerConnection:
-    """Serves one connected stream in its own thread. Any other may ``close`` and ``join`` it."""
+    """Serves a connected stream in a thread. Any other thread may ``close`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
         self.client = self.number = 0
-        """The peer's number as a client, and its number for this connection, once it is greeted."""
+        """The numbers of client and connection, after the handshake."""
         self.holder = 0
-        """As which the peer has proven itself, or is about to."""
+        """The holder that the peer has proven to be, or is about to."""
         self.uuid = b""
-        """Of its segment, once it is greeted."""
+        """Of its segment, after the handshake."""
         self._stream = stream
         self._context = context
         self._cut = bytearray(1)  # not 0: end it
@@ -125,19 +122,17 @@ class ServerConnection:
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
-        """Raises RuntimeError: the system has no thread left."""
+        """Raises RuntimeError: the system has no more threads."""
         self._thread.start()
 
     def close(self, *, gently: bool = False) -> None:
-        """Ends the connection. Only bytes that are being received already can land in a segment.
-
-        ``gently``: a read that is being answered is answered to its end.
-        """
+        """Closes the connection. Only bytes that are being received can still land in a segment.
+        ``gently``: completes the reply to a read."""
         self._cut[0] = 1
         self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
 
     def writes_to(self, offsets: frozenset[int]) -> bool:
-        """Whether it is writing to one of these extents, with capabilities."""
+        """Whether it writes to one of these extents, with capabilities."""
         if not self._asked:
             return False
         words = self._asked.cast("Q")
@@ -145,7 +140,7 @@ class ServerConnection:
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended within that time."""
-        if self._thread.ident is None:  # not started yet: it will find itself cut
+        if self._thread.ident is None:  # not started: it will find itself closed
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -154,7 +149,7 @@ class ServerConnection:
         try:
             self._serve()
         except OSError:
-            pass  # the peer left, or we were cut
+            pass  # the peer, or ``close``, has ended the connection
         finally:
             self._stream.close()
             self._context.limiter.release(self)
@@ -185,10 +180,7 @@ class ServerConnection:
             self._linger()
 
     def _serve_requests(self, segment: Medium, sealed: CapabilityVerifier) -> None:
-        """
-        Raises:
-            StalledError, RefusedTransferError
-        """
+        """Raises StalledError or RefusedTransferError."""
         context, stream, generation = self._context, self._stream, sealed.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None and stream.is_plain:
@@ -207,7 +199,7 @@ class ServerConnection:
             raise RefusedTransferError(TransferStatus(number))
 
     def _handshake(self) -> tuple[Medium, CapabilityVerifier]:
-        """The segment, and what the peer's capabilities are checked with; no key: it has shown the
+        """The segment, and the verifier of the peer's capabilities; without a key: the peer has the
         token, and needs none."""
         self._stream.begin(self._next_deadline())
         tls = self._context.tls
@@ -247,18 +239,15 @@ class ServerConnection:
         )  # fmt: skip
 
     def _check_proof(self, segment: Medium, hello: Hello, raw: bytes) -> None:
-        """Has the peer prove that it is the holder whose number it has said.
-
-        Raises:
-            RefusedTransferError: it has not the holder's key, or the holder is refused.
-        """
-        self.holder = hello.holder  # before the look: who refuses a holder looks here afterwards
+        """Verifies that the peer is the holder in its hello. Raises RefusedTransferError: it lacks
+        the holder's key, or the holder is rejected."""
+        self.holder = hello.holder  # before the check: ``reject_holders`` reads it afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-        said = bytearray(protocol.PROOF_BYTES)
+        proof = bytearray(protocol.PROOF_BYTES)
         self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._next_deadline())
-        self._stream.receive([memoryview(said)], self._next_deadline())
-        is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
+        self._stream.receive([memoryview(proof)], self._next_deadline())
+        is_proven = hmac.compare_digest(proof, protocol.prove(key, nonce, raw))
         if not is_proven or hello.holder in self._context.rejected_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
 

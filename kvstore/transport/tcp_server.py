@@ -1,7 +1,7 @@
-"""A node's data server: it accepts connections to its segments, bounds them and can end them all.
+"""A node's data server: it accepts, limits and closes connections to its segments.
 
-One thread accepts and one thread per connection serves (``tcp_connection``): blocking system calls
-without the GIL, so that one client's long ``sendfile`` never delays another's small read.
+One thread accepts, and one per connection serves (``tcp_connection``) by blocking system calls
+without the GIL, so that a long ``sendfile`` never delays another client's small read.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from kvstore.transport.tcp_connection import (
 )
 
 CONNECTIONS_MAX: Final = 1024
-"""One thread and one descriptor each: 256 clients with 4 streams each. With identities one of them
-has at most half."""
+"""256 clients with 4 streams each. One thread and file descriptor each; one identity has at most
+half."""
 
 STALL_S: Final = 10.0
-"""How long a peer may take over one piece within a request, or over its hello."""
+"""How long a peer may take for one chunk of a request, or for its hello."""
 
 IDLE_S: Final = 600.0
 """How long a connection may wait for its next request."""
 
 CUT_S: Final = 1.0
-"""How long ``close_writers`` lets reads be answered."""
+"""How long ``close_writers`` waits for replies to reads."""
 
 STOP_S: Final = 5.0
-"""How long ``stop``, ``fence`` and ``close_writers`` wait for threads, which take one system
-call."""
+"""How long ``stop``, ``fence`` and ``close_writers`` wait for a system call of each thread."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,37 +53,26 @@ _log = logging.getLogger(__name__)
 class DataServer:
     """Serves ``segments`` on one port.
 
-    Life cycle: make, ``start``, ``fence`` whenever the node joins a master anew, ``stop``. The
-    segments stay the caller's and outlive the server. Threads: any may call.
+    Life cycle: create, ``start``, ``fence`` whenever the node joins again, ``stop``. The caller
+    closes the segments afterwards. Threads: any may call.
     """
 
     def __init__(
-        self,
-        segments: Iterable[Medium],
-        host: str = "0.0.0.0",
-        port: int = 0,
-        *,
-        connections_max: int = CONNECTIONS_MAX,
-        stall_s: float = STALL_S,
-        idle_s: float = IDLE_S,
-        capabilities: bool = False,
-        tls: NodeTls | None = None,
-    ) -> None:
+        self, segments: Iterable[Medium], host: str = "0.0.0.0", port: int = 0, *,
+        connections_max: int = CONNECTIONS_MAX, stall_s: float = STALL_S, idle_s: float = IDLE_S,
+        capabilities: bool = False, tls: NodeTls | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
-            capabilities: whether clients show capabilities, instead of the segments' tokens.
-            tls: encrypts all connections, and says who may have one; None: without encryption.
+            capabilities: whether clients present capabilities, instead of the segments' tokens.
+            tls: encrypts and authenticates all connections; None: no encryption.
         """
         self._address = (host, port)
         self._connections = Limiter[ServerConnection]("data", connections_max)
         self._context = ServerContext(
-            segments={segment.uuid: segment for segment in segments},
-            stall_s=stall_s,
-            idle_s=idle_s,
-            capabilities=capabilities,
-            tls=tls,
-            limiter=self._connections,
-        )
+            segments={segment.uuid: segment for segment in segments}, stall_s=stall_s,
+            idle_s=idle_s, capabilities=capabilities, tls=tls, limiter=self._connections,
+        )  # fmt: skip
         self._context.reset_wipe_seqs()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -116,7 +104,7 @@ class DataServer:
 
     @property
     def port(self) -> int:
-        """Where it listens, after ``start``."""
+        """The port, after ``start``."""
         assert self._listener is not None, "start() first"
         return int(self._listener.getsockname()[1])
 
@@ -136,14 +124,14 @@ class DataServer:
         return self._context.snapshot()
 
     def identity_limit_refusals(self) -> dict[str, int]:
-        """How often each holder was refused a connection, since it had as many as were free."""
+        """Rejected connections of each holder at its per-identity limit."""
         return self._connections.refusals()
 
     def fence(self) -> None:
-        """Close all present connections; returns when none of them can touch a segment any more.
+        """Closes all connections; returns when none of them can access a segment any more.
 
-        For a node that joins a master anew: after ``Medium.bump_generation``, so that no old
-        client comes back in between, and before it tells the master.
+        A node that joins again calls it after ``Medium.bump_generation``, so that no client
+        reconnects in between, and before its join.
 
         Raises:
             InternalError: a thread did not end; the node must not join.
@@ -151,75 +139,65 @@ class DataServer:
         self._context.reset_wipe_seqs()
         _end(list(self._connections))
 
-    def revoke_writes(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
-        """Ends the right to write to these extents that older capabilities give, and the writes
-        under way. Returns how many, when none of them can touch the segment any more. Without
-        capabilities it does nothing.
-
-        A client that keeps the rules has no such write under way: its put has ended, or
-            ``close_writers`` has
-        ended the connection.
+    def revoke_writes(self, uuid: bytes, offsets: Sequence[int], wipe_seq: int) -> int:
+        """Revokes older capabilities to write to these extents, and closes connections that do.
+        Returns how many, when none of them can access the segment any more. A correct client has no
+        such connection. Without capabilities it does nothing.
 
         Args:
             uuid: of the segment.
-            offsets: where the extents start.
-            order: the number of the master's order to wipe them.
+            offsets: of the extents.
+            wipe_seq: of the wipe request.
 
         Raises:
             InternalError: a thread did not end.
         """
-        orders = self._context.wipe_seqs.get(uuid)
-        if orders is None or not offsets:
+        wipe_seqs = self._context.wipe_seqs.get(uuid)
+        if wipe_seqs is None or not offsets:
             return 0
-        steps.call_back(orders, offsets, order)
-        wanted = frozenset(offsets)
+        steps.call_back(wipe_seqs, offsets, wipe_seq)
+        extents = frozenset(offsets)
         chosen = [
-            connection
-            for connection in self._connections
-            if connection.uuid == uuid and connection.writes_to(wanted)
-        ]
+            connection for connection in self._connections
+            if connection.uuid == uuid and connection.writes_to(extents)
+        ]  # fmt: skip
         _end(chosen)
         return len(chosen)
 
     def reject_holders(self, holders: Iterable[int]) -> int:
-        """Refuses the proofs of these holders, and of no others, from now on; ends their
-        connections. Returns how many."""
-        refused = frozenset(holders)
-        if refused == self._context.rejected_holders:
+        """Rejects the proofs of these holders alone from now on, and closes their connections.
+        Returns how many."""
+        rejected = frozenset(holders)
+        if rejected == self._context.rejected_holders:
             return 0
-        self._context.rejected_holders = refused
-        chosen = [each for each in self._connections if each.holder in refused]
+        self._context.rejected_holders = rejected
+        chosen = [each for each in self._connections if each.holder in rejected]
         for connection in chosen:
             connection.close()
         return len(chosen)
 
     def close_writers(self, writers: Iterable[tuple[int, int]]) -> int:
         """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
-        when none of them can touch a segment any more. The others are not disturbed.
+        when none of them can access a segment any more.
 
-        A client sends nothing of a put after it has given it up, or after the put's deadline. So
-        what may still land after that is on connections that have been greeted by then.
+        A client sends no bytes of a put after it has abandoned it, or after the deadline. So late
+        bytes are on connections whose handshake was before.
 
         Args:
             writers: (client, connection) of each, by the numbers in its hello; connection 0: all of
-                the client's, client 0: all connections. Of a client's number the lower half counts:
-                the upper half is the master's, for clients with an identity.
+                the client's, client 0: all connections. The lower half of a client's number counts:
+                the master uses the upper half, for identities.
 
         Raises:
             InternalError: a thread did not end.
         """
-        wanted = {(client & LOWER_HALF, number) for client, number in writers}
-        chosen = [
-            connection
-            for connection in self._connections
-            if not wanted.isdisjoint(
-                (
-                    (connection.client & LOWER_HALF, connection.number),
-                    (connection.client & LOWER_HALF, 0),
-                    (0, 0),
-                )
-            )
-        ]
+        keys = {(client & LOWER_HALF, number) for client, number in writers}
+
+        def may_write(connection: ServerConnection) -> bool:
+            client = connection.client & LOWER_HALF
+            return not keys.isdisjoint(((client, connection.number), (client, 0), (0, 0)))
+
+        chosen = [connection for connection in self._connections if may_write(connection)]
         for connection in chosen:
             connection.close(gently=True)
         give_up = uptime() + CUT_S
@@ -227,7 +205,7 @@ class DataServer:
         return len(chosen)
 
     def stop(self) -> None:
-        """Stop listening, close all connections, join all threads. Idempotent.
+        """Stops listening, closes all connections, joins all threads. Idempotent.
 
         Raises:
             InternalError: as ``fence``.
@@ -244,8 +222,8 @@ class DataServer:
         while not self._stopping.is_set():
             try:
                 self._admit(listener.accept()[0])
-            except Exception as error:  # noqa: BLE001  # the only thread that accepts goes on
-                # Out of descriptors, memory or threads, or a peer that left at once: not final.
+            except Exception as error:  # noqa: BLE001  # the only accepting thread continues
+                # No file descriptors, memory or threads, or a peer that left: not permanent.
                 if not self._stopping.wait(0.1):
                     _log.warning("event=data_accept_failed error=%r", error)
 

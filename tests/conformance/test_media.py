@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvstore.calls import SegmentInfo, Version
 from kvstore.device import drivers
 from kvstore.errors import ClusterMismatchError, ConfigError, LeftOverMemoryError
 from kvstore.limits import Key, Namespace
-from kvstore.memory import segment_base
+from kvstore.memory import medium as medium_module
 from kvstore.memory.file_segment import FileSegment
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, SegmentOwner, pack_into
 from kvstore.memory.medium import Medium
@@ -56,7 +57,7 @@ class Maker:
     def attach(self, size: int = SIZE, **options: object) -> Medium | None:
         attach: Callable[..., Medium | None] = OwnedSegment.attach
         if self.kind == "file":
-            return FileSegment.attach(self.path, NAME, size, **options)  # type: ignore[arg-type]
+            attach = partial(FileSegment.attach, self.path)
         return attach(NAME, size, **options)
 
 
@@ -157,7 +158,7 @@ def test_ranges_are_read_as_written(medium: Medium) -> None:
 
 
 def test_scans_find_valid_headers_alone(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_base, "SCAN_BYTES", 64 << 10)
+    monkeypatch.setattr(medium_module, "SCAN_BYTES", 64 << 10)
     placed = [SUPERBLOCK_BYTES, 64 << 10, MIB, SIZE - 2 * HEADER_BYTES]
     for counter, offset in enumerate(placed):
         put(medium, offset, counter)
@@ -180,7 +181,7 @@ def test_a_wipe_is_of_one_version(medium: Medium) -> None:
 
 
 def test_zeroing_ignores_what_is_outside(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_base, "ZERO_STEP", 1000)
+    monkeypatch.setattr(medium_module, "ZERO_STEP", 1000)
     data = os.urandom(5000)
     write(medium, MIB, data)
     before = bytes(medium.memory[:256])
