@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -54,11 +54,10 @@ class Maker:
             return FileSegment.create(self.path, NAME, size, owner=owner)
         return OwnedSegment.create(NAME, size, owner=owner)
 
-    def attach(self, size: int = SIZE, **options: object) -> Medium | None:
-        attach: Callable[..., Medium | None] = OwnedSegment.attach
+    def attach(self, size: int = SIZE, **options: Any) -> Medium | None:
         if self.kind == "file":
-            attach = partial(FileSegment.attach, self.path)
-        return attach(NAME, size, **options)
+            return FileSegment.attach(self.path, NAME, size, **options)
+        return OwnedSegment.attach(NAME, size, **options)
 
 
 @pytest.fixture(params=["host", "device", "file"])
