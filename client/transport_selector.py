@@ -149,14 +149,12 @@ class TransportSelector:
         return lambda: False  # it was unmounted meanwhile
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
-        """Return whether the segment is in this device's memory and reachable."""
-        if segment.device is None:
-            return False
-        if self._sweeping is None:
-            self._start_sweeping()
+        """Return whether a ``DeviceTransport`` reaches the segment."""
         for transport in self._transports:
-            if transport.can_reach(segment):
-                return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
+            if isinstance(transport, DeviceTransport) and transport.can_reach(segment):
+                if self._sweeping is None:
+                    self._start_sweeping()
+                return transport.is_on(segment, device)
         return False
 
     @property

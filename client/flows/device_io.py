@@ -111,7 +111,7 @@ class DeviceReads(ObjectReads):
     ) -> list[Outcome]:
         """Check the headers, then let the device copy within its memory."""
         with (
-            transport.has_views(self.segment, _extents(group), deadline) as (ranges, check),
+            transport.open_ranges(self.segment, _extents(group), deadline) as (ranges, check),
             _DeviceCopies(device, deadline) as in_progress,
         ):
             found = _headers_on(self, group, ranges, deadline, check)
@@ -146,7 +146,7 @@ class DeviceHeaderChecks(ObjectReads):
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
             return
-        with transport.has_views(self.segment, _extents(self.rows), deadline) as (ranges, check):
+        with transport.open_ranges(self.segment, _extents(self.rows), deadline) as (ranges, check):
             found = _headers_on(self, self.rows, ranges, deadline, check)
             self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
             self.lent = [
@@ -197,7 +197,7 @@ class DeviceWrites(ObjectWrites):
     ) -> None:
         """Let the device copy within its memory; checksums cover the bytes in the segment."""
         wipes = [RangeCopy(row[0], memoryview(WIPE)) for row in group]
-        with transport.has_views(self.segment, _extents(group), deadline) as (ranges, check):
+        with transport.open_ranges(self.segment, _extents(group), deadline) as (ranges, check):
             ranges.write(wipes, deadline, check)
             with _DeviceCopies(device, deadline) as in_progress:
                 in_progress.copy(Direction.SAVE, group, ranges.base)

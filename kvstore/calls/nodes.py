@@ -57,6 +57,10 @@ class SegmentOffer(NamedTuple):
     """Whether the node requires capabilities (``Placements``)."""
     encrypts: bool = False
     """Whether its data port uses TLS."""
+    medium: NameOrEmpty = ""
+    """Name of its medium: ``cuda:0``, with a colon, of a device; empty: memory of the host."""
+    is_opaque: bool = False
+    """Whether clients cannot write to it as to an array: it takes puts, but no allocations."""
 
 
 class NodeJoin(NamedTuple):

@@ -46,7 +46,7 @@ class SegmentStatus(NamedTuple):
     """Used bytes of removed and evicted objects that may still be read, or whose headers are not
     wiped yet."""
     device: NameOrEmpty = ""
-    """Name of the device (``cuda:0``); empty: host memory."""
+    """Name of its medium (``SegmentOffer.medium``): ``cuda:0``; empty: memory of the host."""
     ready_ms: int = 0
     """Time until its memory can be granted: leases from before its join may last."""
     reports: bool = False
@@ -98,7 +98,7 @@ class NodeStatus(NamedTuple):
         """The transports to its memory: shm, device, tcp."""
         ways = {
             "shm": any(each.shm_name for each in self.segments),
-            "device": any(each.device for each in self.segments),
+            "device": any(":" in segment.device for segment in self.segments),
             "tcp": bool(self.address),
         }
         return [name for name, is_there in ways.items() if is_there]

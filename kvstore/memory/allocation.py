@@ -1,4 +1,4 @@
-"""Allocates the memory of a segment: huge pages, NUMA nodes, locks, threads that clear pages."""
+"""Allocation of a segment's memory: huge pages, NUMA nodes, locks, threads that clear pages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from kvstore.memory.shm_entries import directories
 from kvstore.runtime.host import SHM_DIRECTORY
 
 SIZE_STEP: Final = 1 << 20
-"""Sizes are rounded down to multiples of this: the requested size is a limit, and whole MiB are
-whole pages and whole extents, whatever the page size is."""
+"""Sizes are rounded down to multiples of this, which are whole pages and whole extents."""
 
 RESERVE_BYTES: Final = 64 << 20
-"""Bytes reserved and pre-faulted per step: some 80 ms, a good interval for a progress bar."""
+"""Bytes reserved and pre-faulted per step: some 80 ms."""
 
 RESERVE_THREADS_MAX: Final = 16
-"""Clearing pages is bound by memory bandwidth, which a few threads use up."""
+"""Memory bandwidth limits clearing, and a few threads saturate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """How a segment's memory is allocated; ``kvstore.config.NodeConfig`` explains each option."""
+    """Options of allocation; ``kvstore.config.NodeConfig`` explains each."""
 
     huge_pages: Literal["auto", "off", "transparent", "reserved"] = "auto"
     """auto: transparent ones if ``/dev/shm`` provides them; transparent: those, or an error;
@@ -41,8 +40,7 @@ class MemoryOptions:
     threads: int = 0
     """Threads that clear pages; 0: one per processor, at most ``RESERVE_THREADS_MAX``."""
     group: str = ""
-    """Name or number of a group whose members may map the segment and write to it; empty: only the
-    owner's user may."""
+    """Name or number of a group whose members may map the segment; empty: none."""
 
 
 def directory_for(options: MemoryOptions) -> str:
@@ -67,13 +65,13 @@ def size_granularity(directory: str) -> int:
 
 
 def address_limit() -> int | None:
-    """The bytes of addresses that this process may have (``ulimit -v``); None: no limit."""
+    """The limit of this process's address space in bytes (``ulimit -v``); None: none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def mmap_error_text(what: str, size: int, error: OSError) -> str:
-    """Why ``size`` bytes could not be mapped, in words."""
+    """The text of an error of ``mmap``."""
     limit = address_limit()
     by = f"; ulimit -v allows this process {limit >> 20} MiB of addresses" if limit else ""
     why = (error.strerror or str(error)).lower()
@@ -105,11 +103,7 @@ def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
 
 
 def check_room(directory: str, size: int) -> None:
-    """Checks that ``size`` more bytes can be taken in ``directory``.
-
-    Raises:
-        SharedMemoryTooSmallError, MemoryLimitError
-    """
+    """Raises SharedMemoryTooSmallError or MemoryLimitError: ``directory`` lacks ``size`` bytes."""
     room = os.statvfs(directory)
     available = room.f_bavail * room.f_frsize
     if room.f_blocks and available < size:  # no blocks: the file system has no limit
@@ -132,16 +126,11 @@ def _too_small(directory: str, size: int, available: int) -> SharedMemoryTooSmal
 
 
 def prefault_pages(
-    fd: int,
-    mapped: mmap.mmap,
-    directory: str,
-    options: MemoryOptions,
-    progress: Callable[[int, int], None] | None,
-    *,
-    is_left: bool = False,
-) -> bool:
-    """Allocates and maps every page now, as ``options`` say, so that no later access can fail
-    (SIGBUS) or be slow. Returns whether all is locked. ``is_left``: the file's content stays."""
+    fd: int, mapped: mmap.mmap, directory: str, options: MemoryOptions,
+    progress: Callable[[int, int], None] | None, *, is_left: bool = False,
+) -> bool:  # fmt: skip
+    """Allocates and maps every page, so that no later access fails (SIGBUS) or is slow. Returns
+    whether all pages are locked. ``is_left``: the file's content stays."""
     size = len(mapped)
     if options.numa_node >= 0:
         _bind(mapped, options.numa_node)
@@ -180,9 +169,9 @@ def prefault_pages(
 def _in_threads(
     work: Callable[[int], int], arguments: Sequence[int], threads: int
 ) -> Generator[int, None, None]:
-    """Yields the results of ``work`` as they come. The first argument is worked on alone and in
-    this thread, because failures mostly occur there; the others in ``threads`` threads, which end
-    before this generator does, however it ends. Raises what ``work`` raises."""
+    """Yields the results of ``work`` in order of completion, and raises its errors. Processes the
+    first argument in this thread, because most failures occur there, the others in ``threads``
+    threads, which end before this generator."""
     first, *others = arguments
     yield work(first)
     with ThreadPoolExecutor(threads, "kvstore-reserve") as pool:
@@ -214,7 +203,7 @@ def _bind(mapped: mmap.mmap, numa_node: int) -> None:
 
 
 def _lock(mapped: mmap.mmap) -> bool:
-    """Locks the memory against swapping, if the limit of locked memory allows it."""
+    """Locks the memory, if the limit of locked memory allows it."""
     try:
         pages.lock_on_fault(mapped)
     except OSError:

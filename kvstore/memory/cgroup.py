@@ -1,7 +1,7 @@
-"""How much memory the control groups of this process allow.
+"""Memory limits of the control groups of this process.
 
-Pages of ``/dev/shm`` count for the group that touches them first, and the kernel kills processes of
-a full group without a message. So a process that takes gigabytes checks the limit first.
+Pages of ``/dev/shm`` count for the group that accesses them first, and the kernel kills processes
+of a full group without a message. So a node checks the limit first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvstore.errors import MemoryLimitError
 
 SELF: Final = Path("/proc/self")
 UNLIMITED: Final = 1 << 60
-"""A limit of this size or more means no limit: version 1 cannot express it otherwise."""
+"""Version 1 expresses "no limit" by a value of this size or more."""
 
 OWN_BYTES: Final = 8 << 20
-"""Memory that the node's process needs, besides page tables, which are 1/512 of its memory."""
+"""Memory of the node's process, besides page tables, which are 1/512 of its memory."""
 
 
 class _Files(NamedTuple):
-    """The names of files and fields in one version of control groups."""
+    """Names of files and fields in one version of control groups."""
 
     limit: str
     used: str
     cached: tuple[str, ...]
-    """Lines of ``memory.stat``: memory that the kernel reclaims before it kills."""
+    """Lines of ``memory.stat`` with reclaimable memory."""
 
 
 _V1: Final = _Files(
@@ -37,12 +37,12 @@ _V2: Final = _Files("memory.max", "memory.current", ("active_file", "inactive_fi
 
 
 class CgroupLimit(NamedTuple):
-    """The limit of one group: this process's own, or one above it."""
+    """The limit of this process's group, or of an ancestor."""
 
     group: str
     limit: int
     used: int
-    """Bytes in use, without those that the kernel can reclaim."""
+    """Bytes in use, without reclaimable ones."""
 
     @property
     def available(self) -> int:
@@ -50,17 +50,13 @@ class CgroupLimit(NamedTuple):
 
 
 def limits() -> list[CgroupLimit]:
-    """The limits of this process, least room first; empty if there are none or they are unknown."""
+    """The known limits of this process, least available memory first."""
     found = [limit for where, files in _groups() if (limit := _limit(where, files)) is not None]
     return sorted(found, key=lambda each: each.available)
 
 
 def check(size: int) -> None:
-    """Checks that ``size`` more bytes of shared memory may be touched.
-
-    Raises:
-        MemoryLimitError: a control group allows less.
-    """
+    """Raises MemoryLimitError: a control group allows less than ``size`` more bytes."""
     tightest = next(iter(limits()), None)
     if tightest is None or not size or size + size // 512 + OWN_BYTES <= tightest.available:
         return

@@ -1,14 +1,14 @@
-"""The self-describing header in front of every payload, and the superblock of a segment.
+"""The header of every extent, and the superblock of a segment.
 
-A segment is one superblock and then extents, all of them aligned to ``EXTENT_ALIGN``:
+A segment is one superblock, then extents, all aligned to ``EXTENT_ALIGN``:
 
     0            4096
     | superblock | header | payload .... | header | payload ... |   (free)   |
                  ^ 1024 bytes            ^ the next multiple of 1024
 
-A header is valid only with the magic, this format's version, lengths within bounds, and a checksum
-that is seeded with *segment seed XOR offset of the extent*. So payload bytes that look like a
-header, a header copied elsewhere, and a header left by another segment are not valid.
+A valid header has the magic, this format's version, lengths within bounds, and a checksum that is
+seeded with *segment seed XOR offset of the extent*. So payload bytes that look like a header, a
+header copied elsewhere, and a header of another segment are not valid.
 
     offset  size   header                        offset  size   superblock
          0     8   magic                              0     8   magic
@@ -25,32 +25,27 @@ header, a header copied elsewhere, and a header left by another segment are not 
         48     8   version: counter
         56     8   payload checksum, xxh3_64
         64         namespace, key, parent key, descriptor, end to end; the rest is undefined
-       end    16   the stamp, where the segment's node has a key for stamps
+       end    16   the header MAC, if the segment has a key for them
 
-Every client of a segment knows its seed, so a valid header proves nothing about its writer. A stamp
-does: the SipHash (128 bits) of offset, payload bytes, version, namespace and key, under a key that
-only the node and its master know (``kvstore.node.inventory``, ``kvstore.master.capabilities``). The
-master makes it for what it grants, the client writes it behind the header, and a scan compares it.
-A header that leaves less than 16 bytes of its 1,024 has none.
+Every client of a segment knows its seed, so a valid header proves nothing about its writer. A
+header MAC does: the SipHash (128 bits) of offset, payload bytes, version, namespace and key, with a
+key that only the node and its master know. The master signs what it grants, the client writes the
+MAC after the header, and a scan verifies it. A header that leaves less than 16 of its 1,024 bytes
+has none.
 
-The superblock continues, outside of that checksum, with fields that change while the segment is
-used:
+The superblock continues, outside of that checksum, with fields that change later:
 
     offset  size
-       256    16   the mark's epoch and counter (``kvstore.calls.MasterWipe``)
+       256    16   the removal watermark's epoch and counter (``kvstore.calls.MasterWipe``)
        272     8   the highest epoch of a master that the node has joined
        280     8   xxh3_64 of that epoch
        512     8   checksum of the record of the owner's cluster, from 520 up to its end
        520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of
-                   the places, 0
-       528         the cluster's name, and the places, separated by line feeds
-      3072    64   of a segment in a device's memory: whether its owner lives
-                   (``kvstore.memory.owner_futex``)
+                   the addresses, 0
+       528         the cluster's name, and the addresses, separated by line feeds
+      3072    64   in a device's memory: ``kvstore.memory.owner_futex``
 
-A segment in the memory of a device has its extents there, at the same offsets. Its entry in
-``/dev/shm`` is the superblock alone.
-
-Numbers are little-endian. Everything here is a pure function of the given bytes.
+Numbers are little-endian. Every function here is pure.
 """
 
 from __future__ import annotations
@@ -67,11 +62,10 @@ from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key, Namespace
 
 HEADER_BYTES: Final = 1024
 EXTENT_ALIGN: Final = 1024
-"""Extents start and end at multiples of this. It is as large as the header, so payloads are aligned
-for any tensor and a scan looks at one place per KiB."""
+"""Extents start and end at multiples of this, which aligns payloads for any tensor."""
 
 SUPERBLOCK_BYTES: Final = 4096
-"""The superblock is one page; extents start behind it."""
+"""The superblock is one page; extents follow it."""
 
 FORMAT_VERSION: Final = 1
 """Of headers and superblocks. ``native/rows.h`` has it as well."""
@@ -115,7 +109,7 @@ assert _SUPERBLOCK.size == 256
 
 
 class Header(NamedTuple):
-    """The description of an extent's object. Lengths are bounded by ``kvstore.limits``."""
+    """The object of an extent. ``kvstore.limits`` bounds the lengths."""
 
     namespace: Namespace
     key: Key
@@ -128,26 +122,23 @@ class Header(NamedTuple):
     payload_checksum: int
     """xxh3_64 of the payload, unseeded."""
     descriptor: bytes
-    """What the client needs to restore the payload's type; opaque here."""
+    """Restores the payload's type at the client; opaque here."""
 
 
 HeaderFilter = Callable[[int, Header, bytes], bool]
-"""Whether a scan is to believe a valid header: given the offset of its extent, the header, and the
-bytes where its stamp would be."""
+"""Whether a scan accepts a valid header, given offset, header and the bytes of its MAC."""
 
 
 def extent_bytes(payload_size: int) -> int:
-    """Bytes of the extent of a payload: header and payload, rounded up to ``EXTENT_ALIGN``."""
+    """The size of an extent: header and payload, rounded up to ``EXTENT_ALIGN``."""
     return (HEADER_BYTES + payload_size + EXTENT_ALIGN - 1) & -EXTENT_ALIGN
 
 
 def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset: int) -> int:
-    """Write ``header`` to the start of ``buffer``, valid at ``offset`` of the segment of ``seed``.
-    Returns where it ends.
+    """Writes a header that is valid at ``offset`` of the segment of ``seed``; returns its end.
 
     Args:
-        buffer: at least ``HEADER_BYTES``, writable, ``B``-formatted; bytes behind the descriptor
-            are left as they are.
+        buffer: at least ``HEADER_BYTES``, writable, ``B``-formatted; the rest remains unchanged.
         header: fields within their bounds, which the caller has checked.
         seed: of the segment's header checksums, 64 bits.
         offset: of the extent in its segment, bytes.
@@ -161,20 +152,9 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
     assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
     tail = name + key + parent_key + descriptor
     fixed = _FIXED.pack(
-        _MAGIC,
-        0,
-        FORMAT_VERSION,
-        0,
-        len(name),
-        len(key),
-        len(parent_key),
-        len(descriptor),
-        0,
-        payload_size,
-        epoch,
-        counter,
-        payload_checksum,
-    )
+        _MAGIC, 0, FORMAT_VERSION, 0, len(name), len(key), len(parent_key), len(descriptor), 0,
+        payload_size, epoch, counter, payload_checksum,
+    )  # fmt: skip
     checked = fixed[_CHECKED_FROM:] + tail
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(checked, seed ^ offset))
     packed = _MAGIC + checksum + checked
@@ -183,23 +163,22 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
 
 
 def write_header_mac(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
-    """Writes the stamp (or none, if it is empty) behind the header in ``buffer``, which ends at
-    ``end``. A header without room for it is left without."""
+    """Writes the MAC (empty: none) after the header in ``buffer``, which ends at ``end``, if it
+    fits."""
     if end + len(stamp) <= HEADER_BYTES:
         buffer[end : end + len(stamp)] = stamp
 
 
-def stamp_at(header: Header) -> int:
-    """Where the stamp of this header is, behind its beginning."""
+def header_mac_offset(header: Header) -> int:
+    """The offset of the MAC from the start of the header."""
     name, key, parent, *_, descriptor = header
     return _FIXED.size + len(name.encode()) + len(key) + len(parent or b"") + len(descriptor)
 
 
 def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> Header | None:
-    """The header at the start of ``buffer``, or None if there is no valid one.
+    """Parses the header at the start of ``buffer``; None: it is not valid. Never raises.
 
-    Never raises, whatever the bytes are. Takes a private copy first: the checked bytes are the
-    returned ones, even if ``buffer`` is shared memory that another process writes to.
+    It checks and returns a private copy, because other processes may write to shared memory.
 
     Args:
         buffer: up to ``HEADER_BYTES`` of it are read.
@@ -209,21 +188,10 @@ def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> He
     raw = bytes(buffer[:HEADER_BYTES])
     if raw[:8] != _MAGIC or len(raw) < _FIXED.size:
         return None
-    (
-        _,
-        checksum,
-        version,
-        flags,
-        name_size,
-        key_size,
-        parent_size,
-        descriptor_size,
-        _,
-        payload_size,
-        epoch,
-        counter,
-        payload_checksum,
-    ) = _FIXED.unpack_from(raw)
+    _, checksum, version, flags, *sizes, _, payload_size, epoch, counter, payload_checksum = (
+        _FIXED.unpack_from(raw)
+    )
+    name_size, key_size, parent_size, descriptor_size = sizes
     key_start = _FIXED.size + name_size
     parent_start = key_start + key_size
     descriptor_start = parent_start + parent_size
@@ -244,40 +212,34 @@ def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> He
     except UnicodeDecodeError:
         return None
     return Header(
-        Namespace(namespace),
-        Key(raw[key_start:parent_start]),
-        Key(raw[parent_start:descriptor_start]) if parent_size else None,
-        payload_size,
-        epoch,
-        counter,
-        payload_checksum,
-        raw[descriptor_start:end],
-    )
+        Namespace(namespace), Key(raw[key_start:parent_start]),
+        Key(raw[parent_start:descriptor_start]) if parent_size else None, payload_size, epoch,
+        counter, payload_checksum, raw[descriptor_start:end],
+    )  # fmt: skip
 
 
 def scan(
-    memory: memoryview, seed: int, believed: HeaderFilter | None = None
+    memory: memoryview, seed: int, accepts: HeaderFilter | None = None
 ) -> Iterator[tuple[int, Header]]:
-    """Every valid header of a segment with its offset, ascending; of those, the believed ones.
+    """Yields every valid and accepted header of a segment with its offset, ascending.
 
-    Found extents may overlap: an evicted object's header stays until it is overwritten, and the
-    space behind it may hold a newer object. The caller decides which one counts (the newer version
-    does), so the scan skips no header.
+    Extents may overlap: an evicted object's header stays until it is overwritten, and the space
+    after it may hold a newer object. The caller decides which one counts (the newer version).
 
     Args:
-        memory: the whole segment, ``B``-formatted.
+        memory: the complete segment, ``B``-formatted.
         seed: of its header checksums.
+        accepts: None: every valid header is accepted.
     """
     for start in range(SUPERBLOCK_BYTES, len(memory), _SCAN_BYTES):
         part = memory[start : start + _SCAN_BYTES]
-        yield from scan_part(part, start, len(memory), seed, believed)
+        yield from scan_part(part, start, len(memory), seed, accepts)
 
 
 def scan_part(
-    part: memoryview, start: int, size: int, seed: int, believed: HeaderFilter | None = None
+    part: memoryview, start: int, size: int, seed: int, accepts: HeaderFilter | None = None
 ) -> Iterator[tuple[int, Header]]:
-    """As ``scan``, for a part of a segment of ``size`` bytes. The part begins at ``start``, where
-    an extent may begin."""
+    """As ``scan``, for a part of a segment of ``size`` bytes, from the aligned offset ``start``."""
     magics = np.frombuffer(part, dtype="<u8")[:: EXTENT_ALIGN // 8]
     for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
         at = index * EXTENT_ALIGN
@@ -285,9 +247,9 @@ def scan_part(
         header = unpack(raw, seed, start + at)
         if header is None or start + at + extent_bytes(header.payload_size) > size:
             continue
-        if believed is not None:
-            end = stamp_at(header)
-            if not believed(start + at, header, raw[end : end + STAMP_BYTES]):
+        if accepts is not None:
+            end = header_mac_offset(header)
+            if not accepts(start + at, header, raw[end : end + STAMP_BYTES]):
                 continue
         yield start + at, header
 
@@ -299,14 +261,14 @@ class Superblock(NamedTuple):
     """16 bytes, new at each creation."""
     node: str
     size: int
-    """Bytes of the whole segment, this block included."""
+    """Bytes of the segment, superblock included."""
     seed: int
     generation: int
     """Counts mounts; 0: the owner has closed it."""
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
-    """The first 256 bytes of a segment. The node's name has at most ``NODE_NAME_BYTES_MAX``."""
+    """Packs the first 256 bytes of a segment."""
     uuid, node, size, seed, generation = superblock
     name = node.encode()
     assert len(uuid) == 16
@@ -319,7 +281,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 
 def epoch_checksum(epoch: int) -> int:
-    """The checksum beside ``epoch``: a damaged epoch would raise the epochs of later masters."""
+    """The checksum next to an epoch: a damaged one would raise the epochs of later masters."""
     return xxh3_64_intdigest(_CHECKSUM.pack(epoch))
 
 
@@ -331,13 +293,13 @@ class SegmentOwner(NamedTuple):
     locations: tuple[str, ...] = ()
     """Addresses of its masters, from the node's settings (``kvstore.runtime.host.places_of``)."""
     volatile: bool = False
-    """Memory of a node that a client started: it is not kept for later."""
+    """Memory of a node that a client started: it is not kept."""
     on_device: bool = False
-    """The extents were in the memory of a device, and are gone with their process."""
+    """The extents were in the memory of a device, and ended with their process."""
 
 
 def pack_owner(owner: SegmentOwner) -> bytes:
-    """The bytes to write at ``OWNER_OFFSET``; places that do not fit are left out."""
+    """Packs the bytes at ``OWNER_OFFSET``, without addresses that do not fit."""
     name = owner.cluster.encode()
     places = list(owner.locations)
     while len(text := "\n".join(places).encode()) + len(name) + _OWNER.size > OWNER_BYTES_MAX:
@@ -348,7 +310,7 @@ def pack_owner(owner: SegmentOwner) -> bytes:
 
 
 def unpack_owner(raw: bytes) -> SegmentOwner | None:
-    """The owner in the bytes from ``OWNER_OFFSET`` on; None: damaged, or not written."""
+    """Parses the bytes from ``OWNER_OFFSET``; None: damaged, or not written."""
     checksum, flags, name_size, text_size, _ = _OWNER.unpack_from(raw)
     text_start = _OWNER.size + name_size
     end = text_start + text_size
@@ -363,11 +325,10 @@ def unpack_owner(raw: bytes) -> SegmentOwner | None:
 
 
 def owner_mismatch(left: SegmentOwner, wanted: SegmentOwner) -> str:
-    """Why a node of ``wanted`` may not use memory of the owner ``left``; empty: it may.
+    """The reason why a node of ``wanted`` may not use memory of ``left``; empty: it may.
 
-    If both have a cluster name, the names decide. Otherwise the places do: at least one master must
-    be the same. Memory without either is of a node that was killed at its start, and any node may
-    take it.
+    If both have a cluster name, the names decide; otherwise at least one address of a master must
+    be the same. Any node may use memory without both, which a node left that was killed at start.
     """
     if left.cluster and wanted.cluster:
         if left.cluster == wanted.cluster:
@@ -383,8 +344,7 @@ def owner_mismatch(left: SegmentOwner, wanted: SegmentOwner) -> str:
 
 
 def read_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | str:
-    """The superblock at the start of ``buffer``; or why there is no valid one, which is empty if
-    none has been written."""
+    """Parses the superblock; or returns the reason why it is not valid, empty if there is none."""
     raw = bytes(buffer[: _SUPERBLOCK.size])
     if not any(raw):
         return ""
@@ -402,6 +362,6 @@ def read_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | str:
 
 
 def unpack_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | None:
-    """As ``read_superblock``; None: there is no valid one."""
+    """As ``read_superblock``; None: it is not valid."""
     found = read_superblock(buffer)
     return None if isinstance(found, str) else found

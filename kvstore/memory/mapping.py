@@ -1,8 +1,8 @@
-"""A client's attachment to a segment of its own host.
+"""A client's mapping of a segment on its host.
 
-The memory is mapped once to copy from and to. Values that programs read without a copy are in a
-second mapping, which the processor cannot write to: torch has no read-only tensors, and a write
-into a tensor would change the object for all clients.
+Copies use one mapping. Values that programs read without a copy are in a second one, which the
+processor cannot write to: torch has no read-only tensors, and a write into a tensor would change
+the object for all clients.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictiona
 """The read-only mappings of this process, as arrays of ctypes, by address."""
 
 CLOSE_S: Final = 5.0
-"""How long ``close`` waits for the threads that fill page tables: the kernel fills one piece in
-milliseconds, and longer only on a host without free memory."""
+"""How long ``close`` waits for threads that fill page tables: milliseconds, or longer on a host
+without free memory."""
 
 
 class Mapping:
-    """A client's attachment to a segment on its own host. Threads: any."""
+    """See the module. Threads: any."""
 
     def __init__(self, mapped: mmap.mmap, superblock: layout.Superblock, fd: int) -> None:
         """Internal: use ``attach`` or ``of``. Takes over ``mapped`` and ``fd``."""
@@ -43,7 +43,7 @@ class Mapping:
         self.uuid: Final = superblock.uuid
         self.size: Final = superblock.size
         self.memory: Final = memoryview(mapped)
-        """All of the segment. It stays mapped as long as there is a reference to it."""
+        """All of the segment, mapped while it is referenced."""
         self.writable: Final = not self.memory.readonly
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
         self._shown: memoryview | None = None if self.writable else _readable(mapped)
@@ -55,16 +55,14 @@ class Mapping:
 
     @classmethod
     def attach(cls, shm_name: str, uuid: bytes) -> Mapping:
-        """Maps the entry ``shm_name`` if it is the segment of this ``uuid``. Clients reach other
-        segments over the network.
+        """Maps the entry ``shm_name`` if it is the segment of this ``uuid``.
 
-        Page tables are filled in the background (150 ms per GiB of small pages, 1 ms of huge ones),
-        because a get that has to fault its pages in runs at a third of its speed and a put at a
-        tenth.
+        Fills page tables in the background (150 ms per GiB of small pages, 1 ms of huge ones): page
+        faults slow a get down to a third, a put to a tenth.
 
         Raises:
-            OSError, ValueError: the entry is gone, replaced, another user's, not made by a node, or
-                in another container's ``/dev/shm``; ``str`` says it in one line.
+            OSError, ValueError: the entry is removed, replaced, another user's, not a node's, or in
+                another container's ``/dev/shm``; ``str`` is one line.
         """
         if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
             raise ValueError(f"{shm_name!r} is no name of a segment")
@@ -88,8 +86,8 @@ class Mapping:
 
     @classmethod
     def of(cls, fd: int, uuid: bytes, what: str = "the memory handed over") -> Mapping:
-        """Maps the segment of this ``uuid`` by a descriptor: to read and write, or to read, as it
-        was opened. Takes over ``fd``, also if it raises. The rest is as for ``attach``."""
+        """As ``attach``, by a file descriptor, writable if that is. Takes over ``fd``, also if it
+        raises."""
         try:
             superblock = _checked(fd, what, uuid)
             writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
@@ -100,12 +98,9 @@ class Mapping:
             raise
 
     def readonly_view(self) -> memoryview | None:
-        """All of the segment, for values that programs read where they are; mapped at the first
-        call. The memoryview says that it is writable, because torch accepts no other. But a write
-        ends this process (SIGSEGV), and changes nothing.
-
-        None: this process may not have so many addresses (``ulimit -v``).
-        """
+        """The segment, for values that programs read in place, mapped at the first call. It claims
+        to be writable, because torch accepts no other, but a write kills this process (SIGSEGV).
+        None: the address space is too small (``ulimit -v``)."""
         if not self._is_shown:
             uninterrupted(self._show)
         return self._shown
@@ -121,28 +116,26 @@ class Mapping:
 
     @property
     def generation(self) -> int:
-        """The generation of the owner's mount; 0: the owner has closed the segment, or ``close``
-        was called. One aligned word: never torn."""
+        """The generation of the owner's mount; 0: the owner, or ``close``, has closed it."""
         return 0 if self._is_closed else self._words[layout.GENERATION_OFFSET // 8]
 
     @property
     def is_current(self) -> bool:
-        """Whether the segment still exists: its owner has not closed it, and its file has a name,
-        under which its node finds it again."""
+        """Whether the owner has not closed the segment, and its file still has a name."""
         with contextlib.suppress(OSError):  # ``close`` is called meanwhile
             return self.generation != 0 and os.fstat(self._fd).st_nlink > 0
         return False
 
     def watch(self, generation: int) -> Callable[[], bool]:
-        """Returns a function that tells whether the owner's mount still has ``generation``. The
-        function keeps the memory mapped."""
+        """A function that checks whether the owner's mount still has ``generation``; keeps the
+        memory mapped."""
         start = layout.GENERATION_OFFSET
         word = self.memory[start : start + 8].cast("Q")
         return lambda: word[0] == generation
 
     def close(self) -> None:
-        """Marks the mapping as closed, and ends its threads. Drop the mapping then: the memory is
-        unmapped when no call and no view refers to it. Idempotent."""
+        """Closes the mapping, and ends its threads. The memory is unmapped when no call and no view
+        refers to it. Idempotent."""
         with self._showing:
             if not self._is_closed:
                 self._is_closed = True
@@ -169,10 +162,7 @@ class Mapping:
 
 
 def _checked(fd: int, what: str, uuid: bytes) -> layout.Superblock:
-    """
-    Raises:
-        OSError, ValueError: it is not the segment of this ``uuid``, as a node has made it.
-    """
+    """Raises OSError or ValueError: it is not the segment of this ``uuid``, as a node made it."""
     superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
     if superblock is None or superblock.uuid != uuid:
         raise ValueError(f"{what} is the memory of another node, or of an earlier start")
@@ -198,7 +188,7 @@ def _mapped(fd: int, what: str, size: int, access: int) -> mmap.mmap:
 
 
 def _readable(mapped: mmap.mmap) -> memoryview:
-    """A memoryview that claims to be writable, over a mapping that is not, which it keeps."""
+    """A memoryview that claims to be writable, over a read-only mapping, which it keeps."""
     memory = memoryview(mapped)
     address = address_of(memory)
     array: Any = (ctypes.c_char * len(memory)).from_address(address)
@@ -208,7 +198,7 @@ def _readable(mapped: mmap.mmap) -> memoryview:
 
 
 def is_shown(memory: memoryview) -> bool:
-    """Whether this memory is of a mapping that the processor cannot write to."""
+    """Whether this memory is in a read-only mapping."""
     if not _SHOWN:
         return False
     address = address_of(memory)

@@ -1,4 +1,4 @@
-"""NUMA nodes of this host: lists them, and binds threads to the processors of one."""
+"""NUMA nodes of this host, and the binding of threads to one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODES: Final = Path("/sys/devices/system/node")
 
 
 def nodes_with_memory() -> list[int]:
-    """The NUMA nodes that have memory, in order; only node 0 if the kernel does not tell."""
+    """The NUMA nodes with memory, in order; node 0 alone if they are unknown."""
     try:
         return _numbers((NODES / "has_memory").read_text())
     except OSError:
@@ -20,10 +20,7 @@ def nodes_with_memory() -> list[int]:
 
 
 def check_node(number: int) -> None:
-    """
-    Raises:
-        ConfigError: there is no such node, or it has no memory.
-    """
+    """Raises ConfigError: there is no such node, or it has no memory."""
     known = nodes_with_memory()
     if number not in known:
         raise ConfigError(
@@ -34,12 +31,12 @@ def check_node(number: int) -> None:
 
 
 def processors_of(number: int) -> set[int]:
-    """The processors of a NUMA node that this process may use; empty: there is none."""
+    """The processors of a NUMA node that this process may use."""
     try:
-        there = _numbers((NODES / f"node{number}" / "cpulist").read_text())
+        found = _numbers((NODES / f"node{number}" / "cpulist").read_text())
     except OSError:
         return set()
-    return set(there) & os.sched_getaffinity(0)
+    return set(found) & os.sched_getaffinity(0)
 
 
 def run_on(number: int) -> None:

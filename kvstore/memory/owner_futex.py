@@ -1,12 +1,10 @@
-"""A word in shared memory that says whether the owner of a segment lives.
+"""A robust mutex in the superblock: its word tells clients whether the owner of a segment lives.
 
-Memory of a device ends with its process, and the kernel frees it without a sign to those who copy
-from it. The owner therefore holds a robust mutex in the superblock. When a thread ends, however it
-ends, the kernel first marks the mutexes that the thread holds, and only then gives up the memory
-map and the files of its process, with which the driver of a device frees memory. So memory was
-there during a copy if the word says so after the copy.
+Memory of a device ends with its process, and clients that copy from it get no error. When a thread
+ends, the kernel first marks its robust mutexes, then releases the memory map and the files, with
+which the driver frees memory. So the memory existed during a copy if the word says so afterwards.
 
-The C library must be glibc, which keeps the word at the beginning of the mutex.
+The C library must be glibc, which has the word at the start of the mutex.
 """
 
 from __future__ import annotations
@@ -20,26 +18,24 @@ from kvstore.errors import StartupError
 from kvstore.memory.pages import map_at
 
 MUTEX_BYTES: Final = 64
-"""As much as a ``pthread_mutex_t`` takes on any processor."""
+"""The size of a ``pthread_mutex_t`` on any processor, at most."""
 
 _OF_THREAD: Final = 0x3FFF_FFFF
-"""Bits of the word that hold the thread's number; the kernel clears them."""
+"""Bits of the thread's number, which the kernel clears."""
 _SHARED: Final = 1
 _ROBUST: Final = 1
 
 
 def is_owner_alive(word: int) -> bool:
-    """Whether the thread that has called ``acquire_owner_futex`` lives; ``word``: the first 32
-    bits."""
+    """Whether the thread that acquired the futex lives, by its first 32 bits."""
     return bool(word & _OF_THREAD)
 
 
 def acquire_owner_futex(fd: int, offset: int) -> int:
-    """Makes the word at ``offset`` of a file say that this thread lives; returns what
-    ``release_owner_futex`` takes.
+    """Locks the mutex at ``offset`` of a file; returns its address, for ``release_owner_futex``.
 
-    The page is mapped a second time, at an address that no object of Python owns: if the mapping
-    went before the thread, as objects do when the interpreter ends, the kernel could not mark it.
+    Maps the page a second time, at an address that no Python object owns: the interpreter unmaps
+    objects before the thread ends, and the kernel could not mark the mutex then.
 
     Args:
         offset: a multiple of 64, in the file's first page.
@@ -64,14 +60,13 @@ def acquire_owner_futex(fd: int, offset: int) -> int:
     return page + offset
 
 
-def release_owner_futex(held: int) -> bool:
-    """Makes the word say that the owner is gone. False: another thread called
-    ``acquire_owner_futex``."""
+def release_owner_futex(address: int) -> bool:
+    """Unlocks the mutex. False: another thread holds it."""
     try:
-        _call("pthread_mutex_unlock", ctypes.c_void_p(held))
+        _call("pthread_mutex_unlock", ctypes.c_void_p(address))
     except OSError:
         return False
-    _call("munmap", ctypes.c_void_p(held & -mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE))
+    _call("munmap", ctypes.c_void_p(address & -mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE))
     return True
 
 

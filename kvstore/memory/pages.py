@@ -1,10 +1,8 @@
 """Pages of a mapping: pre-faulting, huge pages, locking, and binding to a NUMA node.
 
-The first touch of a page is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of 32,
-a put at 3 instead of 40. ``docs/memory.md`` says what each of these calls costs and gains.
-
-The calls go through ctypes, which releases the GIL meanwhile (``mmap.madvise`` does not), so that
-several threads can clear pages at once.
+The first access to a page is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of
+32, a put at 3 instead of 40 (``docs/memory.md``). The calls use ctypes, which releases the GIL
+(``mmap.madvise`` does not), so threads can clear pages in parallel.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def _function(name: str) -> Callable[..., int]:
 
 
 def _at(memory: mmap.mmap | memoryview, start: int = 0) -> Any:
-    """A pointer into ``memory``, which keeps it mapped as long as the pointer exists."""
+    """A pointer into ``memory``, which keeps it mapped."""
     return ctypes.byref(ctypes.c_char.from_buffer(memory, start))
 
 
@@ -47,10 +45,8 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: int) -> bool:
-    """Bring in ``length`` bytes from ``start``, both multiples of the page size.
-
-    Returns:
-        False if the kernel (before 5.14) lacks this call; then the caller has to touch the pages.
+    """Maps ``length`` bytes from ``start``, both multiples of the page size. Returns False if the
+    kernel (before 5.14) lacks this call.
 
     Raises:
         OSError: the kernel cannot provide the pages.
@@ -65,7 +61,7 @@ def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: in
 
 
 def map_at(address: int | None, length: int, access: int, flags: int, fd: int) -> int:
-    """``mmap`` of libc, for mappings that no object of Python owns: the address. Raises OSError."""
+    """Calls libc's ``mmap``, for mappings that no Python object owns. Raises OSError."""
     map_pages: Any = ctypes.CDLL(None, use_errno=True).mmap
     map_pages.restype = ctypes.c_void_p
     map_pages.argtypes = [
@@ -82,8 +78,7 @@ def zero(memory: mmap.mmap | memoryview, start: int, length: int) -> None:
 
 
 def prefer_huge(memory: mmap.mmap) -> None:
-    """Asks for huge pages for later allocations. The kernel may not grant them (``huge_bytes``
-    tells); a kernel without huge pages ignores the call."""
+    """Requests huge pages for later allocations; the kernel may provide none (``huge_bytes``)."""
     try:
         _call("madvise", _at(memory), ctypes.c_size_t(len(memory)), _HUGEPAGE)
     except OSError as error:
@@ -92,7 +87,7 @@ def prefer_huge(memory: mmap.mmap) -> None:
 
 
 def lock_on_fault(memory: mmap.mmap) -> None:
-    """Locks pages that are faulted in from now on, as long as they are mapped: no swapping.
+    """Locks pages in memory from their first access on, as long as they are mapped.
 
     Raises:
         OSError: EPERM or ENOMEM, beyond the limit of locked memory; then nothing is locked.
@@ -101,7 +96,7 @@ def lock_on_fault(memory: mmap.mmap) -> None:
 
 
 def bind(memory: mmap.mmap, numa_node: int) -> None:
-    """Makes the kernel take new pages of the mapping, for any process, from this NUMA node alone.
+    """Binds new pages of the mapping, of any process, to one NUMA node.
 
     Raises:
         OSError: this process may not use the node (EINVAL), or the kernel lacks the call (ENOSYS).
@@ -117,8 +112,7 @@ def bind(memory: mmap.mmap, numa_node: int) -> None:
 
 
 def huge_bytes(memory: mmap.mmap) -> int:
-    """How many bytes of a mapping huge pages hold, as the kernel says. The kernel walks the page
-    tables: some milliseconds per GiB of small pages."""
+    """The bytes of a mapping in huge pages. Costs some milliseconds per GiB of small pages."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     here = False
     found = 0

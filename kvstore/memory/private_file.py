@@ -1,9 +1,7 @@
-"""The private file of a segment: what its node needs to know at its next start, and what no client
-may change.
+"""The private file of a segment: records for the node's next start that no client may change.
 
-It is beside the segment's entry, in ``/dev/shm``, because clients map all of the segment. Only the
-node's user may open it. It names the segment's uuid: the file of an earlier segment of that name is
-of no use. Memory of a process without an identity has no such file.
+Only the node's user may open it. It names the segment's uuid, which makes the file of an earlier
+segment of that name invalid. Memory of a process without an identity has no private file.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Final, NamedTuple
 
 from kvstore.calls import NO_VERSION, Version
 from kvstore.errors import StartupError
-from kvstore.memory.shm_entries import key_path, open_entry, unlink_entry
+from kvstore.memory.shm_entries import open_entry, unlink_entry
 
 log = logging.getLogger("kvstore.node")
 
@@ -30,23 +28,23 @@ class PrivateState(NamedTuple):
     uuid: bytes
     """Of the segment; 16 bytes."""
     key: bytes
-    """Of the segment's stamps; 16 bytes, random."""
+    """Key of the header MACs; 16 random bytes."""
     removal_watermark: Version = NO_VERSION
-    """As ``OwnedSegment.removal_watermark``."""
+    """As ``Medium.removal_watermark``."""
     epoch: int = 0
-    """As ``OwnedSegment.epoch``."""
+    """As ``Medium.epoch``."""
 
 
 class PrivateFile:
-    """See the module. Threads: any may ``change`` it; it blocks for microseconds."""
+    """See the module. Threads: any may ``change`` it."""
 
-    def __init__(self, shm_name: str, uuid: bytes) -> None:
-        """Reads the file of the segment that this process owns, or makes it with a new key.
+    def __init__(self, path: str, uuid: bytes) -> None:
+        """Reads the file of the segment that this process owns, or creates it with a new key.
 
         Raises:
             StartupError: the file cannot be written, or is another user's.
         """
-        self._path: Final = key_path(shm_name)
+        self._path: Final = path
         self._changing: Final = threading.Lock()
         self.now = _left(self._path)
         if self.now.uuid == uuid:
@@ -57,18 +55,15 @@ class PrivateFile:
             self._write()
         except OSError as error:
             raise StartupError(
-                f"the key of the memory's stamps cannot be kept in {self._path}: {error.strerror}",
+                f"the key of the header MACs cannot be kept in {self._path}: {error.strerror}",
                 advice="If the file is another user's, remove it as that user, or choose another "
                 "--name. Otherwise a node with an identity needs a writable /dev/shm.",
                 path=self._path,
             ) from error
 
     def change(self, change: Callable[[PrivateState], PrivateState]) -> None:
-        """Changes what the file says; makes it again if somebody has removed it.
-
-        If the file cannot be written, it is removed, and that is logged: the next start discards
-        memory without its file.
-        """
+        """Changes the records, and writes the file, also if it was removed. If it cannot be
+        written, it is removed and logged: the next start discards memory without its file."""
         with self._changing:
             self.now = change(self.now)
             try:
@@ -78,7 +73,7 @@ class PrivateFile:
                 self._unlink()
 
     def remove(self) -> None:
-        """Removes the file, unless it is another segment's by now."""
+        """Removes the file, unless it is another segment's."""
         with self._changing:
             self._unlink()
 
@@ -88,17 +83,17 @@ class PrivateFile:
                 os.unlink(self._path)
 
     def _write(self) -> None:
-        """Writes all of the file by one call, within one page: if the process is killed, the file
-        says what it said before, or all that is new. Needs no room if the file is there.
+        """Writes the file by one call, within one page: if the process is killed, the file has the
+        old or the new content. Needs no space if the file exists.
 
         Raises:
             OSError: also if the file is another segment's or another user's.
         """
         uuid, key, mark, epoch = self.now
-        there = _left(self._path).uuid
-        if not there:
+        uuid_before = _left(self._path).uuid
+        if not uuid_before:
             unlink_entry(self._path)
-        flags = 0 if there == uuid else os.O_CREAT | os.O_EXCL
+        flags = 0 if uuid_before == uuid else os.O_CREAT | os.O_EXCL
         fd = open_entry(self._path, os.O_WRONLY | flags)
         try:
             os.write(fd, _FILE.pack(uuid, key, *mark, epoch))
@@ -106,13 +101,13 @@ class PrivateFile:
             os.close(fd)
 
 
-def has_private(shm_name: str, uuid: bytes) -> bool:
-    """Whether the segment of this uuid has a private file."""
-    return _left(key_path(shm_name)).uuid == uuid
+def has_private(path: str, uuid: bytes) -> bool:
+    """Whether the segment of this uuid has a private file at ``path``."""
+    return _left(path).uuid == uuid
 
 
 def _left(path: str) -> PrivateState:
-    """What is in the file; without a uuid: there is none that only this user could have written."""
+    """Reads the file; without a uuid: there is none that only this user could have written."""
     nothing = PrivateState(b"", b"")
     try:
         fd = open_entry(path, os.O_RDONLY)

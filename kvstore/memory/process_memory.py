@@ -1,4 +1,4 @@
-"""This process's memory by address, as engines hand it over."""
+"""Memory of this process by address, as engines pass it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def address_of(memory: memoryview) -> int:
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """This process's memory at an address, flat; read-only where it is mapped so. Does not keep it
-    alive.
+    """A flat memoryview of memory at an address, read-only if mapped so. Does not keep it alive.
 
     Raises:
         InvalidArgumentError: not a range of addresses, or memory that the processor cannot read: of
@@ -49,8 +48,8 @@ def memory_at(address: int, size: int) -> memoryview:
 
 
 def _mapped(address: int, size: int) -> tuple[int | None, bool]:
-    """How the range is mapped: the first address that cannot be read, or None; and whether all of
-    it can be written. Without ``/proc`` the range counts as readable and writable."""
+    """The first address of the range that cannot be read, or None; and whether all of it can be
+    written. Without ``/proc`` the range counts as readable and writable."""
     at, is_writable = address, True
     try:
         with open("/proc/self/maps", "rb") as maps:
@@ -71,8 +70,7 @@ def _mapped(address: int, size: int) -> tuple[int | None, bool]:
 
 
 def cuda_device_at(address: int) -> str:
-    """The CUDA device that alone can use the memory at this address: ``cuda:0``; empty: the
-    processor can, or this process does not use CUDA, and has no such memory."""
+    """The CUDA device (``cuda:0``) of memory that the processor cannot use; empty: it can."""
     try:
         cuda = ctypes.CDLL(_CUDA, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

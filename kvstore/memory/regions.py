@@ -1,4 +1,4 @@
-"""A set of disjoint regions of this process's memory, which are found by address."""
+"""Disjoint regions of this process's memory, by address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
-        """Replaced as a whole, never changed."""
+        """Replaced, never changed."""
 
     def add(self, region: Region) -> None:
         """``region`` must overlap none of the others."""
@@ -38,7 +38,7 @@ class Regions:
         self._regions = regions
 
     def take(self, start: int) -> Region | None:
-        """Takes out the region that begins at ``start``; None: there is none."""
+        """Removes and returns the region at ``start``; None: there is none."""
         found = [each for each in self._regions if each.start == start]
         self._regions = [each for each in self._regions if each.start != start]
         return found[0] if found else None
@@ -49,7 +49,7 @@ class Regions:
         return any(each.overlaps(region.start, region.stop) for each in beside)
 
     def holding(self, start: int, length: int) -> Region | None:
-        """The region that holds all of these bytes; None: there is none."""
+        """The region that contains all of these bytes; None: there is none."""
         regions = self._regions
         index = bisect_right(regions, start, key=_start) - 1
         if index < 0 or start + length > regions[index].stop:

@@ -1,17 +1,13 @@
-"""Descriptors of a segment for processes of other users: one to read, one to read and write.
+"""File descriptors of a segment for processes of other users: one to read, one to read and write.
 
-The kernel fixes what a descriptor can do when it is opened. One that was opened to read cannot be
-mapped to write. One that was opened under Landlock (Linux 6.2) without the right to truncate cannot
-shorten the file, in whichever process: others that touch the missing pages would die of SIGBUS.
-Seals of a memfd would forbid the same, but a memfd has no name, and so no memory for the next start
-of the node.
+The kernel fixes the permissions of a file descriptor when it is opened. A read-only one cannot be
+mapped writable. One that was opened under Landlock (Linux 6.2) without the permission to truncate
+cannot shorten the file, which would kill processes that access the missing pages (SIGBUS). Seals of
+a memfd do the same, but a memfd has no name under which the node's next start could find it.
 
-Nothing forbids who may write to make the file longer (``fallocate``), or to free pages in it
-(``MADV_REMOVE``), which come back with zeros when they are touched, or end who touches them if
-``/dev/shm`` is full. The node's next start undoes both.
-
-A process of the file's own user can open the file anew, with all rights: the kernel does not keep
-processes of one user apart.
+A writer can make the file longer (``fallocate``), or free pages in it (``MADV_REMOVE``): they read
+as zeros, or kill a process that accesses them while ``/dev/shm`` is full. The node's next start
+repairs both. A process of the file's own user can open the file again, with all permissions.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ _ABI_OF_TRUNCATE: Final = 3
 
 
 class SharedDescriptors(NamedTuple):
-    """Descriptors to hand to other processes."""
+    """File descriptors for other processes."""
 
     to_read: int
     to_write: int
@@ -49,15 +45,14 @@ class SharedDescriptors(NamedTuple):
 
 
 def lend(fd: int) -> SharedDescriptors:
-    """Descriptors of the same file, which the caller owns. They share neither lock nor offset with
-    ``fd``.
+    """Opens the file of ``fd`` again, for the caller; lock and offset are not shared.
 
     Raises:
         OSError: the file cannot be opened again.
     """
     opened: list[SharedDescriptors | OSError] = []
 
-    def run() -> None:  # Landlock restricts this thread for good, and no other
+    def run() -> None:  # Landlock restricts this thread permanently, and no other
         try:
             opened.append(_open(f"/proc/self/fd/{fd}"))
         except OSError as error:
@@ -83,8 +78,8 @@ def _open(path: str) -> SharedDescriptors:
 
 
 def _forbid_truncation() -> bool:
-    """Descriptors that this thread opens from now on cannot truncate. False: the kernel, or who
-    configured it, does not offer that."""
+    """Forbids truncation by file descriptors that this thread opens from now on. False: the kernel
+    does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION) < _ABI_OF_TRUNCATE:
         return False

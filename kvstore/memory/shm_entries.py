@@ -1,15 +1,12 @@
-"""Entries of ``/dev/shm`` and of hugetlbfs: their names, their owners, and what was left behind.
+"""Entries of ``/dev/shm`` and of hugetlbfs: names, owners, and leftover memory.
 
-The owner of a segment holds an exclusive ``flock`` on its entry for as long as it lives. So a name
-has one owner at a time, and an entry without a lock was left by an owner that was killed. A segment
-of reserved huge pages is an entry of the same name in a hugetlbfs; the code looks in all of
-``directories()`` to find it.
+The owner of a segment holds an exclusive ``flock`` on its entry while it lives. So a name has one
+owner at a time, and an entry without a lock is leftover memory of a killed owner. A segment of
+reserved huge pages is an entry of the same name in a hugetlbfs, one of ``directories()``.
 
-A left-over entry is unlinked and never made shorter than its segment: a client may still map the
-old memory, and would die of SIGBUS.
-
-Every user may make entries in these folders, under any name. So all of them are opened by
-``open_entry``, which checks on the descriptor whose file it is.
+Leftover entries are unlinked, but never made shorter than their segment: a client that maps the
+memory would be killed (SIGBUS). Every user may create entries in these directories, so
+``open_entry`` opens all of them, and checks the owner on the file descriptor.
 """
 
 from __future__ import annotations
@@ -40,24 +37,23 @@ from kvstore.runtime.host import SHM_DIRECTORY
 SHM_PREFIX: Final = "kvstore."
 
 SOCKET_PREFIX: Final = "kvstore-socket."
-"""What the names of nodes' sockets begin with: a node cannot have clients talk to another program's
-(``kvstore.security.descriptor_server``)."""
+"""Prefix of nodes' sockets, so that a node cannot direct clients to another program's socket."""
 
 KEY_PREFIX: Final = "kvstore-key."
-"""What the names of private files of segments begin with (``kvstore.memory.private_file``)."""
+"""Prefix of private files (``kvstore.memory.private_file``)."""
 
 ENTRY_GONE: Final = (
     "another program has removed it. systemd does so when the last session of a user ends "
     "(RemoveIPC=yes in logind.conf), unless it is a system user. Clients that start from now on "
     "use tcp, and the objects are lost when the node ends: drain it, and start it again"
 )
-"""What a removed entry means, for a log and for advice."""
+"""The effect of a removed entry, for a log and for advice."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def directories() -> Iterator[str]:
-    """Where segments are: ``/dev/shm``, then each hugetlbfs of this host."""
+    """Directories of segments: ``/dev/shm``, then each hugetlbfs."""
     yield SHM_DIRECTORY
     with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
         for line in mounts:
@@ -67,12 +63,12 @@ def directories() -> Iterator[str]:
 
 
 def is_own(file: os.stat_result) -> bool:
-    """Whether this user has made the file: what a node takes for its own."""
+    """Whether this user owns the file: a node accepts no other."""
     return file.st_uid == os.geteuid()
 
 
 def is_removable(file: os.stat_result) -> bool:
-    """Whether this user may remove the file. Nothing that it says is believed."""
+    """Whether this user may remove the file. Its content is not trusted."""
     return is_own(file) or os.geteuid() == 0
 
 
@@ -81,15 +77,14 @@ def open_entry(
     flags: int = os.O_RDWR,
     accepts: Callable[[os.stat_result], bool] = is_own,
 ) -> int:
-    """A descriptor of a regular file in a folder where others may make files, too. Follows no link,
-    and waits for no other end of a pipe.
+    """Opens a regular file in a directory of several users. Follows no link, blocks on no pipe.
 
     Args:
         flags: with ``O_CREAT``, a new file has mode 600.
-        accepts: whose files are opened.
+        accepts: selects the files by their owner.
 
     Raises:
-        PermissionError: it is another user's, or this user may not open it.
+        PermissionError: another user owns it, or this user may not open it.
         OSError: as ``os.open``; it is no regular file.
     """
     try:
@@ -108,8 +103,8 @@ def open_entry(
 
 
 def open_shared(path: str) -> int:
-    """As ``open_entry``, for a client: memory of a node of its own user, of root, or of a group in
-    which this process is (``--shm-group``). Root opens the memory of every user's node."""
+    """As ``open_entry``, for a client: memory of a node of its own user, of root, or of a group of
+    this process (``--shm-group``). Root opens the memory of every user."""
     groups = (os.getegid(), *os.getgroups())
 
     def is_shared(file: os.stat_result) -> bool:
@@ -130,14 +125,10 @@ def _owner_of(path: str | os.PathLike[str]) -> str:
 
 
 def free_node_name(base: str, owner: layout.SegmentOwner, avoid: Collection[str] = ()) -> str:
-    """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
-    otherwise the first that no live process, other user or other cluster has.
+    """The first of ``base``, ``base-2``, ``base-3`` ... with leftover memory of ``owner``'s
+    cluster; otherwise the first that no live process, other user or other cluster has.
 
-    A suggestion: two processes that ask at once get the same name; ``OwnedSegment.create`` decides.
-
-    Args:
-        owner: the cluster that the name is for.
-        avoid: names that cannot be used.
+    A suggestion: concurrent processes get the same name, and ``OwnedSegment.create`` decides.
     """
     places = tuple(directories())
     known = _numbers(base, places)
@@ -163,8 +154,8 @@ def _numbered(base: str, number: int) -> str:
 
 
 def _numbers(base: str, places: Collection[str]) -> set[int]:
-    """The numbers of the entries ``base``, ``base-2`` ... that exist: few, but they may be large (a
-    master's own node is called after its port)."""
+    """The numbers of the entries ``base``, ``base-2`` ... that exist: few, maybe large (a master's
+    own node is named after its port)."""
     pattern = re.compile(rf"{re.escape(SHM_PREFIX + base)}(?:-([2-9]|[1-9]\d{{1,5}}))?")
     numbers: set[int] = set()
     for directory in places:
@@ -175,18 +166,18 @@ def _numbers(base: str, places: Collection[str]) -> set[int]:
 
 
 def socket_name(shm_name: str) -> str:
-    """The entry in ``/dev/shm`` of the socket where the owner of this segment hands it over. Short,
-    because the path of a socket has 107 bytes at most."""
+    """The entry in ``/dev/shm`` of the socket that passes this segment's file descriptors. Short:
+    the path of a socket has 107 bytes at most."""
     return SOCKET_PREFIX + hashlib.sha256(shm_name.encode()).hexdigest()[:16]
 
 
 def key_path(shm_name: str) -> str:
-    """The private file of this segment, wherever the segment is."""
-    return f"{SHM_DIRECTORY}/{KEY_PREFIX}{shm_name.removeprefix(SHM_PREFIX)}"
+    """Path of the private file of a segment of the host's memory, given its name or path."""
+    return f"{SHM_DIRECTORY}/{KEY_PREFIX}{os.path.basename(shm_name).removeprefix(SHM_PREFIX)}"
 
 
 def _beside(name: str) -> tuple[str, str]:
-    """What a node of this name makes in ``/dev/shm`` besides its segment."""
+    """Paths of the other entries of a node of this name."""
     shm_name = SHM_PREFIX + name
     return f"{SHM_DIRECTORY}/{socket_name(shm_name)}", key_path(shm_name)
 
@@ -196,25 +187,24 @@ class LeftoverSegment(NamedTuple):
 
     path: str
     node: str
-    """Empty: the process was killed before its segment was ready, and the memory has no objects."""
+    """Empty: the process was killed before its segment was ready."""
     owner: layout.SegmentOwner
     size: int
     """Bytes of the file."""
     held: int
-    """Bytes of memory in use."""
+    """Bytes of memory used."""
     uuid: bytes = b""
 
     @property
     def name(self) -> str:
-        """The name under which a node finds this memory again."""
+        """The node name that attaches this memory."""
         return os.path.basename(self.path).removeprefix(SHM_PREFIX)
 
 
 def read_left(
     path: str, accepts: Callable[[os.stat_result], bool] = is_own
 ) -> LeftoverSegment | None:
-    """The memory that a dead process left at ``path``; None: there is none, it is another user's,
-    or the process is alive."""
+    """Leftover memory at ``path``; None: none, or a live process or another user owns it."""
     try:
         fd = open_left(path, accepts)
     except NodeNameTakenError:
@@ -228,7 +218,7 @@ def read_left(
 
 
 def left_overs() -> list[LeftoverSegment]:
-    """All memory on this host that no living process owns and this user may remove."""
+    """All leftover memory on this host that this user may remove."""
     found = []
     for directory in directories():
         with contextlib.suppress(OSError):
@@ -240,10 +230,7 @@ def left_overs() -> list[LeftoverSegment]:
 
 
 def remove_left(left: LeftoverSegment) -> bool:
-    """Frees left-over memory; False: a process has taken it meanwhile, or it is gone.
-
-    The entry is locked during the removal, so that no node attaches it in between.
-    """
+    """Frees leftover memory, under its lock; False: it is attached, or was removed."""
     try:
         fd = open_left(left.path, is_removable)
     except NodeNameTakenError:
@@ -286,8 +273,7 @@ def check_name(name: str) -> None:
 
 
 def group_id(group: str) -> int:
-    """The id of a group, given its name or number; -1: none. Raises ConfigError if there is no such
-    group."""
+    """The id of a group, by name or number; -1: none. Raises ConfigError: it does not exist."""
     if not group:
         return -1
     if group.isascii() and group.isdigit():
@@ -303,7 +289,7 @@ def group_id(group: str) -> int:
 
 
 def set_access(fd: int, path: str, group: int) -> None:
-    """Lets the owner's user, and the members of ``group`` unless that is -1, map the entry.
+    """Permits the owner's user, and the members of ``group`` (-1: none), to map the entry.
 
     Raises:
         StartupError: this user may not give the entry to that group.
@@ -321,15 +307,13 @@ def set_access(fd: int, path: str, group: int) -> None:
 
 
 def is_of_a_node(there: os.stat_result) -> bool:
-    """Whether an entry is as ``set_access`` leaves it: a file that only a user and a group may
-    open. Everybody may make entries, and clients are told only a name: other entries are not a
-    node's."""
+    """Whether only a user and a group may open this file, as after ``set_access``: other entries
+    are not a node's."""
     return stat.S_ISREG(there.st_mode) and not there.st_mode & 0o007
 
 
 def reclaim_elsewhere(shm_name: str, directory: str) -> None:
-    """Removes memory that a killed owner of this name left in directories other than
-    ``directory``."""
+    """Removes leftover memory of this name in other directories."""
     for other in directories():
         path = f"{other}/{shm_name}"
         if other == directory or not os.path.lexists(path):
@@ -341,7 +325,7 @@ def reclaim_elsewhere(shm_name: str, directory: str) -> None:
 
 
 def open_locked(path: str) -> int:
-    """A descriptor of a new, empty, locked entry. A left-over one is unlinked first."""
+    """Opens a new, empty, locked entry. Unlinks a leftover one."""
     while True:
         try:
             fd = open_entry(path, os.O_RDWR | os.O_CREAT)
@@ -355,8 +339,7 @@ def open_locked(path: str) -> int:
             ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The entry's owner may have removed it between open and lock: then the lock is on an
-            # inode without a name, and the next round makes a new entry.
+            # If the owner removed the entry before the lock, the inode has no name: try again.
             is_current = is_same_file(fd, path)
             if is_current and os.fstat(fd).st_size == 0:
                 return fd
@@ -372,7 +355,7 @@ def open_locked(path: str) -> int:
 
 
 def open_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> int:
-    """A locked descriptor of the entry that a previous process left; -1: there is none."""
+    """Opens and locks a leftover entry; -1: there is none."""
     try:
         fd = open_entry(path, accepts=accepts)
     except FileNotFoundError:
@@ -393,9 +376,8 @@ def open_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> 
 def left_superblock(
     fd: int, path: str, node: str, size: int, *, volatile: bool
 ) -> layout.Superblock | None:
-    """The superblock of left-over memory that can be the segment of that node and size; None: its
-    process was killed before it wrote one. The file may be longer: a client that may write can do
-    that (``kvstore.memory.shared_descriptors``)."""
+    """The superblock of leftover memory of that node and size; None: its process was killed before
+    it wrote one. The file may be longer: writers can do that."""
     superblock = layout.read_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
     if isinstance(superblock, str):
         why = superblock
@@ -440,7 +422,7 @@ def of_no_use(path: str, why: str, *, volatile: bool = False) -> LeftOverMemoryE
 
 def _name_taken(path: str) -> NodeNameTakenError:
     owner = "a running process"
-    with contextlib.suppress(OSError):  # it is gone by now
+    with contextlib.suppress(OSError):  # it was removed
         file = os.lstat(path)
         if not (is_own(file) and stat.S_ISREG(file.st_mode)):
             owner = _owner_of(path)
@@ -462,8 +444,7 @@ def is_same_file(fd: int, path: str) -> bool:
 def is_locked(
     path: str | os.PathLike[str], accepts: Callable[[os.stat_result], bool] = is_removable
 ) -> bool:
-    """Whether a living process owns this entry. Raises OSError if the entry is gone or another
-    user's."""
+    """Whether a live process owns this entry. Raises OSError: it is removed or another user's."""
     fd = open_entry(path, accepts=accepts)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -475,7 +456,7 @@ def is_locked(
 
 
 def _is_taken(path: str) -> bool:
-    """Whether a segment of that name exists, so that none can be created."""
+    """Whether a segment at this path prevents a new one."""
     try:
         return is_locked(path, is_own)
     except FileNotFoundError:
@@ -495,6 +476,6 @@ def unlink_entry(path: str) -> None:
 
 
 def unlink_own(path: str) -> None:
-    """As ``unlink_entry``; what cannot be removed, such as an entry of another user, stays."""
+    """As ``unlink_entry``, if possible."""
     with contextlib.suppress(OSError):
         os.unlink(path)

@@ -24,8 +24,8 @@ from kvstore.memory.header import (
     SUPERBLOCK_BYTES,
     WIPE,
 )
+from kvstore.memory.medium import RangeAccess
 from kvstore.memory.process_memory import address_of
-from kvstore.memory.segment import RangeAccess
 from kvstore.native import interface
 from kvstore.native.interface import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header

@@ -5,12 +5,11 @@
                                   │  └──────┤ resume: the master still knows this node
                                   └─ fence ◄┘ refused: a new master, or it declared this node dead
 
-*Fencing* stops all writes under older grants, and all reads: the node raises the segment's
-generation, which stops clients that use shared memory and refuses new data connections of the older
-generation; it closes open connections; and it moves a transfer engine's segment to another address.
-Only then does the node leave, or join anew and report its objects (``kvstore.node.inventory``). The
-master grants no space on the node before it knows all of its objects and the leases of the previous
-master have ended.
+*Fencing* stops all reads, and all writes of older grants: the node raises the segment's generation,
+which stops clients that map the memory and rejects new connections of the older generation, closes
+open connections, and moves a transfer engine's segment to another address. Only then it leaves, or
+joins again and reports its objects (``kvstore.node.inventory``). The master grants no space on the
+node before it knows all objects and the leases of the previous master have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from kvstore.calls import (
     NodeLeave,
     NodeMessage,
     NodeWipeDone,
-    SegmentOffer,
 )
 from kvstore.errors import (
     DrainedError,
@@ -50,7 +48,7 @@ from kvstore.limits import (
     PROTOCOL_VERSION,
 )
 from kvstore.memory.header import SegmentOwner
-from kvstore.memory.segment import OwnedSegment, is_plausible_epoch
+from kvstore.memory.medium import Medium, is_plausible_epoch
 from kvstore.memory.shm_entries import ENTRY_GONE
 from kvstore.node import inventory
 from kvstore.node.master_discovery import MasterDiscovery
@@ -65,58 +63,47 @@ from kvstore.transport.tcp_server import DataServer
 log = logging.getLogger("kvstore.node")
 
 BACKOFF_S: Final = (0.05, 0.1, 0.2)
-"""Pauses between attempts to reach a master; the last one is repeated. A restarted master waits
-somewhat longer than that for its nodes (``JOINING_MS``)."""
+"""Pauses between attempts to reach a master; the last is repeated. A restarted master waits longer
+for its nodes (``JOINING_MS``)."""
 
 PAUSE_SEVERAL_S: Final = 0.25
-"""The longest pause if there are several masters, of which one will lead within seconds."""
+"""The longest pause if there are several masters."""
 
 SILENCE_SEVERAL_S: Final = 2.0
-"""How long one of several masters may be silent before the node tries the others. If the silent
-master still leads, the stream is resumed."""
+"""How long one of several masters may be silent before the node tries the others."""
 
 CONNECT_SEVERAL_S: Final = 1.0
 """How long connecting to one of several masters may take."""
 
 WORKING_S: Final = 5.0
-"""How often a node reports that it is still reading or verifying its memory."""
+"""The interval of empty messages while a node reads or verifies its memory."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 LEAVE_TIMEOUT_S: Final = 1.0
 
 
 class NodeAgent:
-    """Keeps one segment joined to a master until ``stop``. Use it in one event loop's thread."""
+    """Keeps a segment joined to a master until ``stop``. Use it in one event loop's thread."""
 
     def __init__(
-        self,
-        *,
-        name: str,
-        host: str,
-        master: str,
-        segment: OwnedSegment,
-        server: DataServer,
-        address: str,
-        engine: EngineServer | None = None,
-        handover: DescriptorServer | None = None,
+        self, *, name: str, host: str, master: str, segment: Medium, server: DataServer,
+        address: str, engine: EngineServer | None = None, handover: DescriptorServer | None = None,
         owner: SegmentOwner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
-        repair: Callable[[], None] = lambda: None,
-        credentials: Credentials | None = None,
-    ) -> None:
+        repair: Callable[[], None] = lambda: None, credentials: Credentials | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             name: unique among the master's nodes.
             host: ``kvstore.runtime.host.host_id()``.
-            master: ``host:port``; or several addresses, separated by commas, which are tried in
-                turn; or ``etcd://...``, which names the leader.
-            segment, server, engine, handover: the caller's, who closes them after ``run``.
-            address: where clients find ``server``.
-            owner: the cluster of this node, as far as its settings say.
+            master: ``host:port``; several of them, separated by commas; or ``etcd://...``.
+            segment, server, engine, handover: the caller closes them after ``run``.
+            address: of ``server``, for clients.
+            owner: the cluster of this node, by its settings.
             joined: called at each join that is not a resumption.
-            waiting: called when the master is not reachable, once per outage.
-            repair: called when the master wants more replicas of objects in this node's memory.
+            waiting: called once per outage of the master.
+            repair: called when the master requests more replicas of this node's objects.
         """
         self._name = name
         self._host = host
@@ -135,46 +122,46 @@ class NodeAgent:
         """The epoch of the master to resume with; 0: join anew."""
         self._epoch_max = 0
         """The highest epoch that this node has joined; a master of a lower one is refused."""
-        self._told_waiting = False
+        self._reported_waiting = False
         """Whether ``waiting`` was called for this outage."""
         self._fresh = not segment.attached
         """Whether no master has ever granted an extent of the segment."""
         self._unverified = segment.attached
         """Whether the segment's bytes may have changed while no node served it."""
         self._entry_gone = False
-        """Whether the entry of the segment has been removed: new clients cannot map the memory."""
+        """Whether the entry was removed: new clients cannot map the memory."""
         self._known = False
         """Whether a master has accepted this node."""
         self._is_joined = False
-        self._untold = False
+        self._is_unreported = False
         """Whether the joined master does not know all objects in the segment yet."""
-        self._unanswered = False
-        """Whether a join had no answer: a master may have accepted it, and may grant extents."""
+        self._is_unanswered = False
+        """Whether a join had no reply: a master may have accepted it, and may grant extents."""
         self._given_up: set[inventory.Attempt] = set()
-        """Puts whose bytes may still arrive although a master has ordered to wipe them."""
-        self._looking: asyncio.Task[list[inventory.Found]] | None = None
+        """Abandoned puts whose bytes may still arrive after a wipe request."""
+        self._inventory: asyncio.Task[list[inventory.Found]] | None = None
         """Reads or verifies the memory in a thread, which cannot be cancelled."""
         self.drained = False
         """Whether ``run`` ended because the node's objects have been moved elsewhere."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
-        """A stream takes one message at a time: beats, answers and the leave message share it."""
+        """A stream takes one message at a time."""
 
     @property
     def is_joined(self) -> bool:
-        """Whether a master has this node now, as far as the node knows."""
+        """Whether a master has accepted this node, and its stream is open."""
         return self._is_joined
 
     def stop(self) -> None:
-        """Makes ``run`` leave the master and return, within ``LEAVE_TIMEOUT_S``."""
+        """Ends ``run``, which leaves the master within ``LEAVE_TIMEOUT_S``."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Runs until ``stop``, or until the master says that the node is drained.
+        """Runs until ``stop``, or until the node is drained.
 
         Raises:
             NodeNameTakenError, ClusterMismatchError, ProtocolError, InvalidArgumentError: the
-                master refused the first join, and would refuse every further one.
+                master rejected the first join, and would reject every other.
         """
         failures = 0
         several = self._masters.several
@@ -197,13 +184,13 @@ class NodeAgent:
                 if not isinstance(error, UnavailableError) and not self._known:
                     raise
                 at_once = self._masters.failed(master, error)
-                if not self._told_waiting and not at_once:
-                    self._told_waiting = True
+                if not self._reported_waiting and not at_once:
+                    self._reported_waiting = True
                     self._waiting(error)
             if self._stopping.is_set():
                 return
-            if self._unanswered:
-                self._unanswered = False
+            if self._is_unanswered:
+                self._is_unanswered = False
                 await asyncio.to_thread(self._fence)
             failures = failures + 1 if time.monotonic() - started < 1.0 else 1
             if at_once:
@@ -225,46 +212,33 @@ class NodeAgent:
         """Runs one stream, from the join to its end.
 
         Raises:
-            SegmentGoneError: the master has forgotten this segment; fence, then join anew.
-            KVStoreError: the stream broke, or the master refused the node.
+            SegmentGoneError: the master does not know this segment; fence, then join again.
+            KVStoreError: the stream ended, or the master rejected the node.
         """
         segment = self._segment
         async with NodeStream(master, self._credentials) as link:
             await link.connect(CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S)
-            offer = SegmentOffer(
-                size=segment.size,
-                uuid=segment.uuid,
-                shm_name=segment.shm_name if segment.location is None else "",
+            offer = segment.make_offer()._replace(
                 address=self._address,
-                token=segment.token,
-                seed=segment.seed,
-                generation=segment.generation,
                 fresh=self._fresh,
-                removal_watermark=segment.removal_watermark,
                 engine=None if self._engine is None else self._engine.address,
-                device=segment.location,
                 descriptor_socket="" if self._handover is None else self._handover.name,
-                header_mac_key=segment.header_mac_key,
                 takes_capabilities=self._server.takes_capabilities,
                 encrypts=self._server.encrypts,
             )
             join = NodeJoin(
-                name=self._name,
-                host=self._host,
-                protocol=PROTOCOL_VERSION,
-                resume_epoch=self._epoch,
-                segments=[offer],
+                name=self._name, host=self._host, protocol=PROTOCOL_VERSION,
+                resume_epoch=self._epoch, segments=[offer],
                 highest_epoch=max(self._epoch_max, segment.epoch),
-                cluster=self._owner.cluster or segment.owner.cluster,
-                version=__version__,
+                cluster=self._owner.cluster or segment.owner.cluster, version=__version__,
                 clock_ms=uptime_ms(),
-            )
+            )  # fmt: skip
             accepted = await self._reply_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
             if accepted.epoch < self._epoch_max and is_plausible_epoch(self._epoch_max):
                 # This master may have granted extents meanwhile; those grants must not hold.
-                self._fresh, self._unanswered = False, True
+                self._fresh, self._is_unanswered = False, True
                 raise UnavailableError(
                     f"the master at {master} has epoch {accepted.epoch}, but this node last "
                     f"joined a master with epoch {self._epoch_max}",
@@ -277,14 +251,14 @@ class NodeAgent:
             if owner != segment.owner:
                 segment.keep_owner(owner)
             self._masters.joined()
-            self._told_waiting = False
+            self._reported_waiting = False
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
             self._known = True
             log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
-                self._untold = not offer.fresh
+                self._is_unreported = not offer.fresh
                 self._joined(accepted)
             answers = asyncio.Semaphore(CLAIMS_UNANSWERED_MAX)
             silence_s = accepted.dead_ms / 1000
@@ -314,22 +288,22 @@ class NodeAgent:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                if self._looking is not None:  # one at a time: it may stamp what it finds
-                    await asyncio.wait((self._looking,))
+                if self._inventory is not None:  # one at a time: it may stamp what it finds
+                    await asyncio.wait((self._inventory,))
             for task in (reading, beating, telling):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
         raise UnavailableError("the master closed the stream")
 
     async def _reply_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
-        """The master's answer to ``join``. A master that does not answer may have accepted the join
-        all the same and may grant extents: then the node is not fresh, and ``run`` fences."""
+        """Sends a join and receives the reply. A master that sent none may have accepted
+        it and may grant extents: then the node is not fresh, and ``run`` fences."""
         await link.send(join)
         try:
             return await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
         except (UnavailableError, TimeoutError) as error:
             if not join.resume_epoch:
-                self._fresh, self._unanswered = False, True
+                self._fresh, self._is_unanswered = False, True
             if isinstance(error, UnavailableError):
                 raise
             raise UnavailableError(
@@ -341,8 +315,8 @@ class NodeAgent:
             await link.send(message)
 
     async def _leave(self, link: NodeStream) -> None:
-        """Fences, sends the leave message, and waits until the master has received it. From then
-        on a removal waits for no reader of this memory. If fencing fails, no message is sent."""
+        """Fences, then sends the leave message and waits until the master has received it, after
+        which a removal waits for no reader of this memory."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await asyncio.to_thread(self._fence)
@@ -371,8 +345,8 @@ class NodeAgent:
             await asyncio.sleep(accepted.heartbeat_ms / 1000)
 
     def _report_shm_entry_missing(self) -> bool:
-        """Looks whether somebody has removed the entry of the memory; logs it once."""
-        if not self._entry_gone and not self._segment.has_shm_entry():
+        """Checks whether the entry of the memory was removed; logs it once."""
+        if not self._entry_gone and not self._segment.has_entry():
             self._entry_gone = True
             log.error(
                 "shm_entry_missing node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE
@@ -380,36 +354,36 @@ class NodeAgent:
         return self._entry_gone
 
     async def _send_inventory(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
-        """Reports the node's objects, if the master needs that; then waits for ever."""
-        if self._untold:
+        """Reports the node's objects, if the master does not know them; then waits forever."""
+        if self._is_unreported:
             started = time.monotonic()
-            told = found = 0
-            begun = False
-            async for chunk, of, last in self._chunks():
+            reported = found = 0
+            is_first = True
+            async for chunk, total, last in self._chunks():
                 await answers.acquire()
-                await self._send(link, inventory.claims(0, chunk, first=not begun, last=last))
-                begun = True
-                told += len(chunk)
-                found += of
+                await self._send(link, inventory.claims(0, chunk, first=is_first, last=last))
+                is_first = False
+                reported += len(chunk)
+                found += total
             for _ in range(CLAIMS_UNANSWERED_MAX):
                 await answers.acquire()
-            self._untold = self._unverified = False
+            self._is_unreported = self._unverified = False
             log.info(
                 "inventory_reported node=%s objects=%d corrupt=%d seconds=%.2f",
                 self._name,
-                told,
-                found - told,
+                reported,
+                found - reported,
                 time.monotonic() - started,
             )
         await asyncio.Event().wait()
 
     async def _chunks(self) -> AsyncIterator[tuple[list[inventory.Found], int, bool]]:
-        """Yields the objects of one message, their number in all, and whether this is the last.
-        Yields no objects every ``WORKING_S`` while memory is read: a master drops a silent node."""
+        """Yields the intact objects of one message, their number before verification, and whether
+        it is the last. Yields no objects every ``WORKING_S``: a master drops a silent node."""
         segment, rows = self._segment, CLAIMS_PER_MESSAGE_MAX
         given_up, self._given_up = self._given_up, set()
         looking = asyncio.to_thread(inventory.build_inventory, segment, given_up)
-        taking = self._looking = start_task("inventory", looking)
+        taking = self._inventory = start_task("inventory", looking)
         while not (await asyncio.wait((taking,), timeout=WORKING_S))[0]:
             yield [], 0, False
         found = taking.result()
@@ -418,7 +392,7 @@ class NodeAgent:
             good = chunk
             if self._unverified:
                 looking = asyncio.to_thread(inventory.verified, segment, chunk)
-                checking = self._looking = start_task("inventory", looking)
+                checking = self._inventory = start_task("inventory", looking)
                 while not (await asyncio.wait((checking,), timeout=WORKING_S))[0]:
                     yield [], 0, False
                 good = checking.result()
@@ -427,7 +401,7 @@ class NodeAgent:
     async def _process_master_messages(
         self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float
     ) -> None:
-        """Carries out the master's orders. A master echoes each beat, so a silent one is gone."""
+        """Processes the master's messages. It echoes heartbeats, so a silent master has ended."""
         while True:
             try:
                 message = await asyncio.wait_for(link.receive(), silence_s)
@@ -436,12 +410,12 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterHeartbeat(repair=wanted, rejected_holders=refused):
-                    if ended := self._server.reject_holders(refused):
+                case MasterHeartbeat(repair=repair, rejected_holders=rejected):
+                    if ended := self._server.reject_holders(rejected):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
                     if self._handover is not None:
-                        self._handover.reject_holders(refused)
-                    if wanted:
+                        self._handover.reject_holders(rejected)
+                    if repair:
                         self._repair()
                 case MasterClaimsAck():
                     answers.release()
@@ -451,48 +425,48 @@ class NodeAgent:
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
-    async def _wipe(self, order: MasterWipe) -> None:
-        """Wipes extents as ordered. Bytes of a put that was given up may still be on their way, so
-        the connections that carry them are ended first. A writer through shared memory cannot be
-        stopped: what it writes is wiped when the master orders it once more, or before the node
-        reports to the next master.
+    async def _wipe(self, request: MasterWipe) -> None:
+        """Wipes extents. First closes connections on which bytes of abandoned puts may still
+        arrive. A writer through shared memory cannot be stopped: its bytes are wiped at the next
+        request, or before the node reports to the next master.
 
         Raises:
-            InternalError: a connection did not end. Nothing is wiped; the session ends and is
-                resumed, and then the master repeats its orders.
+            InternalError: a connection did not end. Nothing is wiped; the session is resumed, and
+                the master repeats its requests.
         """
-        if order.uuid != self._segment.uuid:
+        if request.uuid != self._segment.uuid:
             return
-        attempts = zip(order.offsets, order.epochs, order.counters, strict=True)
-        if order.disconnect_clients:
+        attempts = zip(request.offsets, request.epochs, request.counters, strict=True)
+        if request.disconnect_clients:
             self._given_up.update(attempts)
-            writers = list(zip(order.disconnect_clients, order.disconnect_connections, strict=True))
-            cut = await asyncio.to_thread(self._server.close_writers, writers)
-            log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), cut)
+            numbers = request.disconnect_clients, request.disconnect_connections
+            writers = list(zip(*numbers, strict=True))
+            closed = await asyncio.to_thread(self._server.close_writers, writers)
+            log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), closed)
         elif self._given_up:
             self._given_up.difference_update(attempts)
-        if order.offsets and self._server.takes_capabilities:
-            await self._wipe_and_revoke(order)
+        if request.offsets and self._server.takes_capabilities:
+            await self._wipe_and_revoke(request)
         else:
-            self._segment.wipe(order.offsets, order.epochs, order.counters)
-        self._segment.keep_removal_watermark(order.removal_watermark)
+            self._segment.wipe(request.offsets, request.epochs, request.counters)
+        self._segment.keep_removal_watermark(request.removal_watermark)
 
-    async def _wipe_and_revoke(self, order: MasterWipe) -> None:
-        """Wipes and zeroes extents as ordered, in a thread. Capabilities from before the order give
-        no right to write to them any more.
+    async def _wipe_and_revoke(self, request: MasterWipe) -> None:
+        """Wipes and zeroes extents in a thread, and revokes older capabilities to write to them.
 
-        A cancelled call returns when the thread has ended: after the next order, or in the next
+        A cancelled call returns when the thread has ended: after the next request, or in the next
         session, the extents may belong to other objects.
         """
         is_over = threading.Event()
 
         def run() -> None:
-            late = self._server.revoke_writes(order.uuid, order.offsets, order.wipe_seq)
+            late = self._server.revoke_writes(request.uuid, request.offsets, request.wipe_seq)
             if late:
                 log.warning("writes_revoked node=%s connections=%d", self._name, late)
-            self._segment.wipe(order.offsets, order.epochs, order.counters)
-            if order.lengths:
-                self._segment.zero(zip(order.offsets, order.lengths, strict=True), is_over.is_set)
+            self._segment.wipe(request.offsets, request.epochs, request.counters)
+            if request.lengths:
+                ranges = zip(request.offsets, request.lengths, strict=True)
+                self._segment.zero(ranges, is_over.is_set)
 
         running = start_task("wipe", asyncio.to_thread(run), expected=KVStoreError)
         try:

@@ -9,7 +9,7 @@ from kvstore.http import exposition
 from kvstore.http.exposition import Rows
 from kvstore.http.families import NODE
 from kvstore.http.serving import ProcessStatus, Readiness
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.node.agent import NodeAgent
 from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.watched_files import refused_files
@@ -19,13 +19,9 @@ from kvstore.transport.tcp_server import DataServer
 
 
 def answers_of(
-    agent: NodeAgent,
-    segment: OwnedSegment,
-    server: DataServer,
-    handover: DescriptorServer | None,
-    credentials: Credentials | None,
-    requests: Limiter[object] | None = None,
-) -> ProcessStatus:
+    agent: NodeAgent, segment: Medium, server: DataServer, handover: DescriptorServer | None,
+    credentials: Credentials | None, requests: Limiter[object] | None = None,
+) -> ProcessStatus:  # fmt: skip
     """
     Args:
         handover: hands out descriptors of the memory; None: nothing does.
@@ -52,7 +48,7 @@ def answers_of(
 
 
 def _values(
-    agent: NodeAgent, segment: OwnedSegment, server: DataServer, handover: DescriptorServer | None
+    agent: NodeAgent, segment: Medium, server: DataServer, handover: DescriptorServer | None
 ) -> dict[str, Rows]:
     counted = server.counters()
     cluster = segment.owner.cluster

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.calls import MasterAccepted
@@ -28,8 +29,9 @@ from kvstore.http.serving import bind, request_limiter, serving
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.header import SUPERBLOCK_BYTES, SegmentOwner
+from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
-from kvstore.memory.shm_entries import free_node_name, group_id, key_path, socket_name, unlink_own
+from kvstore.memory.shm_entries import free_node_name, group_id, socket_name, unlink_own
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.http_status import answers_of
@@ -86,26 +88,22 @@ class ReplicaCopier(Protocol):
 
 
 def run(
-    config: NodeConfig,
-    parent: ParentLink = NO_PARENT,
-    *,
-    keep_orphaned: bool = False,
+    config: NodeConfig, parent: ParentLink = NO_PARENT, *, keep_orphaned: bool = False,
     repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
-) -> int:
-    """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
-    exit status: ``EXIT_BROKEN`` if a part died that the node needs.
+) -> int:  # fmt: skip
+    """Serves until SIGTERM, SIGINT, a closed terminal, or the end of the parent. Returns the exit
+    status: ``EXIT_BROKEN`` if a necessary part failed.
 
     Args:
-        config: the node's settings.
-        parent: told once the node has joined.
-        keep_orphaned: leave the memory to the next node of this name if the parent is killed.
+        parent: notified when the node has joined.
+        keep_orphaned: keep the memory for the next node of this name if the parent is killed.
         repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
 
     Raises:
-        KVStoreError: the node could not start; nothing is left behind.
+        KVStoreError: the node could not start; no entry remains.
     """
     is_child = parent.fd is not None
-    # From here on a signal means a clean end, also while gigabytes are being reserved.
+    # From here on a signal ends the node cleanly, also while it reserves memory.
     for number in tasks.shutdown_signals():
         signal.signal(number, signal.default_int_handler)
     tasks.install_signal_handlers()
@@ -137,7 +135,7 @@ def run(
             served: list[MasterAccepted] = []
 
             def close() -> None:
-                # A failed start leaves the memory that it found.
+                # A failed start keeps leftover memory.
                 wanted = config.keeps if not is_child or keep_orphaned else bool(config.keep)
                 keep = wanted if served else segment.attached
                 keep = keep or broken or (keep_orphaned and parent.parent_died)
@@ -147,11 +145,10 @@ def run(
             if config.auth:
                 enable_header_macs(segment)
             else:
-                unlink_own(key_path(segment.shm_name))  # what is put from now on has no stamp
+                unlink_own(segment.private_path)  # new objects have no header MACs
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
-            if segment.location is not None and server.takes_capabilities:
-                # A device's new memory may hold what other processes left there.
+            if not segment.traits.is_cleared and server.takes_capabilities:
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
             if handover is not None:
@@ -194,23 +191,15 @@ def run(
 
 
 async def _serve(
-    config: NodeConfig,
-    segment: OwnedSegment,
-    server: DataServer,
-    engine: EngineServer | None,
-    handover: DescriptorServer | None,
-    parent: ParentLink,
-    served: list[MasterAccepted],
-    copying: ReplicaCopier | None,
-    listener: socket.socket | None,
-    access: AccessControl,
-    secured: HttpSecurity,
-    credentials: Credentials | None,
-) -> bool:
-    """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
-    answer to the last join."""
+    config: NodeConfig, segment: Medium, server: DataServer, engine: EngineServer | None,
+    handover: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
+    copying: ReplicaCopier | None, listener: socket.socket | None, access: AccessControl,
+    secured: HttpSecurity, credentials: Credentials | None,
+) -> bool:  # fmt: skip
+    """Serves until the node is stopped; returns whether it was drained. ``served`` gets the reply
+    to the last join."""
     address = _advertised(config, server.port)
-    medium = f" of {config.device}" if config.device else ""
+    medium = f" of {segment.traits.name}" if segment.traits.name else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
@@ -226,20 +215,12 @@ async def _serve(
         parent.notify_progress(f"waits for its master: {error.message}")
 
     agent = NodeAgent(
-        name=segment.node,
-        host=host_id(),
-        master=config.master,
-        segment=segment,
-        server=server,
-        address=address,
-        engine=engine,
-        handover=handover,
+        name=segment.node, host=host_id(), master=config.master, segment=segment, server=server,
+        address=address, engine=engine, handover=handover,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
-        joined=joined,
-        waiting=waiting,
-        repair=(lambda: None) if copying is None else copying.wake,
+        joined=joined, waiting=waiting, repair=(lambda: None) if copying is None else copying.wake,
         credentials=credentials,
-    )
+    )  # fmt: skip
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
@@ -272,19 +253,19 @@ async def _serve(
 
 
 class _LaunchContext(NamedTuple):
-    """How the process was started, which decides what happens to left-over memory."""
+    """How the process was started, which decides the use of leftover memory."""
 
     is_child: bool
-    """A parent process started it: there is no user to ask."""
+    """A parent process started it, and no user can decide."""
     from_master: bool
 
 
 def _mount(
-    config: NodeConfig, kind: _LaunchContext, told: Callable[[int, int], None]
-) -> OwnedSegment:
-    """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
+    config: NodeConfig, kind: _LaunchContext, progress: Callable[[int, int], None]
+) -> Medium:
+    """Attaches the leftover memory of this node's name, or creates new memory."""
     started = time.monotonic()
-    segment = _named(config, told, kind)
+    segment = _named(config, progress, kind)
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
         segment.node,
@@ -299,54 +280,72 @@ def _mount(
 
 def _named(
     config: NodeConfig, progress: Callable[[int, int], None], kind: _LaunchContext
-) -> OwnedSegment:
-    """The segment under the given name, or under a free one."""
-    options = MemoryOptions(
-        huge_pages=config.huge_pages,
-        numa_node=config.numa_node,
-        group="" if config.passes_descriptors else config.shm_group,
-    )
+) -> Medium:
+    """Returns the segment of the configured name, or of a free one."""
     owner = _owner(config, kind)
-
-    def create(name: str) -> OwnedSegment:
-        if not config.device:
-            return OwnedSegment.create(
-                name, config.memory, progress=progress, options=options, owner=owner
-            )
-        try:
-            return DeviceSegment.on(
-                config.device, name, config.memory, group=config.shm_group, owner=owner,
-                discard=config.discard,
-            )  # fmt: skip
-        except LeftOverMemoryError:
-            if config.name:
-                raise
-            raise _UnusableSegmentError from None
-
+    medium = _medium(config, progress, owner)
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
-    of_no_use: set[str] = set()
+    unusable: set[str] = set()
     name = config.name or free_node_name(base, owner)
     patience = time.monotonic() + NAME_WAIT_S
     while True:
         try:
-            segment = None
-            if not config.device:
-                segment = _left(name, config, options, progress, owner, kind)
-            return segment or create(name)
+            return _attach(name, config, medium, owner, kind) or _create(name, config, medium)
         except NodeNameTakenError:
-            again = config.name or free_node_name(base, owner, of_no_use)
+            again = config.name or free_node_name(base, owner, unusable)
             if again == name:
                 if time.monotonic() >= patience:
                     raise
                 time.sleep(0.05)  # the other process may be ending
             name = again  # another process was faster
         except _UnusableSegmentError:
-            of_no_use.add(name)
-            name = free_node_name(base, owner, of_no_use)
+            unusable.add(name)
+            name = free_node_name(base, owner, unusable)
+
+
+class _Medium(NamedTuple):
+    """Makes the segment of a node, given its name."""
+
+    create: Callable[[str], Medium]
+    attach: Callable[[str], Medium | None]
+
+
+def _medium(
+    config: NodeConfig, progress: Callable[[int, int], None], owner: SegmentOwner
+) -> _Medium:
+    """Selects the medium by the settings."""
+    if config.device:
+        on = partial(
+            DeviceSegment.on, config.device, size=config.memory, group=config.shm_group,
+            owner=owner, discard=config.discard,
+        )  # fmt: skip
+        return _Medium(on, lambda name: None)
+    options = MemoryOptions(
+        huge_pages=config.huge_pages,
+        numa_node=config.numa_node,
+        group="" if config.passes_descriptors else config.shm_group,
+    )
+    create = partial(
+        OwnedSegment.create, size=config.memory, progress=progress, options=options, owner=owner
+    )
+    attach = partial(
+        OwnedSegment.attach, size=config.memory, progress=progress, options=options, owner=owner,
+        adopt=config.adopt, discard=config.discard, private=bool(config.auth),
+    )  # fmt: skip
+    return _Medium(create, attach)
+
+
+def _create(name: str, config: NodeConfig, medium: _Medium) -> Medium:
+    try:
+        return medium.create(name)
+    except LeftOverMemoryError:
+        if config.name:
+            raise
+        raise _UnusableSegmentError from None
 
 
 class _UnusableSegmentError(Exception):
-    """Left-over memory of an automatically chosen name cannot be used: choose another name."""
+    """Leftover memory of an automatic name cannot be used: choose another name."""
 
 
 def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
@@ -358,7 +357,7 @@ def _owner(config: NodeConfig, kind: _LaunchContext) -> SegmentOwner:
     return SegmentOwner(config.cluster, places, volatile=kind.is_child and not kind.from_master)
 
 
-def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | None:
+def _start_engine(config: NodeConfig, segment: Medium) -> EngineServer | None:
     if not config.protocol:
         return None
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
@@ -366,8 +365,8 @@ def _start_engine(config: NodeConfig, segment: OwnedSegment) -> EngineServer | N
     return EngineServer(segment, settings, host)
 
 
-def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServer | None:
-    """Raises StartupError: the memory cannot be handed over."""
+def _start_handover(config: NodeConfig, segment: Medium) -> DescriptorServer | None:
+    """Raises StartupError: file descriptors cannot be passed."""
     if not config.passes_descriptors:
         return None
     try:
@@ -385,31 +384,17 @@ def _start_handover(config: NodeConfig, segment: OwnedSegment) -> DescriptorServ
         ) from error
 
 
-def _left(
-    name: str,
-    config: NodeConfig,
-    options: MemoryOptions,
-    progress: Callable[[int, int], None],
-    owner: SegmentOwner,
-    kind: _LaunchContext,
-) -> OwnedSegment | None:
-    """The left-over memory of this name, if it can be used.
+def _attach(
+    name: str, config: NodeConfig, medium: _Medium, owner: SegmentOwner, kind: _LaunchContext
+) -> Medium | None:
+    """The leftover memory of this name, if it can be used.
 
     Raises:
-        _OfNoUseError: it cannot; a child, which has no user to ask, leaves it to others.
+        _UnusableSegmentError: it cannot; the name was automatic.
         ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
     """
     try:
-        segment = OwnedSegment.attach(
-            name,
-            config.memory,
-            progress=progress,
-            options=options,
-            owner=owner,
-            adopt=config.adopt,
-            discard=config.discard,
-            private=bool(config.auth),
-        )
+        segment = medium.attach(name)
     except ClusterMismatchError:
         if config.name:
             raise
@@ -432,34 +417,24 @@ def _left(
 
 
 def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeTls | None:
-    """What encrypts the data port; None: nothing does.
-
-    Raises:
-        ConfigError: clients would not accept this identity from a node, or a file cannot be used.
-    """
+    """The encryption of the data port; None: none. Raises ConfigError: clients would not accept
+    this identity from a node, or a file is invalid."""
     if config.data_encryption == "off" or credentials is None:
         return None
     return NodeTls(credentials, RevocationList(config.auth_revoked))
 
 
-def _start_server(config: NodeConfig, segment: OwnedSegment, tls: NodeTls | None) -> DataServer:
-    """Starts the data server on the given port; if none is given, on the default or a free one.
-
-    Raises:
-        AddressInUseError, StartupError
-    """
+def _start_server(config: NodeConfig, segment: Medium, tls: NodeTls | None) -> DataServer:
+    """Starts the data server on the configured port, or else on a default or free one. Raises
+    AddressInUseError or StartupError."""
     ports = [config.port]
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
     for port in ports:
         server = DataServer(
-            [segment],
-            config.host,
-            port,
-            connections_max=tcp_server.CONNECTIONS_MAX,
-            capabilities=bool(config.auth),
-            tls=tls,
-        )
+            [segment], config.host, port, connections_max=tcp_server.CONNECTIONS_MAX,
+            capabilities=bool(config.auth), tls=tls,
+        )  # fmt: skip
         try:
             server.start()
         except AddressInUseError:
@@ -477,11 +452,8 @@ def _start_server(config: NodeConfig, segment: OwnedSegment, tls: NodeTls | None
 
 
 def _listens_on(config: NodeConfig) -> str:
-    """The address to serve the memory on.
-
-    Raises:
-        StartupError: it is a loopback address, but the master, and so clients, are elsewhere.
-    """
+    """The address of the data server. Raises StartupError: it is a loopback address, but the master
+    is on another host."""
     towards = _own_address(config.master)
     if not config.host:
         return towards
@@ -509,8 +481,7 @@ def _listens_on(config: NodeConfig) -> str:
 
 
 def _own_address(masters: str) -> str:
-    """The address of this host that faces the master; of several masters, the first that is on
-    another host."""
+    """The address of this host towards the master, or towards the first on another host."""
     if masters.startswith(ETCD_SCHEME):
         place = parse_etcd(masters)
         leader = ""

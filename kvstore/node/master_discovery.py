@@ -1,4 +1,4 @@
-"""Where a node finds its master: at one address, at several in turn, or through etcd."""
+"""Discovery of the master: by one address, several in turn, or etcd."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LOCATE_S: Final = 2.0
 """How long etcd may take to name the leader."""
 
 HOPS_MAX: Final = 3
-"""Redirections in a row that a node follows without a pause."""
+"""Consecutive redirections that a node follows without a pause."""
 
 
 class MasterDiscovery:
     """Chooses the master to try next. Use it in one event loop's thread."""
 
-    def __init__(self, places: str) -> None:
-        """``places``: ``host:port,...`` or ``etcd://...``, as ``NodeConfig.master`` has them."""
-        self._etcd = parse_etcd(places) if places.startswith(ETCD_SCHEME) else None
-        self._addresses = [] if self._etcd else places.split(",")
+    def __init__(self, addresses: str) -> None:
+        """``addresses``: as ``NodeConfig.master``, ``host:port,...`` or ``etcd://...``."""
+        self._etcd = parse_etcd(addresses) if addresses.startswith(ETCD_SCHEME) else None
+        self._addresses = [] if self._etcd else addresses.split(",")
         self._turn = 0
         self._leader = ""
         self._hops = 0
@@ -51,12 +51,12 @@ class MasterDiscovery:
         return leader
 
     def joined(self) -> None:
-        """Called when the last address was the leader's: ``find`` returns it first once more."""
+        """The last address was the leader's: ``find`` returns it first again."""
         self._hops = 0
 
     def failed(self, address: str, error: KVStoreError) -> bool:
-        """Called when ``address`` (empty: none was found) has failed. Returns whether to try the
-        next address at once, because a master named it as the leader."""
+        """Records that ``address`` (empty: none was found) has failed. Returns whether to try the
+        next one without a pause, because a master named it as the leader."""
         self._turn += 1
         leader = str(error.fields.get("leader", "")) if isinstance(error, NotLeaderError) else ""
         if not leader or leader == address or self._hops >= HOPS_MAX:

@@ -1,4 +1,4 @@
-"""A node's end of ``NodeService.Session``: messages out, messages in, typed errors."""
+"""The node's side of ``NodeService.Session``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.node")
 
 RECEIVED_MAX = 64
-"""Messages that wait for ``receive``; beyond, gRPC's flow control holds the master back."""
+"""Messages that wait for ``receive``; beyond, gRPC's flow control pauses the master."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
@@ -53,20 +53,19 @@ _NOT_THE_MASTER = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
 )
-"""Codes by which gRPC itself reports that a connection ended; the master's errors carry a detail.
-INTERNAL ("Internal error from Core"): the peer ended the stream while it was being opened."""
+"""Codes of gRPC itself for the end of a connection; the master's errors carry a detail. INTERNAL
+("Internal error from Core"): the peer ended the stream while it was opened."""
 
 
 class NodeStream:
-    """One session with the master at ``address``; for the next one make a new ``NodeStream``.
+    """One session with the master at ``address``.
 
         async with NodeStream("127.0.0.1:50001") as stream:
             await stream.send(NodeJoin(...))
             accepted = await stream.receive()
 
-    Entering looks up the name of the master's host and connects nothing yet: the first ``receive``
-    raises when no master is there. Leaving ends the session at once. One task may send while
-    another receives.
+    Entering only resolves the host name; the first ``receive`` raises if there is no master.
+    Leaving ends the session. One task may send while another receives.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -102,11 +101,9 @@ class NodeStream:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
+        self, kind: type[BaseException] | None, error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self._reader is not None:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -117,11 +114,7 @@ class NodeStream:
             await self._channel.close()
 
     async def connect(self, timeout_s: float) -> None:
-        """Waits until a connection to the master is open; nothing is sent before.
-
-        Raises:
-            MasterUnreachableError: no master is there.
-        """
+        """Waits until a connection is open. Raises MasterUnreachableError."""
         assert self._channel is not None, "enter the stream first"
         ready = grpc.ChannelConnectivity.READY
         try:
@@ -138,16 +131,16 @@ class NodeStream:
             ) from None
 
     async def _ending(self) -> KVStoreError:
-        """The error of a session that has found no master."""
+        """Receives the error of a session without a master."""
         while not isinstance(received := await self._received.get(), KVStoreError):
             pass
         return received
 
     async def send(self, message: NodeMessage) -> None:
-        """Returns when gRPC has taken the message.
+        """Returns when gRPC has accepted the message. Cancelling it ends the session.
 
         Raises:
-            KVStoreError: why the session has ended. Cancelling a ``send`` ends it, too.
+            KVStoreError: the session has ended.
         """
         assert self._call is not None, "enter the stream first"
         if self._ended is not None:
@@ -161,10 +154,10 @@ class NodeStream:
         raise ended  # without gRPC's error as context, which would keep the connection
 
     async def receive(self) -> MasterMessage:
-        """The next message. May be cancelled, and loses nothing then.
+        """Receives the next message. Cancelling it loses none.
 
         Raises:
-            MasterUnreachableError: no master is there, or the stream broke or was ended.
+            MasterUnreachableError: there is no master, or the stream ended.
             KVStoreError: the master ended the session with it.
         """
         if self._ended is not None and self._received.empty():
@@ -175,7 +168,7 @@ class NodeStream:
         return received
 
     async def done_sending(self) -> None:
-        """Closes our side; the master may go on sending until it ends the session."""
+        """Closes this side; the master may continue to send until it ends the session."""
         assert self._call is not None, "enter the stream first"
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             await self._call.done_writing()
@@ -190,15 +183,15 @@ class NodeStream:
             ended = await self._end_reason(error)
         except KVStoreError as error:
             ended = error
-        except Exception as error:  # noqa: BLE001  # else ``receive`` would wait for ever
+        except Exception as error:  # noqa: BLE001  # otherwise ``receive`` would wait forever
             ended = unexpected(error, "reading what the master says", log)
         self._ended = ended
         await self._received.put(ended)
 
     async def _end_reason(self, error: Exception | None) -> KVStoreError:
-        """The error that says what ended the session."""
+        """The error that ended the session."""
         if not isinstance(error, grpc.RpcError):
-            # ``write`` and ``read`` only say that it ended; the call knows why.
+            # ``write`` and ``read`` only report the end; the call has the reason.
             assert self._call is not None
             code, details = await self._call.code(), await self._call.details()
             if code is grpc.StatusCode.OK:

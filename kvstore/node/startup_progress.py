@@ -1,5 +1,5 @@
-"""Tells how far a node is that reserves its memory, and does not serve yet: in the log, over HTTP
-and to its supervisor, from the first second. A GiB takes 750 ms, so a large node takes minutes."""
+"""Reports the progress of a node that reserves its memory: in the log, over HTTP, to systemd. A GiB
+takes 750 ms, so a large node takes minutes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from kvstore.runtime.tasks import start_thread
 
 log = logging.getLogger("kvstore.node")
 
-SAID_EVERY_S: Final = 10.0
-"""How often the log and the supervisor are told of the progress."""
+LOG_INTERVAL_S: Final = 10.0
+"""How often progress is logged."""
 
 STOP_S: Final = 5.0
-"""How long the end of the thread may take, which serves a few requests at most."""
+"""How long ``serve_startup_health`` waits for its thread."""
 
 
 class StartupProgress:
-    """How much memory is reserved. The thread that reserves it calls this; another one reads it."""
+    """The reserved memory. The thread that reserves it calls this; another one reads it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._done = 0
         self._began = time.monotonic()
-        self._said = -SAID_EVERY_S
+        self._logged_s = -LOG_INTERVAL_S
         self(0, size)
 
     def __call__(self, done: int, size: int) -> None:
         self._done, self._size = done, size
         elapsed = time.monotonic() - self._began
-        if elapsed - self._said >= SAID_EVERY_S:
-            self._said = elapsed
+        if elapsed - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = elapsed
             log.info("reserving_memory bytes=%d of=%d seconds=%.0f", done, size, elapsed)
             sd_notify.still_starting(self.text)
 
@@ -74,13 +74,11 @@ class StartupProgress:
 
 @contextlib.contextmanager
 def serve_startup_health(
-    starting: StartupProgress,
-    listener: socket.socket | None,
-    access: AccessControl,
+    starting: StartupProgress, listener: socket.socket | None, access: AccessControl,
     secured: HttpSecurity,
-) -> Iterator[None]:
-    """Inside the block a thread answers requests for health. After it, ``listener`` is as before,
-    for the loop that takes its place; requests meanwhile wait in the kernel."""
+) -> Iterator[None]:  # fmt: skip
+    """Serves health requests in a thread, inside the block. Afterwards ``listener`` is unchanged;
+    requests wait in the kernel until the node's loop serves them."""
     if listener is None:
         yield
         return

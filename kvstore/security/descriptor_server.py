@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.memory.shm_entries import socket_name, unlink_entry, unlink_own
 from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.runtime.limiter import Limiter
@@ -41,7 +41,7 @@ ACCEPT_AGAIN_S: Final = 0.1
 class DescriptorServer:
     """Create it, run ``serving`` in an event loop, then ``close``. Threads: one."""
 
-    def __init__(self, segment: OwnedSegment, *, group: int = -1, needs_all: bool = False) -> None:
+    def __init__(self, segment: Medium, *, group: int = -1, needs_all: bool = False) -> None:
         """Bind the socket; peers wait until it serves.
 
         Args:

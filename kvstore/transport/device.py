@@ -1,9 +1,9 @@
-"""Transport to segments in device memory that another process of this host owns.
+"""Transport to segments in the memory of a device of this host, which another process owns.
 
-The node exports its memory, and this process opens it (CUDA IPC). The entry in ``/dev/shm`` has the
-superblock: the generation, which fences writers, and the owner's liveness word. Device memory ends
-with its owner, so both are read before each copy and at the end of a call, and copied bytes count
-only if the owner has lived through the call.
+The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are there;
+the entry in ``/dev/shm`` has the superblock, with the generation and the owner's mutex. The memory
+ends with its owner, even while it is open here. So each call checks both before each copy and at
+its end, and copied bytes count only if the owner lived until then.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.transport")
 
 LOCK: Final = struct.Struct("hhqqi4x")
-"""``struct flock``. A process with the memory open holds a shared lock on the entry's first byte;
-the owner waits for it before it frees the memory (``kvstore.node.device_segment``)."""
+"""``struct flock``. Processes with open memory hold a shared lock on the entry's first byte; the
+owner waits for them before it frees the memory (``kvstore.node.device_segment``)."""
 
-RETRY_S: Final = 30.0
-"""Pause before memory that could not be opened is retried; an attempt may take half a second."""
+AGAIN_S: Final = 30.0
+"""Pause between attempts to open memory, which may take half a second."""
 
 LOGGED_MAX: Final = 1_000
 
@@ -67,13 +67,17 @@ class DeviceView(NamedTuple):
     """Memory of a segment that a program uses in place."""
 
     tensor: torch.Tensor
+    """One-dimensional, of uint8."""
     owner: NDArray[np.uint8]
-    """Lives as long as the tensor's storage. Never read: it is device memory."""
+    """Lives as long as the tensor's storage. Never read: its memory is on a device."""
     address: int
 
 
 class DeviceMapping:
+    """The memory of one segment, open in this process."""
+
     def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
+        """Internal: use ``attach``. Takes over all but ``device``."""
         self.device: Final = device
         self.ranges: Final = DeviceRanges(device, base)
         self._memory: Final = memoryview(page)
@@ -81,21 +85,19 @@ class DeviceMapping:
         self._alive: Final = self._memory.cast("I")
         self._fd = fd
         self._users: set[object] = set()
-        """Each user removes itself in one step, whatever a signal handler raises."""
+        """Each removes itself in one step, also if a signal handler raises."""
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
-        self._views: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._returned: deque[weakref.ref[NDArray[np.uint8]]] = deque()
 
     @classmethod
     def attach(
-        cls,
-        place: DeviceLocation,
-        segment: SegmentInfo,
+        cls, place: DeviceLocation, segment: SegmentInfo,
         device_of: Callable[[DeviceLocation], Device],
-    ) -> DeviceMapping:
-        """Open the memory. Raises DeviceError, NodeUnreachableError."""
+    ) -> DeviceMapping:  # fmt: skip
+        """Raises DeviceError, NodeUnreachableError: the memory cannot be opened here."""
         name = place.entry
         if not name.startswith(SHM_PREFIX) or "/" in name:
             raise _not_here(segment, f"{name!r} is no name of a segment")
@@ -126,13 +128,14 @@ class DeviceMapping:
             raise
 
     def is_mounted(self, generation: int) -> bool:
-        """Return whether the owner lives, and the mount is unchanged. Never torn."""
+        """Whether the owner lives, and the segment was not mounted again."""
         return self._words[GENERATION_OFFSET // 8] == generation and owner_futex.is_owner_alive(
             self._alive[ALIVE_OFFSET // 4]
         )
 
     @property
     def is_current(self) -> bool:
+        """Whether the segment still exists."""
         return self.is_mounted(self._words[GENERATION_OFFSET // 8] or -1)
 
     @property
@@ -140,8 +143,8 @@ class DeviceMapping:
         return not self._is_ending and not self.device.has_failed
 
     @contextmanager
-    def views(self) -> Iterator[bool]:
-        """Keep the memory open. Yields False if it is closed already."""
+    def keep_open(self) -> Iterator[bool]:
+        """Keeps the memory open. False: it is closed."""
         me = object()
         try:
             with self._changing:
@@ -155,17 +158,19 @@ class DeviceMapping:
                 uninterrupted(self.close_if_unused)
 
     def make_view(self, offset: int, size: int) -> DeviceView:
-        """Return a tensor, which keeps the memory open. The caller is within ``views``."""
+        """A tensor over these bytes, which keeps the memory open until the next
+        ``close_if_unused``. The caller is within ``keep_open``."""
         address = self.ranges.base + offset
         owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
         tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
             watch = weakref.ref(owner, self._returned.append)
-            self._views[id(watch)] = watch
+            self._lent[id(watch)] = watch
         return DeviceView(tensor, owner, address)
 
     def close_if_unused(self) -> bool:
-        """Close unused memory after ``end``; returns whether it is closed. Not for finalizers."""
+        """Closes the memory after ``end``, if unused; returns whether it is closed. Finalizers must
+        not do that: closing calls the driver."""
         with self._changing:
             is_last, is_closed = self._is_last(), self._is_closed
         if is_last:
@@ -173,7 +178,7 @@ class DeviceMapping:
         return is_closed
 
     def end(self) -> None:
-        """Close the memory once nothing uses it. Idempotent."""
+        """Closes the memory, when it is unused. Idempotent."""
         with self._changing:
             self._is_ending = True
             is_last = self._is_last()
@@ -181,43 +186,45 @@ class DeviceMapping:
             self._close()
 
     def close_after_fork(self) -> None:
-        """Drop it in the child of a fork, without a call of the device."""
+        """In the child of a fork: does not call the device."""
         if not self._is_closed:
             os.close(self._fd)
 
     def _is_last(self) -> bool:
-        """Return, only once, whether to close the memory now. The caller holds the lock."""
+        """Whether to close the memory now; True once. The caller holds the lock."""
         while self._returned:
-            self._views.pop(id(self._returned[0]), None)
+            self._lent.pop(id(self._returned[0]), None)
             self._returned.popleft()
-        in_use = self._users or self._views
+        in_use = self._users or self._lent
         is_last = self._is_ending and not in_use and not self._is_closed
         self._is_closed = self._is_closed or is_last
         return is_last
 
     def _close(self) -> None:
-        if not self.device.has_failed:  # otherwise copies may be in progress forever
+        if not self.device.has_failed:  # otherwise copies may never end
             with contextlib.suppress(DeviceError):
                 self.device.driver.close(self.ranges.base)
-        # The mapping, which ``is_mounted`` uses, has a copy of the file descriptor and so the lock.
+        # The mapping of the page has a copy of the file descriptor: closing does not unlock.
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
         os.close(self._fd)
 
 
 class DeviceTransport(Transport):
-    """Reaches segments in device memory of this host. All failures are settled. Threads: any."""
+    """Reaches segments in the memory of this host's devices. No byte lands after a call, unless the
+    device has failed. Threads: any."""
 
     name: str = "device"
 
     def __init__(self, ring_bytes: int) -> None:
-        """``ring_bytes``: page-locked memory per device, for copies from and to the host."""
+        """``ring_bytes``: page-locked memory per device, for bytes to or from the host."""
         self._ring_bytes = ring_bytes
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, DeviceMapping | None] = {}
-        """By uuid of the segment; None: its memory could not be opened."""
+        """By uuid of the segment; None: its memory could not be opened here."""
         self._ending: list[DeviceMapping] = []
-        """Dropped mappings that are still used, such as by a tensor."""
+        """Dropped attachments that are still used, for example by a tensor."""
         self._again_at = 0.0
+        """Time of the next attempt to open memory that failed."""
         self._logged: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
@@ -230,27 +237,33 @@ class DeviceTransport(Transport):
         return attachment is not None and attachment.is_usable
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
-        """Return whether the segment is in the memory of this device, and open."""
+        """Whether the segment is in the memory of this device, and open."""
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
     def make_view(self, segment: SegmentInfo, offset: int, size: int) -> DeviceView:
-        """Return a tensor, which keeps the segment open. Raises NodeUnreachableError: it is not."""
+        """A tensor over bytes of the segment, which stays open until the ``sweep`` after the
+        tensor's end, or until the process ends if the transport is closed before.
+
+        Raises:
+            NodeUnreachableError: the memory is not open.
+        """
         attachment = self._attachment(segment)
         if attachment is None:
             raise _not_here(segment, "it is not open")
         return attachment.make_view(offset, size)
 
     def mount_checker(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """As ``Transport.mount_checker``, of a segment that is open."""
         attachment = self._attached.get(segment.uuid)
         return None if attachment is None else partial(attachment.is_mounted, segment.generation)
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.open_ranges(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        with self.has_views(segment, _ranges_of(moves), deadline) as (ranges, check):
+        with self.open_ranges(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
     def forget(self, segment: SegmentInfo) -> None:
@@ -259,7 +272,7 @@ class DeviceTransport(Transport):
         )
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; also retries what could not be opened."""
+        """As ``Transport.sweep``; retries later to open memory that failed."""
         for attachment in list(self._attached.values()):
             if attachment is not None:
                 attachment.close_if_unused()
@@ -285,17 +298,16 @@ class DeviceTransport(Transport):
             device.close()
 
     @contextmanager
-    def has_views(
+    def open_ranges(
         self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
     ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
-        """Yield the memory of a segment, and a function that raises if the call must not continue.
+        """Yields the memory of a segment, and a function that raises if the call must end.
 
         Args:
-            ranges: offset and length of all that the call touches.
+            ranges: offset and length of all ranges of the call.
 
         Raises:
-            As ``Transport.read``; SegmentGoneError also at the end, if the owner has not lived
-                through the call.
+            As ``Transport.read``; SegmentGoneError, also at the end, if the owner has ended.
         """
         attachment = self._attachment(segment)
         if attachment is None:
@@ -313,7 +325,7 @@ class DeviceTransport(Transport):
                 raise deadline_exceeded(segment)
             check_current()
 
-        with attachment.views() as is_open:
+        with attachment.keep_open() as is_open:
             if not is_open:
                 raise segment_gone(segment)
             check()
@@ -347,7 +359,7 @@ class DeviceTransport(Transport):
                     self._attached[uuid] = DeviceMapping.attach(place, segment, self._device_of)
                 except KVStoreError as error:
                     self._attached[uuid] = None
-                    self._again_at = uptime() + RETRY_S
+                    self._again_at = uptime() + AGAIN_S
                     if uuid not in self._logged and len(self._logged) < LOGGED_MAX:
                         self._logged.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
@@ -375,21 +387,21 @@ class DeviceTransport(Transport):
     def _close_unused(self) -> None:
         with self._changing:
             ending, self._ending = self._ending, []
-        used = [mapping for mapping in ending if not mapping.close_if_unused()]
+        left = [each for each in ending if not each.close_if_unused()]
         with self._changing:
-            self._ending += used
+            self._ending += left
 
     def _closed_error(self) -> ClosedError:
         return ClosedError("the transport was closed", settled=1)
 
 
 def _ranges_of(moves: Sequence[RangeCopy]) -> list[tuple[int, int]]:
-    return [(copy.offset, len(copy.buffer)) for copy in moves]
+    return [(move.offset, len(move.buffer)) for move in moves]
 
 
-def _not_here(segment: SegmentInfo, reason: str) -> NodeUnreachableError:
+def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:
     return NodeUnreachableError(
-        f"the device's memory of node {segment.node!r} is not open in this process: {reason}",
+        f"the device's memory of node {segment.node!r} is not open in this process: {why}",
         node=segment.node,
         settled=1,
     )

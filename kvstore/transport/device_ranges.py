@@ -1,7 +1,7 @@
-"""Copies between device and host memory, through a slot of page-locked memory.
+"""Copies ranges between a segment in the memory of a device and memory of the host.
 
-The device copies one half while the processor copies and hashes the other.
-"""
+The bytes use a slot of a page-locked ring (``kvstore.device.staging_ring``): the device copies one
+half while the processor copies and hashes the other."""
 
 from __future__ import annotations
 
@@ -18,24 +18,31 @@ from kvstore.device.driver import Direction, Event
 from kvstore.memory.process_memory import address_of
 from kvstore.transport.common import Piece, RangeCopy, feed, windows
 
-CHUNKS_MAX: Final = 4_096
+PIECES_MAX: Final = 4_096
+"""Copies that are queued at once."""
 
 _Taking = Callable[[int, int, memoryview], None]
-"""Gets the index of a range, the offset of a chunk in it, and the chunk's bytes."""
+"""Receives the index of a range, the offset of a chunk in the range, and its bytes."""
 
 
 class _Window(NamedTuple):
-    """Chunks that the device copies into half a slot, end to end."""
+    """Chunks that the device copies into a half of a slot, end to end."""
 
     event: Event | None
+    """None: they have no bytes."""
     half: memoryview
     chunks: list[Piece]
 
 
 class DeviceRanges:
-    """Ranges in device memory. No copy is in progress after a call. Threads: any.
+    """See the module. The caller has checked that the ranges are within the segment. After a call
+    none of its copies is in progress, unless the device has failed.
 
-    All methods raise DeadlineExceededError (no part of the ring was free) or DeviceError.
+    Threads: any.
+
+    Raises, in all methods:
+        DeadlineExceededError: no part of the ring was free by the deadline.
+        DeviceError: the driver refused, or the device has failed.
     """
 
     def __init__(self, device: Device, base: int) -> None:
@@ -44,61 +51,58 @@ class DeviceRanges:
         self.base: Final = base
 
     def read(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Fill the buffers. ``check`` is called before the device gets work, and may raise."""
+        """Fills the buffers. Calls ``check`` before each copy, and passes on its exception."""
 
         def take(index: int, start: int, data: memoryview) -> None:
-            copy = moves[index]
-            copy.buffer[start : start + len(data)] = data
-            if copy.hasher is not None:
-                feed(copy.hasher, data)
+            move = moves[index]
+            move.buffer[start : start + len(data)] = data
+            if move.hasher is not None:
+                feed(move.hasher, data)
 
-        self._read([(copy.offset, len(copy.buffer)) for copy in moves], take, deadline, check)
+        self._read([(move.offset, len(move.buffer)) for move in moves], take, deadline, check)
 
     def hashed(
         self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
     ) -> list[xxh3_64]:
-        """Return the hash of each range (offset, length). ``check``: as ``read``."""
+        """The hash of each range (offset, length). ``check``: as ``read``."""
         hashers = [xxh3_64() for _ in ranges]
         self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
         return hashers
 
     def write(self, moves: Sequence[RangeCopy], deadline: float, check: Callable[[], None]) -> None:
-        """Write the buffers, in sequence. ``check``: as ``read``."""
-        lengths = [len(copy.buffer) for copy in moves]
+        """Writes the buffers, in their order. ``check``: as ``read``."""
+        lengths = [len(move.buffer) for move in moves]
         with self._halves(deadline) as halves:
             events: tuple[list[Event], list[Event]] = [], []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._wait_for_copies(queued, deadline)
                     batch = _CopyBatch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
-                        copy = moves[row]
-                        piece = copy.buffer[start : start + size]
-                        if copy.hasher is not None:
-                            feed(copy.hasher, piece)
-                        address = self.base + copy.offset + start
-                        if batch.may_overlap(address):
+                        move = moves[row]
+                        piece = move.buffer[start : start + size]
+                        if move.hasher is not None:
+                            feed(move.hasher, piece)
+                        place = self.base + move.offset + start
+                        if batch.may_overlap(place):
                             queued += self._send(batch)
                         half[at : at + size] = piece
-                        batch.add(address, at, size)
+                        batch.add(place, at, size)
                     queued += self._send(batch)
             finally:
                 self._wait_for_copies(events[0] + events[1], deadline)
 
     def _read(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        take: _Taking,
-        deadline: float,
+        self, ranges: Sequence[tuple[int, int]], take: _Taking, deadline: float,
         check: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         lengths = [length for _, length in ranges]
         with self._halves(deadline) as halves:
             in_progress: list[_Window] = []
             try:
-                for number, pieces in enumerate(windows(lengths, len(halves[0]), CHUNKS_MAX)):
+                for number, pieces in enumerate(windows(lengths, len(halves[0]), PIECES_MAX)):
                     check()
                     in_progress.append(self._begin(ranges, pieces, halves[number % 2]))
                     if len(in_progress) == 2:
@@ -116,7 +120,7 @@ class DeviceRanges:
         batch = _CopyBatch(address_of(half))
         for at, (row, start, size) in _laid_out(pieces):
             batch.add(self.base + ranges[row][0] + start, at, size)
-        copies = batch.taken()
+        copies = batch.take()
         event = None if copies is None else self.device.copy(Direction.SAVE, copies)
         return _Window(event, half, pieces)
 
@@ -127,11 +131,11 @@ class DeviceRanges:
             take(row, start, window.half[at : at + size])
 
     def _send(self, batch: _CopyBatch) -> list[Event]:
-        copies = batch.taken()
+        copies = batch.take()
         return [] if copies is None else [self.device.copy(Direction.LOAD, copies)]
 
     def _wait_for_copies(self, events: list[Event], deadline: float) -> None:
-        """Wait for events; removes each from the list after it has occurred."""
+        """Waits for events, and removes each from the list when it has occurred."""
         while events:
             self.device.wait_for_copies(events[0], deadline)
             del events[0]
@@ -144,25 +148,26 @@ class DeviceRanges:
 
 
 class _CopyBatch:
-    """Copies that may run in any order, because their device ranges are disjoint."""
+    """Copies that may run in any order: their ranges on the device are disjoint."""
 
     def __init__(self, base: int) -> None:
+        """``base``: the address of the host's memory."""
         self._base = base
         self._rows: list[tuple[int, int, int]] = []
         self._end = 0
 
     def may_overlap(self, address: int) -> bool:
-        """Return whether the range at ``address`` begins before the end of one in the batch."""
+        """Whether the range at ``address`` may overlap one of the batch."""
         return address < self._end
 
     def add(self, address: int, at: int, size: int) -> None:
-        """Add a copy between ``address`` on the device and ``at`` bytes after ``base``."""
+        """Adds a copy between ``address`` on the device and ``at`` bytes after ``base``."""
         if size:
             self._rows.append((address, self._base + at, size))
             self._end = max(self._end, address + size)
 
-    def taken(self) -> CopyList | None:
-        """Remove and return the copies; None: there are none."""
+    def take(self) -> CopyList | None:
+        """Removes and returns the copies; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
         if not rows:
             return None
@@ -171,7 +176,7 @@ class _CopyBatch:
 
 
 def _laid_out(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
-    """Yield each chunk with its offset if they lie end to end."""
+    """Yields each chunk with its offset end to end."""
     at = 0
     for piece in pieces:
         yield at, piece

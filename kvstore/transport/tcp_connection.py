@@ -1,7 +1,7 @@
 """One connection of a data server: hello, then requests, until one end closes it.
 
-The server does not trust its peer: it makes every check before a byte of a segment is copied, and
-bounds every wait. A peer that breaks a rule is counted, and gets the reason before the close.
+The server does not trust its peer: it makes every check before it transfers a byte of a segment,
+and limits every wait. A peer that breaks a rule is counted, and gets the reason before the close.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvstore.errors import BusyError
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.native import steps
 from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.pure_python import CapabilityVerifier, serve_ranges
@@ -34,7 +34,8 @@ from kvstore.security.tls_stream import TlsError
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
 _LINGER_S: Final = 2.0
-"""Time to drop a rejected write, so that its sender can read the status before a reset."""
+"""Bytes of a rejected write that are dropped, and for how long: unread data at ``close`` would
+reset the connection, and the sender would lose the status."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,12 +44,16 @@ BUSY: Final = TransferStatus.BUSY
 
 @dataclass(slots=True)
 class DataServerCounters:
+    """Counters since the start of the server."""
+
     connections: int = 0
+    """Accepted, including rejected ones."""
     refused_busy: int = 0
     refused_hellos: int = 0
-    """Wrong protocol, token, proof, certificate, segment or generation, or no hello in time."""
+    """Another protocol, a wrong token or proof, an invalid certificate, an unknown segment or
+    generation, or no hello in time."""
     bad_requests: int = 0
-    """Other protocol, ranges outside the segment, or of an older generation."""
+    """Another protocol, ranges outside the segment, or an older generation."""
     refused_capabilities: int = 0
     """Requests with a range without a valid capability."""
     stalls: int = 0
@@ -61,7 +66,7 @@ class DataServerCounters:
 
 @dataclass(slots=True)
 class ServerContext:
-    segments: Mapping[bytes, OwnedSegment]
+    segments: Mapping[bytes, Medium]
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
@@ -69,16 +74,18 @@ class ServerContext:
     """All connections; those before the handshake wait."""
     capabilities: bool = False
     tls: NodeTls | None = None
+    """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, as of ``call_back``; empty without capabilities. Others after a fence."""
+    """By uuid, for ``call_back``; empty without capabilities. Replaced by a fence."""
     rejected_holders: frozenset[int] = frozenset()
+    """Holders whose proofs are rejected."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
-    """As ``counts`` of ``serve``."""
+    """As ``counts`` of ``pure_python.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def reset_wipe_seqs(self) -> None:
-        """Reset all wipe sequence numbers, for a mount without capabilities yet."""
+        """Starts a mount without wipe requests, of which no capabilities exist yet."""
         if self.capabilities:
             self.wipe_seqs = {
                 uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments
@@ -93,48 +100,47 @@ class ServerContext:
         reads, read_bytes, writes, written_bytes = struct.unpack("=4Q", self.moved)
         with self._counting:
             return replace(
-                self._counters,
-                reads=reads,
-                read_bytes=read_bytes,
-                writes=writes,
+                self._counters, reads=reads, read_bytes=read_bytes, writes=writes,
                 written_bytes=written_bytes,
-            )
+            )  # fmt: skip
 
 
 class ServerConnection:
-    """Serves one connected stream in its own thread. Others may ``close`` and ``join`` it."""
+    """Serves a connected stream in a thread. Any other thread may ``close`` and ``join`` it."""
 
     def __init__(self, stream: Stream, context: ServerContext) -> None:
         self.client = self.number = 0
-        """The peer's client number, and its number for this connection, after the handshake."""
+        """The numbers of client and connection, after the handshake."""
         self.holder = 0
-        """The identity that the peer has proven, or is about to."""
+        """The holder that the peer has proven to be, or is about to."""
         self.uuid = b""
+        """Of its segment, after the handshake."""
         self._stream = stream
         self._context = context
-        self._end_flag = bytearray(1)  # not 0: end it
-        self._writes = memoryview(b"")
+        self._cut = bytearray(1)  # not 0: end it
+        self._asked = memoryview(b"")
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError: the system has no thread left."""
+        """Raises RuntimeError: the system has no more threads."""
         self._thread.start()
 
     def close(self, *, gently: bool = False) -> None:
-        """Close the connection; received bytes may still arrive. ``gently``: completes a read."""
-        self._end_flag[0] = 1
+        """Closes the connection. Only bytes that are being received can still land in a segment.
+        ``gently``: completes the reply to a read."""
+        self._cut[0] = 1
         self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
 
     def writes_to(self, offsets: frozenset[int]) -> bool:
-        """Return whether it is writing to one of these extents, with capabilities."""
-        if not self._writes:
+        """Whether it writes to one of these extents, with capabilities."""
+        if not self._asked:
             return False
-        words = self._writes.cast("Q")
+        words = self._asked.cast("Q")
         return not offsets.isdisjoint(words[1 : 1 + words[0]].tolist())
 
     def join(self, timeout_s: float) -> bool:
-        """Return whether the thread has ended within that time."""
-        if self._thread.ident is None:  # not started yet: it will find itself closed
+        """Whether the thread has ended within that time."""
+        if self._thread.ident is None:  # not started: it will find itself closed
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -143,14 +149,14 @@ class ServerConnection:
         try:
             self._serve()
         except OSError:
-            pass  # the peer left, or we have closed
+            pass  # the peer, or ``close``, has ended the connection
         finally:
             self._stream.close()
             self._context.limiter.release(self)
 
     def _serve(self) -> None:
         try:
-            segment, verifier = self._handshake()
+            segment, sealed = self._handshake()
         except (RefusedTransferError, OSError) as error:
             is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
             self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
@@ -162,7 +168,7 @@ class ServerConnection:
             return
         self._reply(TransferStatus.OK)
         try:
-            self._serve_requests(segment, verifier)
+            self._serve_requests(segment, sealed)
         except StalledError:
             self._context.count(stalls=1)
         except RefusedTransferError as refused:
@@ -173,27 +179,28 @@ class ServerConnection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: OwnedSegment, verifier: CapabilityVerifier) -> None:
-        """Serve requests. Raises StalledError, RefusedTransferError."""
-        context, stream, generation = self._context, self._stream, verifier.generation
+    def _serve_requests(self, segment: Medium, sealed: CapabilityVerifier) -> None:
+        """Raises StalledError or RefusedTransferError."""
+        context, stream, generation = self._context, self._stream, sealed.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
-                stream, segment.fd, segment.memory, generation, self._end_flag, *bounds,
-                verifier.key, verifier.holder, verifier.wipe_seqs, verifier.writes_in_progress,
+                stream, segment.fd, segment.memory, generation, self._cut, *bounds,
+                sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
             )  # fmt: skip
-        else:  # device memory or encrypted bytes, which compiled primitives do not support
+        else:  # not in memory, or encrypted: the compiled primitives cannot serve it
             how, number = serve_ranges(
-                stream, segment.ranges, segment.size, segment.memory, generation, self._end_flag,
-                *bounds, verifier if verifier.key else None,
+                stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
+                *bounds, sealed if sealed.key else None,
             )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _handshake(self) -> tuple[OwnedSegment, CapabilityVerifier]:
-        """Return the segment and the verifier of capabilities; for a token without a key."""
+    def _handshake(self) -> tuple[Medium, CapabilityVerifier]:
+        """The segment, and the verifier of the peer's capabilities; without a key: the peer has the
+        token, and needs none."""
         self._stream.begin(self._next_deadline())
         tls = self._context.tls
         if tls is not None and not tls.accepts(self._stream.certificate):
@@ -201,10 +208,10 @@ class ServerConnection:
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._next_deadline())
         hello = protocol.unpack_hello(raw)
-        requires_capabilities = self._context.capabilities
-        if hello is None or (hello.holder and not requires_capabilities):
+        wanted = self._context.capabilities
+        if hello is None or (hello.holder and not wanted):
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if not hello.holder and requires_capabilities:
+        if not hello.holder and wanted:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
@@ -225,15 +232,16 @@ class ServerConnection:
             return segment, CapabilityVerifier(
                 b"", hello.generation, 0, steps.siphash, nothing, nothing
             )
-        self._writes = memoryview(bytearray(ASKED_BYTES))
+        self._asked = memoryview(bytearray(ASKED_BYTES))
         return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
-            self._context.wipe_seqs[hello.uuid], self._writes,
+            self._context.wipe_seqs[hello.uuid], self._asked,
         )  # fmt: skip
 
-    def _check_proof(self, segment: OwnedSegment, hello: Hello, raw: bytes) -> None:
-        """Authenticate the holder in the hello. Raises RefusedTransferError."""
-        self.holder = hello.holder  # before the check: ``reject_holders`` looks here afterwards
+    def _check_proof(self, segment: Medium, hello: Hello, raw: bytes) -> None:
+        """Verifies that the peer is the holder in its hello. Raises RefusedTransferError: it lacks
+        the holder's key, or the holder is rejected."""
+        self.holder = hello.holder  # before the check: ``reject_holders`` reads it afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         proof = bytearray(protocol.PROOF_BYTES)
@@ -249,7 +257,7 @@ class ServerConnection:
     def _refuse(self, what: str, refused: RefusedTransferError) -> None:
         status = refused.status
         assert status is not None
-        # After a takeover, connections of an older mount are normal; other rejections are not.
+        # After a takeover, connections of an older mount are normal; other refusals are not.
         level = logging.DEBUG if status is TransferStatus.GONE else logging.WARNING
         _log.log(
             level,

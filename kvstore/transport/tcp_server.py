@@ -1,4 +1,8 @@
-"""A node's data server: one thread accepts, and one per connection serves without the GIL."""
+"""A node's data server: it accepts, limits and closes connections to its segments.
+
+One thread accepts, and one per connection serves (``tcp_connection``) by blocking system calls
+without the GIL, so that a long ``sendfile`` never delays another client's small read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
-from kvstore.memory.segment import OwnedSegment
+from kvstore.memory.medium import Medium
 from kvstore.native import steps
 from kvstore.runtime.addresses import join_address
 from kvstore.runtime.clock import uptime
@@ -28,56 +32,59 @@ from kvstore.transport.tcp_connection import (
 )
 
 CONNECTIONS_MAX: Final = 1024
-"""256 clients with 4 streams. One thread and file descriptor each; half for one identity."""
+"""256 clients with 4 streams each. One thread and file descriptor each; one identity has at most
+half."""
 
 STALL_S: Final = 10.0
-"""Maximum time of a peer for one chunk within a request, or for its hello."""
+"""How long a peer may take for one chunk of a request, or for its hello."""
 
 IDLE_S: Final = 600.0
-"""Maximum wait of a connection for its next request."""
+"""How long a connection may wait for its next request."""
 
 CUT_S: Final = 1.0
-"""Time for ``close_writers`` to complete reads."""
+"""How long ``close_writers`` waits for replies to reads."""
 
 STOP_S: Final = 5.0
-"""Maximum wait of ``stop``, ``fence`` and ``close_writers`` for threads."""
+"""How long ``stop``, ``fence`` and ``close_writers`` wait for a system call of each thread."""
 
 _log = logging.getLogger(__name__)
 
 
 class DataServer:
-    """Serves the caller's segments on one port. Threads: any."""
+    """Serves ``segments`` on one port.
+
+    Life cycle: create, ``start``, ``fence`` whenever the node joins again, ``stop``. The caller
+    closes the segments afterwards. Threads: any may call.
+    """
 
     def __init__(
-        self,
-        segments: Iterable[OwnedSegment],
-        host: str = "0.0.0.0",
-        port: int = 0,
-        *,
-        connections_max: int = CONNECTIONS_MAX,
-        stall_s: float = STALL_S,
-        idle_s: float = IDLE_S,
-        capabilities: bool = False,
-        tls: NodeTls | None = None,
-    ) -> None:
-        """``capabilities``: required instead of tokens. ``tls``: None: no encryption."""
+        self, segments: Iterable[Medium], host: str = "0.0.0.0", port: int = 0, *,
+        connections_max: int = CONNECTIONS_MAX, stall_s: float = STALL_S, idle_s: float = IDLE_S,
+        capabilities: bool = False, tls: NodeTls | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            capabilities: whether clients present capabilities, instead of the segments' tokens.
+            tls: encrypts and authenticates all connections; None: no encryption.
+        """
         self._address = (host, port)
         self._connections = Limiter[ServerConnection]("data", connections_max)
         self._context = ServerContext(
-            segments={segment.uuid: segment for segment in segments},
-            stall_s=stall_s,
-            idle_s=idle_s,
-            capabilities=capabilities,
-            tls=tls,
-            limiter=self._connections,
-        )
+            segments={segment.uuid: segment for segment in segments}, stall_s=stall_s,
+            idle_s=idle_s, capabilities=capabilities, tls=tls, limiter=self._connections,
+        )  # fmt: skip
         self._context.reset_wipe_seqs()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Listen and serve. Raises AddressInUseError, StartupError."""
+        """Listen and serve.
+
+        Raises:
+            AddressInUseError: another process listens on that port.
+            StartupError: the address cannot be used.
+        """
         host, port = self._address
         try:
             self._listener = listen(host, port)
@@ -97,6 +104,7 @@ class DataServer:
 
     @property
     def port(self) -> int:
+        """The port, after ``start``."""
         assert self._listener is not None, "start() first"
         return int(self._listener.getsockname()[1])
 
@@ -116,14 +124,14 @@ class DataServer:
         return self._context.snapshot()
 
     def identity_limit_refusals(self) -> dict[str, int]:
-        """Return the connections refused per holder because of its limit."""
+        """Rejected connections of each holder at its per-identity limit."""
         return self._connections.refusals()
 
     def fence(self) -> None:
-        """Close all connections; returns when none of them can touch a segment any more.
+        """Closes all connections; returns when none of them can access a segment any more.
 
-        For a node that joins a master again: after ``SegmentUsage.bump_generation``, so that no old
-        client returns in between, and before it notifies the master.
+        A node that joins again calls it after ``Medium.bump_generation``, so that no client
+        reconnects in between, and before its join.
 
         Raises:
             InternalError: a thread did not end; the node must not join.
@@ -131,72 +139,65 @@ class DataServer:
         self._context.reset_wipe_seqs()
         _end(list(self._connections))
 
-    def revoke_writes(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
-        """Revoke older write capabilities for these extents, and end the writes in progress.
-
-        Returns their number, when none of them can touch the segment any more. Does nothing without
-        capabilities. A conforming client has no such write in progress: its put has ended, or
-        ``close_writers`` has closed the connection.
+    def revoke_writes(self, uuid: bytes, offsets: Sequence[int], wipe_seq: int) -> int:
+        """Revokes older capabilities to write to these extents, and closes connections that do.
+        Returns how many, when none of them can access the segment any more. A correct client has no
+        such connection. Without capabilities it does nothing.
 
         Args:
             uuid: of the segment.
             offsets: of the extents.
-            order: the wipe sequence number.
+            wipe_seq: of the wipe request.
 
         Raises:
             InternalError: a thread did not end.
         """
-        orders = self._context.wipe_seqs.get(uuid)
-        if orders is None or not offsets:
+        wipe_seqs = self._context.wipe_seqs.get(uuid)
+        if wipe_seqs is None or not offsets:
             return 0
-        steps.call_back(orders, offsets, order)
-        selected = frozenset(offsets)
+        steps.call_back(wipe_seqs, offsets, wipe_seq)
+        extents = frozenset(offsets)
         chosen = [
-            connection
-            for connection in self._connections
-            if connection.uuid == uuid and connection.writes_to(selected)
-        ]
+            connection for connection in self._connections
+            if connection.uuid == uuid and connection.writes_to(extents)
+        ]  # fmt: skip
         _end(chosen)
         return len(chosen)
 
     def reject_holders(self, holders: Iterable[int]) -> int:
-        """Reject the proofs of exactly these holders; returns the number of closed connections."""
-        refused = frozenset(holders)
-        if refused == self._context.rejected_holders:
+        """Rejects the proofs of these holders alone from now on, and closes their connections.
+        Returns how many."""
+        rejected = frozenset(holders)
+        if rejected == self._context.rejected_holders:
             return 0
-        self._context.rejected_holders = refused
-        chosen = [each for each in self._connections if each.holder in refused]
+        self._context.rejected_holders = rejected
+        chosen = [each for each in self._connections if each.holder in rejected]
         for connection in chosen:
             connection.close()
         return len(chosen)
 
     def close_writers(self, writers: Iterable[tuple[int, int]]) -> int:
-        """Close connections that may still carry bytes of abandoned puts.
+        """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
+        when none of them can access a segment any more.
 
-        Returns their number, when none of them can touch a segment any more. A client sends nothing
-        of a put after it has abandoned it, or after the put's deadline; later bytes can only arrive
-        on connections that were open by then.
+        A client sends no bytes of a put after it has abandoned it, or after the deadline. So late
+        bytes are on connections whose handshake was before.
 
         Args:
             writers: (client, connection) of each, by the numbers in its hello; connection 0: all of
-                the client's, client 0: all connections. Only the lower half of a client's number
-                counts: the master sets the upper half, for clients with an identity.
+                the client's, client 0: all connections. The lower half of a client's number counts:
+                the master uses the upper half, for identities.
 
         Raises:
             InternalError: a thread did not end.
         """
-        selected = {(client & LOWER_HALF, number) for client, number in writers}
-        chosen = [
-            connection
-            for connection in self._connections
-            if not selected.isdisjoint(
-                (
-                    (connection.client & LOWER_HALF, connection.number),
-                    (connection.client & LOWER_HALF, 0),
-                    (0, 0),
-                )
-            )
-        ]
+        keys = {(client & LOWER_HALF, number) for client, number in writers}
+
+        def may_write(connection: ServerConnection) -> bool:
+            client = connection.client & LOWER_HALF
+            return not keys.isdisjoint(((client, connection.number), (client, 0), (0, 0)))
+
+        chosen = [connection for connection in self._connections if may_write(connection)]
         for connection in chosen:
             connection.close(gently=True)
         give_up = uptime() + CUT_S
@@ -204,7 +205,11 @@ class DataServer:
         return len(chosen)
 
     def stop(self) -> None:
-        """Stop listening, close connections, join threads. Idempotent. Raises InternalError."""
+        """Stops listening, closes all connections, joins all threads. Idempotent.
+
+        Raises:
+            InternalError: as ``fence``.
+        """
         self._stopping.set()
         if self._listener is not None and self._acceptor is not None:
             with contextlib.suppress(OSError):  # stopped before
@@ -218,7 +223,7 @@ class DataServer:
             try:
                 self._admit(listener.accept()[0])
             except Exception as error:  # noqa: BLE001  # the only accepting thread continues
-                # Out of file descriptors, memory or threads, or a departed peer: not final.
+                # No file descriptors, memory or threads, or a peer that left: not permanent.
                 if not self._stopping.wait(0.1):
                     _log.warning("event=data_accept_failed error=%r", error)
 
@@ -242,14 +247,14 @@ class DataServer:
 
     def _refuse(self, stream: Stream) -> None:
         with contextlib.suppress(OSError):
-            # Fits the send buffer of a new connection, so this does not wait, unlike a handshake.
+            # Fits the send buffer of a new connection, so this does not wait. A handshake would.
             busy = pack_status(TransferStatus.BUSY) if stream.is_plain else BUSY
             Stream.send(stream, [busy], uptime() + 0.1)
         stream.close()
 
 
 def _end(connections: Sequence[ServerConnection]) -> None:
-    """Close connections. Raises InternalError: a thread did not end."""
+    """Raises InternalError: a thread did not end."""
     for connection in connections:
         connection.close()
     give_up = uptime() + STOP_S

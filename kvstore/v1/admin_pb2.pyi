@@ -101,7 +101,7 @@ class SegmentStatus(_message.Message):
     wiped yet.
     """
     device: _builtins.str
-    """Name of the device (`cuda:0`); empty: host memory."""
+    """Name of its medium (`SegmentOffer.medium`): `cuda:0`; empty: memory of the host."""
     ready_ms: _builtins.int
     """Time until its memory can be granted: leases from before its join may last."""
     reports: _builtins.bool

@@ -114,6 +114,8 @@ class SegmentOffer(_message.Message):
     HEADER_MAC_KEY_FIELD_NUMBER: _builtins.int
     TAKES_CAPABILITIES_FIELD_NUMBER: _builtins.int
     ENCRYPTS_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    IS_OPAQUE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     shm_name: _builtins.str
@@ -137,6 +139,10 @@ class SegmentOffer(_message.Message):
     """Whether the node requires capabilities (`Placements`)."""
     encrypts: _builtins.bool
     """Whether its data port uses TLS."""
+    medium: _builtins.str
+    """Name of its medium: `cuda:0`, with a colon, of a device; empty: memory of the host."""
+    is_opaque: _builtins.bool
+    """Whether clients cannot write to it as to an array: it takes puts, but no allocations."""
     @_builtins.property
     def removal_watermark(self) -> _client_pb2.Version:
         """The last removal watermark that the node was told to keep (`MasterWipe`)."""
@@ -166,10 +172,12 @@ class SegmentOffer(_message.Message):
         header_mac_key: _builtins.bytes = ...,
         takes_capabilities: _builtins.bool = ...,
         encrypts: _builtins.bool = ...,
+        medium: _builtins.str = ...,
+        is_opaque: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "removal_watermark", b"removal_watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "header_mac_key", b"header_mac_key", "removal_watermark", b"removal_watermark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "header_mac_key", b"header_mac_key", "is_opaque", b"is_opaque", "medium", b"medium", "removal_watermark", b"removal_watermark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,7 +73,7 @@ def _cause(
     node = segment.node
     if request.local_only and node.host != request.host:
         return no_space_messages.NOT_HERE
-    if segment.offer.device is not None and isinstance(request, Allocate):
+    if segment.offer.is_opaque and isinstance(request, Allocate):
         return no_space_messages.ON_DEVICE
     if segment.offer.uuid in request.avoid_segments:
         return no_space_messages.AVOIDED

@@ -124,7 +124,7 @@ class PutHandler:
         return not segments or any(
             segment.offer.uuid not in request.avoid_segments
             and (not request.local_only or segment.node.host == request.host)
-            and (segment.offer.device is None or not isinstance(request, calls.Allocate))
+            and not (segment.offer.is_opaque and isinstance(request, calls.Allocate))
             for segment in segments
         )
 
@@ -240,10 +240,8 @@ class PutHandler:
         self._common.changing = True
         self._keeping.expire_before_put(now_ms, "", [])
         segments = self._pool.segments.values()
-        on_devices = [
-            segment.offer.uuid for segment in segments if segment.offer.device is not None
-        ]
-        avoid = [*request.avoid_segments, *on_devices]  # allocations are arrays
+        opaque = [segment.offer.uuid for segment in segments if segment.offer.is_opaque]
+        avoid = [*request.avoid_segments, *opaque]
         owner = self._pool.tenant_of(request.namespace)
         allocated = self._granting.reserve(
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.local_only,

@@ -160,16 +160,17 @@ def main() -> None:
             case "counters":
                 print(json.dumps(asdict(server.counters())), flush=True)
                 continue
+        offer = segment.make_offer()
         reply = {
             "size": segment.size,
             "uuid": segment.uuid.hex(),
-            "shm_name": "" if segment.location else segment.shm_name,
+            "shm_name": offer.shm_name,
             "port": server.port,
             "token": segment.token.hex(),
             "seed": segment.seed,
             "generation": segment.generation,
             "engine": engine and engine.address,
-            "device": segment.location,
+            "device": offer.device,
             "encrypts": server.encrypts,
         }
         print(json.dumps(reply), flush=True)

@@ -26,8 +26,8 @@ from typing import Final
 
 from kvstore.calls import EngineAddress
 from kvstore.errors import InternalError
+from kvstore.memory.medium import Medium
 from kvstore.memory.pages import POPULATE_READ, map_at, populate
-from kvstore.memory.segment import OwnedSegment
 from kvstore.runtime.descriptors import sockets
 from kvstore.transport.mooncake.engine import (
     EngineSettings,
@@ -50,7 +50,7 @@ log = logging.getLogger("kvstore.mooncake")
 class EngineServer:
     """Serves one segment, until ``close``. Threads: any; ``fence`` and ``close`` one at a time."""
 
-    def __init__(self, segment: OwnedSegment, settings: EngineSettings, host: str) -> None:
+    def __init__(self, segment: Medium, settings: EngineSettings, host: str) -> None:
         """Register the segment.
 
         Args:

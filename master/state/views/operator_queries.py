@@ -286,7 +286,7 @@ def _segment(segment: MountedSegment, now_ms: int) -> calls.SegmentStatus:
         pending=segment.pending_bytes,
         quarantined=segment.quarantined_bytes,
         reclaim=segment.reclaim_bytes,
-        device="" if segment.offer.device is None else segment.offer.device.device,
+        device=segment.offer.medium,
         ready_ms=max(0, segment.usable_at_ms - now_ms),
         reports=not segment.whole,
     )

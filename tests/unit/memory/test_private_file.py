@@ -39,14 +39,14 @@ def path() -> Iterator[Path]:
 
 def kept(uuid: bytes = UUID) -> PrivateState:
     """What the file of a segment says after a start."""
-    return PrivateFile(SHM_NAME, uuid).now
+    return PrivateFile(key_path(SHM_NAME), uuid).now
 
 
 # --- the file ------------------------------------------------------------------------------------
 
 
 def test_the_next_start_has_the_same_key(path: Path) -> None:
-    file = PrivateFile(SHM_NAME, UUID)
+    file = PrivateFile(key_path(SHM_NAME), UUID)
     file.change(lambda now: now._replace(removal_watermark=MARK, epoch=9))
     assert kept() == file.now == PrivateState(UUID, file.now.key, MARK, 9)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it says would be believed otherwise: an older mark."""
-    file = PrivateFile(SHM_NAME, UUID)
+    file = PrivateFile(key_path(SHM_NAME), UUID)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "full")

@@ -237,7 +237,7 @@ def test_wiping_takes_that_version_and_no_other(segment: OwnedSegment) -> None:
 def test_ranges_are_zeroed_and_nothing_beside_them(
     segment: OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.memory.segment.ZERO_STEP", 1_000)
+    monkeypatch.setattr("kvstore.memory.medium.ZERO_STEP", 1_000)
     before = bytes(segment.memory[:SUPERBLOCK_BYTES])
     segment.memory[SUPERBLOCK_BYTES:] = b"x" * (segment.size - SUPERBLOCK_BYTES)
     outside = [(0, 64), (SUPERBLOCK_BYTES, 2**40), (2**63, 64), (segment.size - 1, 2)]

@@ -18,6 +18,7 @@ from kvstore.errors import (
     NodeUnreachableError,
 )
 from kvstore.limits import Key, Namespace
+from kvstore.memory import medium as medium_module
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, SegmentOwner, pack_into
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
@@ -98,7 +99,7 @@ def test_only_the_superblock_is_on_the_host(segment: DeviceSegment, name: str) -
 def test_headers_are_found_and_wiped_on_the_device(
     segment: DeviceSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_segment, "SCAN_BYTES", 64 << 10)
+    monkeypatch.setattr(medium_module, "SCAN_BYTES", 64 << 10)
     offsets = [SUPERBLOCK_BYTES, 200 << 10, segment.size - HEADER_BYTES - 1024]
     for counter, offset in enumerate(offsets):
         put(segment, offset, counter)
