@@ -21,7 +21,7 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 from kvstore.wire.messages import CALLS, RpcMethod, decode_request
 from kvstore.wire.status import unexpected
 from kvstore.wire.trace_context import AT as TRACE_AT
@@ -56,11 +56,11 @@ class RpcService(Protocol):
         ...
 
     def node_session(
-        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[MasterMessage]:
         """Serves one node's stream, as an asynchronous generator of the master's messages.
 
-        ``who``: the node's identity; None: without authentication.
+        ``identity``: that of the node.
 
         ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
         that is malformed. When the stream breaks the generator is cancelled where it waits, and in

@@ -60,10 +60,12 @@ class Identity(NamedTuple):
     @property
     def certified(self) -> str:
         """What its certificate says of it, and each one says that is issued in its place."""
-        return f"{SCHEME}{self.name}"
+        return self.name and f"{SCHEME}{self.name}"
 
     @property
     def uri(self) -> str:
+        if not self.name:
+            return ""
         fields = [("id", self.number)] if self.number else []
         fields += [("read", each) for each in self.reads]
         fields += [("write", each) for each in self.writes]
@@ -95,6 +97,10 @@ class Identity(NamedTuple):
     def may_be_node(self, name: str) -> bool:
         """A master may: it starts a node of its own."""
         return MASTER in self.roles or (NODE in self.roles and matches(self.nodes, name))
+
+
+UNAUTHENTICATED: Final = Identity("", frozenset())
+"""The identity of a peer without a valid certificate: it has no name and no permissions."""
 
 
 def validated_identity(

@@ -162,11 +162,9 @@ def check_node(who: Identity, name: str) -> None:
         )
 
 
-def map_rights(who: Identity | None) -> MapRight:
+def map_rights(who: Identity) -> MapRight:
     """What an identity may do with memory that shows all namespaces. A node holds all bytes, but
     writes copies with capabilities, as any client."""
-    if who is None:
-        return MapRight(0)
     reads, writes = (ALL, ALL) if who.is_admin else (ALL if NODE in who.roles else (), ())
     if ENGINE in who.roles:
         reads, writes = (*reads, *who.reads), (*writes, *who.writes)

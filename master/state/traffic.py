@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvstore.limits import Key, Namespace
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 
 SPACES_MAX = 512
 """Namespaces that are remembered at least; twice as many at most."""
@@ -148,12 +148,16 @@ class Caller:
     __slots__ = ("asks", "holder", "identity", "name", "number", "puts")
 
     def __init__(
-        self, name: str = "", identity: Identity | None = None, holder: int = 0, number: int = 0
+        self,
+        name: str = "",
+        identity: Identity = UNAUTHENTICATED,
+        holder: int = 0,
+        number: int = 0,
     ) -> None:
         self.name = name
         """The client's name, a space, and its address, which has no spaces; empty: not known."""
         self.identity = identity
-        """Who the client has proved to be; None: without authentication."""
+        """The client's authenticated identity."""
         self.holder = holder
         """The number of its identity, for which the master makes capabilities
         (``kvstore.master.capabilities``); 0: it has none, and gets the segments' tokens."""
@@ -167,7 +171,7 @@ class Caller:
     @property
     def source(self) -> str:
         """Its identity and its address; empty: it has no identity. Neither is what it says."""
-        if self.identity is None:
+        if not self.identity.name:
             return ""
         return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 
