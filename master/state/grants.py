@@ -148,33 +148,31 @@ class WaitingPut:
 
 
 class GrantListener:
-    """Is told of each grant, of its renewal and of its end, and of extents in quarantine:
-    ``TenantAccounting``."""
+    """Receives each grant, its renewal and its end, and extents in quarantine: the base of
+    ``TenantAccounting``. This one counts nothing."""
 
     def granted(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def renewed(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def ended(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def owner(self, put: Grant) -> Tenant | None:
-        """The tenant that holds the extents of a put; None: of a copy."""
-        raise NotImplementedError
+        """The tenant that holds the extents of a put; None: of a copy, or without tenants."""
+        return None
 
     def on_quarantine(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
         """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
-        raise NotImplementedError
 
 
 class PendingGrants:
     """Grants by token, in the order of their deadlines; and extents in quarantine."""
 
     def __init__(self) -> None:
-        self.tenants: GrantListener | None = None
-        """None: the master has no tenants."""
+        self.tenants = GrantListener()
         self.last_token = 0
         """The highest token that was ever given out."""
         self._by_token: OrderedDict[int, Grant] = OrderedDict()
@@ -201,14 +199,12 @@ class PendingGrants:
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
-        if self.tenants is not None:
-            self.tenants.granted(put)
+        self.tenants.granted(put)
 
     def renew(self, put: Grant, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
-        if self.tenants is not None:
-            self.tenants.renewed(put)
+        self.tenants.renewed(put)
 
     def pop(self, token: int) -> Grant | None:
         put = self._by_token.pop(token, None)
@@ -229,8 +225,7 @@ class PendingGrants:
     def _ended(self, put: Grant) -> None:
         for segment, _ in put.extents:
             segment.pending_bytes -= put.length
-        if self.tenants is not None:
-            self.tenants.ended(put)
+        self.tenants.ended(put)
 
     def first_token(self) -> int | None:
         """The lowest token: every put that was granted before it has ended. O(puts)."""
@@ -238,11 +233,9 @@ class PendingGrants:
 
     def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
         """Keeps the extents of a put that has ended; its tenant holds them until then."""
-        owner = None
-        if self.tenants is not None:
-            owner = self.tenants.owner(put)
-            if owner is not None:
-                self.tenants.on_quarantine(owner, put.extents, put.length)
+        owner = self.tenants.owner(put)
+        if owner is not None:
+            self.tenants.on_quarantine(owner, put.extents, put.length)
         self._quarantine[put.token] = until_ms, residue, owner
         for segment, _ in residue.extents:
             segment.quarantined_bytes += put.length
@@ -265,6 +258,6 @@ class PendingGrants:
             length = extent_bytes(residue.size)
             for segment, _ in residue.extents:
                 segment.quarantined_bytes -= length
-            if owner is not None and self.tenants is not None:
+            if owner is not None:
                 self.tenants.on_quarantine(owner, residue.extents, -length)
             yield residue

@@ -139,9 +139,6 @@ class OperatorQueries:
 
 
 def _tenants(common: StateContext) -> list[calls.TenantStatus]:
-    tenants = common.pool.tenants
-    if tenants is None:
-        return []
     rows = [
         calls.TenantStatus(
             name=each.name,
@@ -156,7 +153,7 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
             refused=each.refused,
             namespaces=each.namespaces,
         )
-        for each in tenants
+        for each in common.pool.tenants
         if not each.retired or each.size
     ]
     return sorted(rows)
