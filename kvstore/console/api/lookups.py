@@ -192,7 +192,7 @@ class LookupsAPI:
             "text": row.key,
             "parent": detail.parent.hex() or None,
             "version": f"{detail.version.epoch}.{detail.version.counter}",
-            "places": [
+            "replicas": [
                 ReplicaLocation(node=names.get(segment, ""), segment=segment, offset=offset)
                 for segment, offset in places
             ],
