@@ -32,7 +32,7 @@ class NodeTls:
     def accepts(self, certificate: object) -> bool:
         """Whether a certificate of our authority names an identity that is not revoked."""
         who = shown_identity(certificate)
-        return who is not None and not self._revoked.has(who)
+        return bool(who.name) and not self._revoked.has(who)
 
 
 class ClientTls:
@@ -52,4 +52,4 @@ class ClientTls:
         """Whether a node with this certificate is the one of the name ``node``. ``certified``: as
         ``SegmentInfo.certified``."""
         who = shown_identity(certificate)
-        return who is not None and who.may_be_node(node) and certified in ("", who.certified)
+        return who.may_be_node(node) and certified in ("", who.certified)
