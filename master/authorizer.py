@@ -129,32 +129,28 @@ class Authorizer:
             raise self.refusal_error(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
         return self._identity(tuple(name.decode(errors="replace") for name in names))
 
-    def authenticate_lane_client(
-        self, token: bytes, secret: bytes, address: str, tls: ssl.SSLObject | None
-    ) -> Caller | None:
-        identity = UNAUTHENTICATED  # the lane's Unix socket has no TLS
-        if address != LOCAL:
-            certificate = None if tls is None else tls.getpeercert()
-            identity = self._identity(tuple(alternative_names(certificate)))
-        return self.verify_client_token(token, secret, address, identity)
+    def identify_lane_peer(self, address: str, tls: ssl.SSLObject | None) -> Identity:
+        if address == LOCAL:  # without TLS: the token alone authenticates
+            return UNAUTHENTICATED
+        return self._identity(tuple(alternative_names(tls and tls.getpeercert())))
 
     def _identity(self, names: tuple[str, ...]) -> Identity:
-        who = self._known.get(names)
-        if who is None:
+        identity = self._known.get(names)
+        if identity is None:
             try:
-                who = identity_of(names)
+                identity = identity_of(names)
             except InvalidArgumentError as error:
                 raise self.refusal_error(error.message, error.advice) from None
             if len(self._known) >= IDENTITIES_MAX:
                 self._known.clear()
-            self._known[names] = who
-        self._check_revoked(who)
-        return who
+            self._known[names] = identity
+        self._check_revoked(identity)
+        return identity
 
-    def _check_revoked(self, who: Identity) -> None:
-        if self._revoked.has(who):
+    def _check_revoked(self, identity: Identity) -> None:
+        if self._revoked.has(identity):
             raise self.refusal_error(
-                f"{who.display_name} was revoked", "Issue it a new identity.", who
+                f"{identity.display_name} was revoked", "Issue it a new identity.", identity
             )
 
     def rejected_holders(self) -> Sequence[int]:
@@ -255,12 +251,12 @@ class Authorizer:
     def visible_status(self, identity: Identity, status: ClusterStatus) -> ClusterStatus:
         return permissions.visible_status(identity, status)
 
-    def _audit(self, who: Identity, request: Request) -> None:
+    def _audit(self, identity: Identity, request: Request) -> None:
         on = getattr(request, "namespace", None) or getattr(request, "node", "") or "*"
         log.info(
             "audit call=%s identity=%s on=%s keys=%d",
-            type(request).__name__, name_text(who.name), name_text(on),
-            len(getattr(request, "keys", ())), extra={"whose": who.certified},
+            type(request).__name__, name_text(identity.name), name_text(on),
+            len(getattr(request, "keys", ())), extra={"whose": identity.certified},
         )  # fmt: skip
 
     def refusal_error(
@@ -283,13 +279,13 @@ class Authorizer:
 Access = OpenAccess | Authorizer
 
 
-def assign_client_number(who: Identity, chosen: int) -> int:
+def assign_client_number(identity: Identity, chosen: int) -> int:
     """The number under which a client puts: the lower half is that which it has chosen, or a new
     one, the upper half follows from the name of its identity, and every master knows that. Another
     identity can have it only if both names' digests begin alike (2^-32)."""
-    half = int.from_bytes(hmac.digest(b"number", who.name.encode(), "sha256")[:4], "little")
+    half = int.from_bytes(hmac.digest(b"number", identity.name.encode(), "sha256")[:4], "little")
     return half << 32 | (chosen & LOWER_HALF or 1 + secrets.randbits(31))
 
 
-def _digest(who: Identity) -> bytes:
-    return hmac.digest(b"identity", who.uri.encode(), "sha256")[:DIGEST_BYTES]
+def _digest(identity: Identity) -> bytes:
+    return hmac.digest(b"identity", identity.uri.encode(), "sha256")[:DIGEST_BYTES]

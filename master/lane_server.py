@@ -361,8 +361,8 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         token, server = frames.read_hello(received), self._server
         assert self._transport is not None
         tls = self._transport.get_extra_info("ssl_object")
-        access = server.access
-        caller = access.authenticate_lane_client(token, server.token, self._address, tls)
+        identity = server.access.identify_lane_peer(self._address, tls)
+        caller = server.access.verify_client_token(token, server.token, self._address, identity)
         if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",
@@ -371,7 +371,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
             )
         self._who = caller.identity.name
         server.connections.keep(self, self._who)
-        self._turns = access.scheduler
+        self._turns = server.access.scheduler
         self._caller = caller
         self._greeted = True
         self._reader.length_max = REQUEST_BYTES_MAX + frames.FRAMING_BYTES_MAX

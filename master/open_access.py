@@ -66,11 +66,9 @@ class OpenAccess:
         """Authenticate the peer of a gRPC call. Raises PermissionDeniedError."""
         return UNAUTHENTICATED
 
-    def authenticate_lane_client(
-        self, token: bytes, secret: bytes, address: str, tls: ssl.SSLObject | None
-    ) -> Caller | None:
-        """As ``verify_client_token``, for the lane. Raises PermissionDeniedError, too."""
-        return self.verify_client_token(token, secret, address)
+    def identify_lane_peer(self, address: str, tls: ssl.SSLObject | None) -> Identity:
+        """Authenticate the peer of a connection to the lane. Raises PermissionDeniedError."""
+        return UNAUTHENTICATED
 
     def issue_client_token(
         self, secret: bytes, client: str, identity: Identity = UNAUTHENTICATED, number: int = 0

@@ -243,11 +243,6 @@ class MasterService:
                 f"{type(request).__name__}: more than one request may ask for",
                 advice="Split the batch.",
             )
-        return self._step(request, caller)
-
-    def _step(
-        self, request: calls.Request, caller: Caller | None
-    ) -> calls.Reply | Awaitable[calls.Reply]:
         step = self._steps.get(type(request))
         if step is None:
             raise ProtocolError(f"this master does not know {type(request).__name__}")
@@ -433,10 +428,12 @@ class MasterService:
 
     def _apply_effects(self) -> None:
         """Carries out the state's effects, and schedules its background work."""
-        try:
-            self._carry_out()
-        except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
-            self._fail_permanently(error)
+        common = self.state.common
+        if common.effects or common.jobs.due or self.has_events:  # most calls have neither
+            try:
+                self._carry_out()
+            except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
+                self._fail_permanently(error)
 
     def _carry_out(self) -> None:
         state = self.state

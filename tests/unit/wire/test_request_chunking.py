@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 
@@ -68,7 +69,8 @@ def ask(service: MasterService, request: calls.Request) -> Any:
     """The reply to one request, whatever its size."""
 
     async def main() -> Any:
-        reply = service._step(request, None)
+        with mock.patch("kvstore.master.service.CUTS", {}):
+            reply = service.call(request)
         return reply if isinstance(reply, tuple) else await asyncio.wait_for(reply, 10)
 
     return asyncio.run(main())
