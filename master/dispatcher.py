@@ -20,7 +20,7 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 from kvstore.wire.messages import CALLS, RpcMethod, decode_request
 from kvstore.wire.status import unexpected
 from kvstore.wire.trace_context import AT as TRACE_AT
@@ -47,11 +47,11 @@ class RpcService(Protocol):
         ...
 
     def node_session(
-        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[MasterMessage]:
         """Serve one node's stream; yield the master's messages.
 
-        ``who``: the node's identity; None without authentication. ``incoming`` ends when the node
+        ``identity``: that of the node. ``incoming`` ends when the node
         closes its side, and raises a ``KVStoreError`` at a malformed message. The generator is
         cancelled when the stream breaks, and always closed. A ``KVStoreError`` from it is sent to
         the node and ends the stream.

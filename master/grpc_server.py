@@ -24,15 +24,14 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
-from kvstore.master.authorizer import Authorizer, address_of, caller_of
+from kvstore.master.authorizer import Access
 from kvstore.master.dispatcher import Dispatcher, logger
-from kvstore.master.fair_scheduler import FairScheduler
+from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.addresses import join_address
 from kvstore.runtime.descriptors import sockets
 from kvstore.runtime.limiter import Limiter, WaitPreemptedError
 from kvstore.runtime.tasks import start_task
-from kvstore.security.holder_ids import holder_of
 from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
@@ -94,19 +93,17 @@ class GrpcServer:
         *,
         calls_max: int = CALLS_MAX,
         connections_max: int = CONNECTIONS_MAX,
-        gate: Authorizer | None = None,
-        turns: FairScheduler | None = None,
+        access: Access | None = None,
     ) -> None:
         """
         Args:
             connections_max: gRPC closes further ones at once, without a notice.
-            gate: None: without authentication.
-            turns: in which calls are answered; not None with authentication.
+            access: authenticates the peers; by default none.
         """
         self.token = token
         self.limiter = Limiter[object]("grpc", calls_max)
-        self._turns = turns
-        self._gate = gate
+        self._access = access or OpenAccess()
+        self._turns = self._access.scheduler
         self._dispatcher = dispatcher
         self._calls_max = calls_max
         self._connections_max = connections_max
@@ -129,10 +126,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers(self._handlers())
         address = join_address(host or "::", port)
         with contextlib.suppress(RuntimeError):  # the code below finds out why
-            if self._gate is None:
-                self.port = server.add_insecure_port(address)
-            else:
-                self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
+            self.port = self._access.add_grpc_port(server, address)
             self._server = server
         if self._server is None:
             raise try_bind(host, port) or AddressInUseError(
@@ -171,9 +165,8 @@ class GrpcServer:
         async def answer(_: object, context: Context) -> bytes:
             try:
                 caller = self._caller(context, call)
-                name = ""
-                if caller is not None and caller.identity is not None:
-                    name = caller.identity.name
+                name = "" if caller is None else caller.identity.name
+                if name:
                     slot = object()
                     self.limiter.acquire(slot, name)
                     _when_done(context, functools.partial(self.limiter.release, slot))
@@ -245,14 +238,14 @@ class GrpcServer:
             PermissionDeniedError: this master did not give out the client's token, or the peer has
                 no identity, and needs one.
         """
-        gate = self._gate
-        who = None if gate is None else gate.identify_grpc_peer(context.auth_context())
+        access = self._access
+        identity = access.identify_grpc_peer(context.auth_context)
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA:
                 known = None
                 if isinstance(value, bytes):
                     address = address_of(context.peer())
-                    known = caller_of(value, self.token, address, gate, who)
+                    known = access.verify_client_token(value, self.token, address, identity)
                 if known is None:
                     raise PermissionDeniedError(
                         "this master does not know this client; the master may have been restarted",
@@ -260,14 +253,7 @@ class GrpcServer:
                         join=1,
                     )
                 return known
-        if who is None:
-            return None
-        if call.lane:
-            # Its puts have the number of its join.
-            raise PermissionDeniedError(
-                f"{call.name} needs the token of a join", advice="Join first.", join=1
-            )
-        return Caller(identity=who, holder=holder_of(who))
+        return access.caller_without_token(call, identity)
 
     async def _messages(self, context: Context) -> AsyncIterator[NodeMessage]:
         data: object = await self._request(context)
@@ -280,9 +266,8 @@ class GrpcServer:
         broken stream arrives here, and the service's generator is closed at once rather than when
         it is collected."""
         try:
-            gate = self._gate
-            who = None if gate is None else gate.identify_grpc_peer(context.auth_context())
-            outgoing = self._dispatcher.service.node_session(self._messages(context), who)
+            identity = self._access.identify_grpc_peer(context.auth_context)
+            outgoing = self._dispatcher.service.node_session(self._messages(context), identity)
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outgoing, AsyncGenerator):
                     stack.push_async_callback(outgoing.aclose)
@@ -316,6 +301,14 @@ def end_connection(peer: str) -> None:
                 address = sock.getpeername()
                 if address[1] == port and address[0].removeprefix("::ffff:") == host:
                     sock.shutdown(socket.SHUT_RDWR)
+
+
+def address_of(peer: str) -> str:
+    """The address in gRPC's name of a peer: ``ipv4:10.0.0.8:4222``, ``ipv6:%5B::1%5D:4222``."""
+    family, _, rest = peer.partition(":")
+    if not family.startswith("ipv"):
+        return LOCAL
+    return rest.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]")
 
 
 async def _abort(context: Context, error: KVStoreError) -> None:

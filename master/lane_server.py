@@ -26,9 +26,10 @@ from kvstore.errors import (
     without_frames,
 )
 from kvstore.limits import REQUEST_BYTES_MAX
-from kvstore.master.authorizer import LOCAL, Authorizer, caller_of
+from kvstore.master.authorizer import Access
 from kvstore.master.dispatcher import Dispatcher, logger
 from kvstore.master.fair_scheduler import FairScheduler
+from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.listeners import listen
@@ -101,14 +102,9 @@ class LaneServer:
         dispatcher: Dispatcher,
         token: bytes,
         settings: LaneSettings | None = None,
-        gate: Authorizer | None = None,
-        turns: FairScheduler | None = None,
+        access: Access | None = None,
     ) -> None:
-        """
-        Args:
-            gate: None: without authentication.
-            turns: in which calls are answered; not None with authentication.
-        """
+        """``access``: authenticates the peers; by default none."""
         self.settings = settings or LaneSettings()
         self.stats = LaneStats()
         self.token = token
@@ -116,8 +112,7 @@ class LaneServer:
         """TCP port; 0: not bound."""
         self.unix = ""
         """Name in the abstract namespace; empty: none."""
-        self.gate = gate
-        self.turns = turns
+        self.access = access or OpenAccess()
         self.connections = Limiter[_LaneProtocol]("lane", self.settings.connections_max)
         """Those that have sent no good HELLO so far wait."""
         self.arriving = Limiter[_LaneProtocol]("arriving frames", ARRIVING_BYTES_MAX)
@@ -127,7 +122,6 @@ class LaneServer:
         self._listener: socket.socket | None = None
         """Of connections by TCP, with authentication."""
         self._accepting: asyncio.Task[None] | None = None
-        self._tls: ssl.SSLContext | None = None
         self._handshakes = Limiter[asyncio.Task[None]]("handshakes", HANDSHAKES_MAX)
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
@@ -139,13 +133,12 @@ class LaneServer:
         loop = asyncio.get_running_loop()
         listener = await asyncio.to_thread(listen, host, port)
         self.port = listener.getsockname()[1]
-        if self.gate is None:
+        if self.access.lane_tls is None:
             server = await loop.create_server(self._connection, sock=listener, start_serving=False)
             self._servers.append(server)
         else:
             self._listener = listener
             listener.setblocking(False)
-            self._tls = self.gate.credentials.server()
         if unix:
             # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
@@ -198,11 +191,10 @@ class LaneServer:
 
     async def _handshake(self, sock: socket.socket) -> None:
         """Completes the TLS handshake with a peer, and serves the peer from then on."""
-        assert self.gate is not None
-        assert self._tls is not None
+        access = self.access
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._connection, sock, ssl=self._tls,
+                self._connection, sock, ssl=access.lane_tls,
                 ssl_handshake_timeout=self.settings.hello_timeout_s, ssl_shutdown_timeout=CLOSE_S,
             )  # fmt: skip
         except (OSError, asyncio.CancelledError) as error:  # cancelled: we stop, or are too many
@@ -212,7 +204,7 @@ class LaneServer:
             told = TlsError(error) if isinstance(error, ssl.SSLError) else error
             why = getattr(told, "strerror", "") or str(told) or "it was ended"
             self.stats.rejected += 1
-            self.gate.refusal_error(f"a connection to the lane: {why}")
+            access.log_refusal(f"a connection to the lane: {why}")
 
     def _connection(self) -> _LaneProtocol:
         return _LaneProtocol(self, self._dispatcher)
@@ -367,20 +359,19 @@ class _LaneProtocol(asyncio.BufferedProtocol):
 
     def _handle_hello(self, received: frames.Frame) -> bytes:
         token, server = frames.read_hello(received), self._server
-        who = None
-        if server.gate is not None and self._address != LOCAL and self._transport is not None:
-            who = server.gate.identify_tls_peer(self._transport.get_extra_info("ssl_object"))
-        caller = caller_of(token, server.token, self._address, server.gate, who)
+        assert self._transport is not None
+        tls = self._transport.get_extra_info("ssl_object")
+        identity = server.access.identify_lane_peer(self._address, tls)
+        caller = server.access.verify_client_token(token, server.token, self._address, identity)
         if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",
                 advice="Join again: the master was restarted, or a different master "
                 "uses this address.",
             )
-        if caller.identity is not None:
-            self._who = caller.identity.name
+        self._who = caller.identity.name
         server.connections.keep(self, self._who)
-        self._turns = server.turns
+        self._turns = server.access.scheduler
         self._caller = caller
         self._greeted = True
         self._reader.length_max = REQUEST_BYTES_MAX + frames.FRAMING_BYTES_MAX

@@ -23,7 +23,7 @@ from kvstore.http.access_control import load_security
 from kvstore.http.serving import bind
 from kvstore.limits import plausible_epoch_max
 from kvstore.master import grpc_server, http_child, times
-from kvstore.master.authorizer import Authorizer
+from kvstore.master.authorizer import Access, Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.cluster_events import ClusterEventLog
 from kvstore.master.connectivity import ConnectivityProbe
@@ -31,6 +31,7 @@ from kvstore.master.dispatcher import add_trace
 from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
+from kvstore.master.open_access import OpenAccess
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
@@ -50,7 +51,6 @@ from kvstore.runtime.listeners import EVERY_INTERFACE, accepts_family, local_con
 from kvstore.runtime.malloc_tuning import keep_freed_memory
 from kvstore.runtime.tasks import EXIT_BROKEN, start_task
 from kvstore.runtime.watched_files import refused_files, watching
-from kvstore.security.data_port_tls import ClientTls
 
 log = logging.getLogger("kvstore.master")
 
@@ -164,9 +164,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
         own = descriptors.open_now() or 0  # before the first connection is accepted
         await master.carriers.start()
         running.append(start_task("connections", master.watch_grpc(own), died=broken))
-        if master.gate is not None:
-            reminding = master.gate.credentials.keep_reminding()
-            running.append(start_task("identity", reminding, died=broken))
+        needed = master.access.background_tasks()
+        running += [start_task("identity", each, died=broken) for each in needed]
         if config.tenants:
             running.append(start_task("tenants", master.follow_tenants(), died=broken))
         if listener is not None:
@@ -257,10 +256,10 @@ class _MasterProcess:
         )
         self._standby = Standby()
         each = _connection_limit_per_port(grpc_server.CONNECTIONS_MAX)
-        self.gate = Authorizer(config) if config.auth else None
+        self.access: Access = Authorizer(config) if config.auth else OpenAccess()
         self.carriers = RpcServers(
             self._standby,
-            gate=self.gate,
+            access=self.access,
             lane_settings=LaneSettings(connections_max=each),
             grpc_connections_max=each,
         )
@@ -275,7 +274,7 @@ class _MasterProcess:
         self._outruns = SupersededEpochs(random.SystemRandom())
         self.feed = MasterChannel() if config.events else None
         self.notices = ClusterEventLog(wall_clock_ms)
-        self._reach = ConnectivityProbe(ClientTls(self.gate.credentials) if self.gate else None)
+        self._reach = ConnectivityProbe(self.access.node_tls)
         self._tenants = TenantsFileWatcher(config.tenants) if config.tenants else None
 
     async def bind(self) -> None:
@@ -304,9 +303,8 @@ class _MasterProcess:
             events=self.feed is not None,
             tenants=None if self._tenants is None else self._tenants.rules,
         )
-        service = self._service = MasterService(state, died=self._died)
+        service = self._service = MasterService(state, access=self.access, died=self._died)
         service.leads_until = until
-        service.gate = self.gate
         if self._address:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
@@ -434,16 +432,11 @@ class _MasterProcess:
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
             "connections": {"lane": len(carriers.lane.connections), "grpc": self._grpc_connections},
-            # The child may not count them itself where our memory is hidden.
-            "open_files": None if self.gate is None else descriptors.open_now(),
-            "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
-            "identity_limit_refusals": {}
-            if self.gate is None
-            else carriers.identity_limit_refusals(),
+            **self.access.measures(carriers.identity_limit_refusals),
             "files_refused": refused_files(),
             "counters": {
                 "connections_refused": carriers.lane.stats.rejected,
-                "refused": 0 if self.gate is None else self.gate.refused,
+                "refused": self.access.refused,
                 "connections_stalled": carriers.lane.stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
@@ -453,8 +446,7 @@ class _MasterProcess:
 
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
-        refused = 0 if self.gate is None else self.gate.refused
-        own = {"grpc_connections": self._grpc_connections, "refused": refused}
+        own = {"grpc_connections": self._grpc_connections, "refused": self.access.refused}
         return {**self.carriers.counters(), **own, **elections, **logs.counters()}
 
 

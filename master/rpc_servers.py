@@ -6,9 +6,8 @@ import secrets
 from typing import NamedTuple
 
 from kvstore.errors import StartupError
-from kvstore.master.authorizer import Authorizer
+from kvstore.master.authorizer import Access
 from kvstore.master.dispatcher import Dispatcher, RpcService
-from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.grpc_server import (
     CONNECTIONS_MAX,
     GrpcServer,
@@ -16,6 +15,7 @@ from kvstore.master.grpc_server import (
     try_bind,
 )
 from kvstore.master.lane_server import LaneServer, LaneSettings
+from kvstore.master.open_access import OpenAccess
 from kvstore.runtime.addresses import join_address
 
 
@@ -48,16 +48,16 @@ class RpcServers:
         *,
         lane_settings: LaneSettings | None = None,
         grpc_connections_max: int = CONNECTIONS_MAX,
-        gate: Authorizer | None = None,
+        access: Access | None = None,
     ) -> None:
-        """``gate``: who gets in; None: everybody, without authentication."""
+        """``access``: authenticates the peers; by default none."""
         self.dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
-        turns = None if gate is None else FairScheduler()
-        self.lane = LaneServer(self.dispatcher, token, lane_settings, gate, turns)
+        access = access or OpenAccess()
+        self.lane = LaneServer(self.dispatcher, token, lane_settings, access)
         self.grpc = GrpcServer(
-            self.dispatcher, token, connections_max=grpc_connections_max, gate=gate, turns=turns
-        )  # fmt: skip
+            self.dispatcher, token, connections_max=grpc_connections_max, access=access
+        )
 
     async def bind(self, host: str, port: int, lane_port: int) -> ListenAddresses:
         """Takes ``host:port``, ``host:lane_port`` and a Unix socket.

@@ -36,9 +36,10 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import check_cluster, check_protocol
-from kvstore.master.authorizer import Authorizer, token_for
+from kvstore.master.authorizer import Access
 from kvstore.master.capabilities import CapabilityIssuer
 from kvstore.master.connectivity import AGAIN_S, Reach
+from kvstore.master.open_access import OpenAccess
 from kvstore.master.rpc_servers import ListenAddresses
 from kvstore.master.state.effects import (
     CloseSession,
@@ -54,8 +55,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.formatting import field_text
 from kvstore.runtime.histograms import Histogram
 from kvstore.runtime.tasks import Died, start_task
-from kvstore.security import permissions
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 from kvstore.wire.pieces import CUTS
 
 log = logging.getLogger("kvstore.master")
@@ -115,7 +115,7 @@ class Standby:
         raise not_leader(self.leader)
 
     def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[calls.NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[calls.MasterMessage]:
         raise not_leader(self.leader)
 
@@ -128,9 +128,16 @@ class MasterService:
         state: MasterState,
         clock: Callable[[], int] = clock_ms,
         *,
+        access: Access | None = None,
         died: Died = lambda error: None,
     ) -> None:
-        """``died``: called once if this service cannot go on; see the module."""
+        """
+        Args:
+            access: authorizes the calls; by default all are allowed.
+            died: called once if this service cannot go on; see the module.
+        """
+        self._access = access or OpenAccess()
+        self._steps = self._access.authorized_steps(state)
         self.state = state
         self._traffic = state.traffic
         self._died = died
@@ -159,8 +166,6 @@ class MasterService:
         self.late_us = Histogram()
         """How much later than planned the timer ran. A call that came meanwhile waited as long."""
         self._longest_step_us = 0
-        self.gate: Authorizer | None = None
-        """Decides who may call what; None: without authentication."""
         self._clock = clock
         self._answers: dict[int, _PendingCall] = {}
         self._sealing = CapabilityIssuer(state)
@@ -230,8 +235,6 @@ class MasterService:
     def call(
         self, request: calls.Request, caller: Caller | None = None
     ) -> calls.Reply | Awaitable[calls.Reply]:
-        if self.gate is not None:
-            self.gate.check(None if caller is None else caller.identity, request)
         if isinstance(request, calls.Join):
             return self._joined(request, caller)
         cut = CUTS.get(type(request))
@@ -240,19 +243,12 @@ class MasterService:
                 f"{type(request).__name__}: more than one request may ask for",
                 advice="Split the batch.",
             )
-        return self._step(request, caller)
-
-    def _step(
-        self, request: calls.Request, caller: Caller | None
-    ) -> calls.Reply | Awaitable[calls.Reply]:
-        step = self.state.steps.get(type(request))
+        step = self._steps.get(type(request))
         if step is None:
             raise ProtocolError(f"this master does not know {type(request).__name__}")
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
-        if self.gate is not None:
-            request = self.gate.bind_to_caller(caller, request, self.state.common.pending)
         self.state.common.changing = False
         self._traffic.caller = caller = caller or self._traffic.unknown
         try:
@@ -276,8 +272,7 @@ class MasterService:
         if isinstance(answer, calls.ClusterStatus):
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
-            if caller.identity is not None:
-                answer = permissions.visible_status(caller.identity, answer)
+            answer = self._access.visible_status(caller.identity, answer)
         return answer
 
     def _record_step_time(self, started: float) -> float:
@@ -296,17 +291,18 @@ class MasterService:
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
     def _joined(self, request: calls.Join, caller: Caller | None) -> calls.JoinReply:
+        identity = UNAUTHENTICATED if caller is None else caller.identity
+        self._access.check(identity, request)
         check_protocol(request.protocol, "the client")
         check_cluster(self.state.cluster, request.cluster, "the client")
         self._check_time(uptime())
         self.state.nodes.client_joined(self._clock(), request)
         log.debug("client_joined client=%s host=%s", request.client, request.host)
         state, endpoints = self.state, self.endpoints
-        who = None if caller is None else caller.identity
         token = b""
         if endpoints is not None:
-            token = token_for(
-                endpoints.lane_token, request.client, who, self.gate, request.client_number
+            token = self._access.issue_client_token(
+                endpoints.lane_token, request.client, identity, request.client_number
             )
         return calls.JoinReply(
             epoch=state.epoch,
@@ -319,7 +315,7 @@ class MasterService:
             cluster=state.cluster,
             http_port=endpoints.http_port if endpoints else 0,
             has_events=endpoints is not None and endpoints.has_events,
-            identity="" if who is None else who.uri,
+            identity=identity.uri,
         )
 
     def _wait_for(
@@ -345,26 +341,25 @@ class MasterService:
     # --- nodes --------------------------------------------------------------------------------
 
     async def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[calls.NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[calls.MasterMessage]:
         first = await anext(incoming, None)
         if not isinstance(first, calls.NodeJoin):
             raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
-        if self.gate is not None:
-            self.gate.check_node(who, first.name)
+        self._access.check_node(identity, first.name)
         self._check_time(uptime())
         self._next_session += 1
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
         encrypts = any(offer.encrypts for offer in first.segments)
-        certified = who.certified if who is not None and encrypts else ""
+        certified = identity.certified if encrypts else ""
         with self._transition() as state:
             accepted = state.nodes.on_node_join(self._clock(), session, first, certified)
             self._outboxes[session] = outbox
             outbox.put_nowait(accepted)
         reader = start_task(
             f"node {first.name}",
-            self._read_node(session, incoming, outbox, who, first.name),
+            self._read_node(session, incoming, outbox, identity, first.name),
             died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
         )
         reaching = start_task(f"reach {first.name}", self._probe_node(session))
@@ -386,13 +381,12 @@ class MasterService:
         session: int,
         incoming: AsyncIterator[calls.NodeMessage],
         outbox: Outbox,
-        who: Identity | None,
+        identity: Identity,
         name: str,
     ) -> None:
         try:
             async for message in incoming:
-                if self.gate is not None:
-                    self.gate.check_node(who, name)  # it may have been revoked
+                self._access.check_node(identity, name)  # it may have been revoked
                 self._check_time(uptime())
                 with self._transition() as state:
                     state.nodes.on_node_message(self._clock(), session, message)
@@ -434,10 +428,12 @@ class MasterService:
 
     def _apply_effects(self) -> None:
         """Carries out the state's effects, and schedules its background work."""
-        try:
-            self._carry_out()
-        except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
-            self._fail_permanently(error)
+        common = self.state.common
+        if common.effects or common.jobs.due or self.has_events:  # most calls have neither
+            try:
+                self._carry_out()
+            except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
+                self._fail_permanently(error)
 
     def _carry_out(self) -> None:
         state = self.state
@@ -452,9 +448,9 @@ class MasterService:
                     case SendReply(ticket, result):
                         self._reply(ticket, result)
                     case SendToNode(session, message):
-                        if self.gate is not None and isinstance(message, calls.MasterHeartbeat):
-                            refused = self.gate.rejected_holders()
-                            message = message._replace(rejected_holders=refused)
+                        if isinstance(message, calls.MasterHeartbeat):
+                            rejected = self._access.rejected_holders()
+                            message = message._replace(rejected_holders=rejected)
                         if session in self._outboxes:
                             self._put(self._outboxes[session], message)
                     case CloseSession(session, error):

@@ -26,7 +26,7 @@ from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.http.connection_limiter import Handler
 from kvstore.runtime.addresses import is_address, split_address
 from kvstore.security.credentials import Credentials, shown_identity
-from kvstore.security.identity import ADMIN, Identity, validated_identity
+from kvstore.security.identity import ADMIN, UNAUTHENTICATED, Identity, validated_identity
 from kvstore.security.impersonation import impersonate
 from kvstore.security.permissions import check_numbers
 from kvstore.security.revocation_list import RevocationList
@@ -92,9 +92,10 @@ class HttpSecurity(NamedTuple):
         return reloading_context(lambda: shown.value, _loaded)
 
     def access(self, hosts: AllowedHosts | None) -> AccessControl:
-        """Return the access rules. Raises ConfigError."""
-        revoked = RevocationList(self.revoked) if self.auth else None
-        return AccessControl(hosts, token=self.token, reads=self.reads, revoked=revoked)
+        """Raises ConfigError."""
+        if self.auth:
+            return IdentityAccessControl(hosts, RevocationList(self.revoked), token=self.token)
+        return AccessControl(hosts, token=self.token, reads=self.reads)
 
 
 NOT_SECURED: Final = HttpSecurity()
@@ -160,12 +161,7 @@ HTTP_TOKEN: Final = validated_identity("http-token", [ADMIN])
 
 
 class AccessControl:
-    """The rules of one port. Use it in one event loop at a time.
-
-    With authentication, neither loopback nor the settings of reads matter: every request except
-    health and the page itself needs an identity or the token, and its handler runs for that
-    identity (``kvstore.security.impersonation``).
-    """
+    """The rules of a port whose requests have no identities. Use it in one event loop at a time."""
 
     def __init__(
         self,
@@ -174,27 +170,23 @@ class AccessControl:
         token: str = "",
         reads: str = "all",
         advice: AccessHints = OF_MASTER,
-        revoked: RevocationList | None = None,
     ) -> None:
         """
         Args:
-            hosts: the allowed host names; None: any, only for ports without changes or with a
-                token.
-            token: the HTTP token of this port; empty: none.
-            reads: access to reads: ``all``, or requests with the ``token``.
-            advice: hints for refused requests.
-            revoked: the revoked identities; None: no authentication.
+            hosts: the names by which browsers may come; None: any. Use None only if nothing can be
+                changed, or only with a token, which no page of another site has.
+            token: the token of this port; empty: there is none.
+            reads: who may read: ``all``, or those who have the ``token``.
+            advice: advice for those who are refused.
         """
-        self._revoked = revoked
         self._hosts = hosts
         self._token = token.encode()
         self._reads_need_token = reads == "token"
         self._advice = advice
 
     def name_of(self, request: web.Request) -> str:
-        """Return the name of the requester's identity; empty: none."""
-        who = None if self._revoked is None else self._identity_of(request)
-        return "" if who is None else who.name
+        """The name of the identity that sends the request; empty: it has none."""
+        return ""
 
     def require_known_host(self, handler: Handler) -> Handler:
         """Guard public content, such as the page: any request with an allowed host name."""
@@ -235,45 +227,11 @@ class AccessControl:
         return guarded
 
     def _acting(self, handler: Handler) -> Handler:
-        if self._revoked is None:
-            return handler
-
-        async def acting(request: web.Request) -> web.StreamResponse:
-            who = self._identity_of(request)
-            if who is None:  # revoked since it was checked
-                return _unauthorized(UNKNOWN)
-            still = _STILL.set(lambda: self._identity_of(request) is not None)
-            try:
-                with impersonate(who):
-                    return await handler(request)
-            finally:
-                _STILL.reset(still)
-
-        return acting
-
-    def _identity_of(self, request: web.Request) -> Identity | None:
-        """Return the requester's identity; None: neither a certificate nor the token."""
-        if self._has_token(request):
-            return HTTP_TOKEN
-        return None if self._revoked is None else self._certified(request, self._revoked)
-
-    def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
-        """Return the identity of the connection's certificate; None: none, or revoked."""
-        transport = request.transport
-        shown = None if transport is None else transport.get_extra_info("peercert")
-        who = shown_identity(shown)
-        return None if who is None or revoked.has(who) else who
+        """The handler, run for the identity of its request."""
+        return handler
 
     def _blind(self, request: web.Request) -> web.Response | None:
-        if self._revoked is None:
-            return None
-        who = self._identity_of(request)
-        if who is None:  # revoked since it was checked
-            return _unauthorized(UNKNOWN)
-        try:
-            check_numbers(who)
-        except PermissionDeniedError as error:
-            return _refusal(403, f"{error}\n")
+        """The refusal of a request that may not see all namespaces; None: it may."""
         return None
 
     def _misdirected(self, request: web.Request) -> web.Response | None:
@@ -282,15 +240,11 @@ class AccessControl:
         return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
 
     def _unread(self, request: web.Request) -> web.Response | None:
-        if self._revoked is not None:
-            return None if self._identity_of(request) is not None else _unauthorized(UNKNOWN)
         if not self._reads_need_token or self._has_token(request):
             return None
         return _unauthorized()
 
     def _untrusted(self, request: web.Request) -> web.Response | None:
-        if self._revoked is not None:
-            return self._unread(request)
         if self._token:
             return None if self._has_token(request) else _unauthorized()
         if is_loopback(request):
@@ -308,6 +262,60 @@ class AccessControl:
         scheme, _, token = given[0].partition(" ")
         sent = token.strip().encode("utf-8", "surrogateescape")
         return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token)
+
+
+class IdentityAccessControl(AccessControl):
+    """The rules of a port whose requests have identities: loopback and the settings of reads do not
+    count. Every request except those for health and for the page itself needs an identity, or the
+    token, and its handler runs for that identity (``kvstore.security.impersonation``)."""
+
+    def __init__(
+        self, hosts: AllowedHosts | None, revoked: RevocationList, *, token: str = ""
+    ) -> None:
+        super().__init__(hosts, token=token)
+        self._revoked = revoked
+
+    def name_of(self, request: web.Request) -> str:
+        return self._identity_of(request).name
+
+    def _acting(self, handler: Handler) -> Handler:
+        async def acting(request: web.Request) -> web.StreamResponse:
+            identity = self._identity_of(request)
+            if not identity.name:  # revoked since it was checked
+                return _unauthorized(UNKNOWN)
+            still = _STILL.set(lambda: bool(self._identity_of(request).name))
+            try:
+                with impersonate(identity):
+                    return await handler(request)
+            finally:
+                _STILL.reset(still)
+
+        return acting
+
+    def _identity_of(self, request: web.Request) -> Identity:
+        """The identity of the request's certificate or token; UNAUTHENTICATED: it has neither, or
+        the identity is revoked."""
+        if self._has_token(request):
+            return HTTP_TOKEN
+        transport = request.transport
+        shown = None if transport is None else transport.get_extra_info("peercert")
+        identity = shown_identity(shown)
+        return UNAUTHENTICATED if self._revoked.has(identity) else identity
+
+    def _blind(self, request: web.Request) -> web.Response | None:
+        identity = self._identity_of(request)
+        if not identity.name:  # revoked since it was checked
+            return _unauthorized(UNKNOWN)
+        try:
+            check_numbers(identity)
+        except PermissionDeniedError as error:
+            return _refusal(403, f"{error}\n")
+        return None
+
+    def _unread(self, request: web.Request) -> web.Response | None:
+        return None if self._identity_of(request).name else _unauthorized(UNKNOWN)
+
+    _untrusted = _unread
 
 
 def is_loopback(request: web.Request) -> bool:

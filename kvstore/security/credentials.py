@@ -32,7 +32,7 @@ import grpc
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import WatchedFile, read_file
-from kvstore.security.identity import MASTER, NODE, Identity, identity_of
+from kvstore.security.identity import MASTER, NODE, UNAUTHENTICATED, Identity, identity_of
 from kvstore.security.tls import Certificate, load_chain, reloading_context
 from kvstore.security.validity import DAY_S, ValidityPeriod, validity_of
 
@@ -220,12 +220,12 @@ def alternative_names(certificate: object) -> list[str]:
     return [value for kind, value in names if kind == "URI"]
 
 
-def shown_identity(certificate: object) -> Identity | None:
-    """Return the identity in such a certificate; None: none, or several."""
+def shown_identity(certificate: object) -> Identity:
+    """The identity that such a certificate names; UNAUTHENTICATED: it names none, or several."""
     try:
         return identity_of(alternative_names(certificate))
     except InvalidArgumentError:
-        return None
+        return UNAUTHENTICATED
 
 
 def _loaded(

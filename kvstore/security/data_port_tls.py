@@ -31,7 +31,7 @@ class NodeTls:
     def accepts(self, certificate: object) -> bool:
         """Return whether a certificate of our CA names an identity that is not revoked."""
         who = shown_identity(certificate)
-        return who is not None and not self._revoked.has(who)
+        return bool(who.name) and not self._revoked.has(who)
 
 
 class ClientTls:
@@ -51,4 +51,4 @@ class ClientTls:
         """Return whether this certificate belongs to the node ``node``. ``certified``: as
         ``SegmentInfo.certified``."""
         who = shown_identity(certificate)
-        return who is not None and who.may_be_node(node) and certified in ("", who.certified)
+        return who.may_be_node(node) and certified in ("", who.certified)

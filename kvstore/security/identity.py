@@ -59,11 +59,13 @@ class Identity(NamedTuple):
 
     @property
     def certified(self) -> str:
-        """The certified attributes, which reissued certificates share."""
-        return f"{SCHEME}{self.name}"
+        """What its certificate says of it, and each one says that is issued in its place."""
+        return self.name and f"{SCHEME}{self.name}"
 
     @property
     def uri(self) -> str:
+        if not self.name:
+            return ""
         fields = [("id", self.number)] if self.number else []
         fields += [("read", each) for each in self.reads]
         fields += [("write", each) for each in self.writes]
@@ -96,6 +98,10 @@ class Identity(NamedTuple):
     def may_be_node(self, name: str) -> bool:
         """Return whether it may join under this node name. A master may: it starts its own node."""
         return MASTER in self.roles or (NODE in self.roles and matches(self.nodes, name))
+
+
+UNAUTHENTICATED: Final = Identity("", frozenset())
+"""The identity of a peer without a valid certificate: it has no name and no permissions."""
 
 
 def validated_identity(

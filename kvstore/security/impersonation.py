@@ -10,24 +10,26 @@ from typing import Final
 
 from kvstore.calls import Request
 from kvstore.security import permissions
-from kvstore.security.identity import Identity
+from kvstore.security.identity import ADMIN, Identity
 
-_ACTING: Final[ContextVar[Identity | None]] = ContextVar("impersonated", default=None)
+ITSELF: Final = Identity("", frozenset((ADMIN,)))
+"""The process that makes the calls: it may make all of them."""
+
+_ACTING: Final = ContextVar("impersonated", default=ITSELF)
 
 
 @contextlib.contextmanager
-def impersonate(who: Identity | None) -> Iterator[None]:
-    """Make calls in the block, and in threads and tasks started there, for ``who``; None: for this
-    process."""
-    before = _ACTING.set(who)
+def impersonate(identity: Identity) -> Iterator[None]:
+    """Calls inside the block, and in threads and tasks that it starts, are for ``identity``."""
+    before = _ACTING.set(identity)
     try:
         yield
     finally:
         _ACTING.reset(before)
 
 
-def impersonated() -> Identity | None:
-    """Return the identity for which calls are made here; None: this process."""
+def impersonated() -> Identity:
+    """The identity for which calls are made here; ``ITSELF`` by default."""
     return _ACTING.get()
 
 
@@ -36,5 +38,4 @@ def check_acting(request: Request) -> None:
     Raises:
         PermissionDeniedError: the peer may not make this call.
     """
-    if (who := _ACTING.get()) is not None:
-        permissions.check(who, request)
+    permissions.check(_ACTING.get(), request)

@@ -64,8 +64,6 @@ class BackgroundSweeper:
         has all candidates looked at, which may be in the order of another tenant."""
         del now_ms
         tenants = self._pool.tenants
-        if tenants is None:
-            return
         tenants.move_some(SWEEP_STEPS, self._pool.pins.all_pinned())
         if not tenants.moving:
             self._jobs.note(MOVE, False)

@@ -24,7 +24,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.missing_objects import MissingObjects
 from kvstore.master.state.object_events import Event, SnapshotScan, removed, stored
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
-from kvstore.master.state.tenants import TenantAccounting
+from kvstore.master.state.tenants import UnlimitedTenancy
 
 RING_STEPS = 150_000
 """Detached records that one step checks for cycles: 4 ms. 512 blocks put in one call, each with a
@@ -55,7 +55,7 @@ class Forest:
         self.objects = 0
         """Records with bytes, in all namespaces."""
         self.missing = MissingObjects(Counter() if counters is None else counters)
-        self.tenants: TenantAccounting | None = None
+        self.tenants = UnlimitedTenancy()
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None without subscribers."""
 
@@ -189,8 +189,7 @@ class Forest:
         """Return the table of the namespace, created if absent; the caller must add a record."""
         table = self.namespaces.tables.get(namespace)
         if table is None:
-            tenants = self.tenants
-            table = NamespaceTable(namespace, None if tenants is None else tenants.match(namespace))
+            table = NamespaceTable(namespace, self.tenants.match(namespace))
             self.namespaces.tables[namespace] = table
         return table
 

@@ -139,31 +139,31 @@ class WaitingPut:
 
 
 class GrantListener:
-    """Receives each grant, its renewal, its end, and extents in quarantine."""
+    """Receives each grant, its renewal and its end, and extents in quarantine: the base of
+    ``TenantAccounting``. This one counts nothing."""
 
     def granted(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def renewed(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def ended(self, put: Grant) -> None:
-        raise NotImplementedError
+        pass
 
     def owner(self, put: Grant) -> Tenant | None:
-        """Return the tenant that holds the extents of a put; None for a copy."""
-        raise NotImplementedError
+        """The tenant that holds the extents of a put; None: of a copy, or without tenants."""
+        return None
 
     def on_quarantine(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
-        """Count extents of ``length`` bytes in quarantine; negative when it ends."""
-        raise NotImplementedError
+        """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
 
 
 class PendingGrants:
     """Grants by token, in the order of their deadlines, and extents in quarantine."""
 
     def __init__(self) -> None:
-        self.tenants: GrantListener | None = None
+        self.tenants = GrantListener()
         self.last_token = 0
         self._by_token: OrderedDict[int, Grant] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, StaleExtents, Tenant | None]] = OrderedDict()
@@ -189,14 +189,12 @@ class PendingGrants:
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
-        if self.tenants is not None:
-            self.tenants.granted(put)
+        self.tenants.granted(put)
 
     def renew(self, put: Grant, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
-        if self.tenants is not None:
-            self.tenants.renewed(put)
+        self.tenants.renewed(put)
 
     def pop(self, token: int) -> Grant | None:
         put = self._by_token.pop(token, None)
@@ -216,22 +214,19 @@ class PendingGrants:
     def _ended(self, put: Grant) -> None:
         for segment, _ in put.extents:
             segment.pending_bytes -= put.length
-        if self.tenants is not None:
-            self.tenants.ended(put)
+        self.tenants.ended(put)
 
     def first_token(self) -> int | None:
         """Return the lowest pending token; every put before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def quarantine(self, put: Grant, stale: StaleExtents, until_ms: int) -> None:
-        """Quarantine the extents of an ended put; they still count for its tenant."""
-        owner = None
-        if self.tenants is not None:
-            owner = self.tenants.owner(put)
-            if owner is not None:
-                self.tenants.on_quarantine(owner, put.extents, put.length)
-        self._quarantine[put.token] = until_ms, stale, owner
-        for segment, _ in stale.extents:
+    def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
+        """Keeps the extents of a put that has ended; its tenant holds them until then."""
+        owner = self.tenants.owner(put)
+        if owner is not None:
+            self.tenants.on_quarantine(owner, put.extents, put.length)
+        self._quarantine[put.token] = until_ms, residue, owner
+        for segment, _ in residue.extents:
             segment.quarantined_bytes += put.length
 
     def quarantined(self, token: int) -> StaleExtents | None:
@@ -249,6 +244,6 @@ class PendingGrants:
             length = extent_bytes(stale.size)
             for segment, _ in stale.extents:
                 segment.quarantined_bytes -= length
-            if owner is not None and self.tenants is not None:
+            if owner is not None:
                 self.tenants.on_quarantine(owner, stale.extents, -length)
             yield stale

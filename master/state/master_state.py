@@ -225,7 +225,6 @@ class MasterState:
                 gone; nothing has changed.
         """
         tenants = self.pool.tenants
-        assert tenants is not None, "this master has no tenants"
         tenants.change(rules, matcher or TenantMatcher(rules))
         self.common.jobs.note(background_jobs.MOVE, tenants.moving)
         self.common.space_freed()
@@ -245,7 +244,7 @@ class MasterState:
         self.putting.serve_waiting(now_ms)
         self.copying.tick(now_ms)
         tenants = self.pool.tenants
-        if tenants is not None and tenants.is_short(now_ms):
+        if tenants.is_short(now_ms):
             capacity = sum([segment.capacity for segment in self.pool.segments.values()])
             fields: dict[str, str | int] = {"guarantee": tenants.guarantee, "pool": capacity}
             self.common.effect(LogClusterEvent("guarantees_exceed_pool", fields))

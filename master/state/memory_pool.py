@@ -31,7 +31,7 @@ from kvstore.master.state.records import (
 )
 from kvstore.master.state.tenant import GUARANTEE, LIMIT, Tenant
 from kvstore.master.state.tenant_lru import PerTenantLru
-from kvstore.master.state.tenants import TenantAccounting
+from kvstore.master.state.tenants import TenantAccounting, open_tenancy
 from kvstore.master.state.traffic import TrafficRecorder
 from kvstore.memory.header import extent_bytes
 from kvstore.runtime.histograms import Histogram
@@ -96,10 +96,8 @@ class MemoryPool:
         self.forest = Forest(self.counters)
         self.traffic = TrafficRecorder()
         self.pins = PinTable(jobs)
-        self.tenants: TenantAccounting | None = None
-        if tenants is not None:
-            self.tenants = TenantAccounting(tenants, self.forest.namespaces, self.segments)
-            self.forest.tenants = self.pins.tenants = self.tenants
+        self.tenants = open_tenancy(tenants, self.forest.namespaces, self.segments)
+        self.forest.tenants = self.pins.tenants = self.tenants
         self.lifetimes = ExpiryIndex()
         """When the objects that were put with a time to live are gone."""
         self.unsettled: deque[ObjectRecord] = deque()
@@ -119,7 +117,7 @@ class MemoryPool:
 
     def tenant_of(self, namespace: str) -> Tenant | None:
         """The tenant of this namespace; None: the master has none."""
-        return None if self.tenants is None else self.tenants.of(namespace)
+        return self.tenants.of(namespace)
 
     def is_stored(self, record: ObjectRecord, now_ms: int) -> bool:
         """Whether the object is complete, and its lifetime is not over."""
@@ -172,8 +170,7 @@ class MemoryPool:
             self._sizes.clear()
         self.forest.mark_complete(record, self._sizes.setdefault(size, size))
         self.pins.stored(record)
-        if self.tenants is not None:
-            self.tenants.count_extents(record, extents, extent_bytes(size))
+        self.tenants.count_extents(record, extents, extent_bytes(size))
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -181,8 +178,7 @@ class MemoryPool:
         """Notes a further copy of a complete object; ``instead_of``: the missing replica that it
         replaces."""
         self.has_replicas = True
-        if self.tenants is not None:
-            self.tenants.count_extents(record, [extent], extent_bytes(record.size))
+        self.tenants.count_extents(record, [extent], extent_bytes(record.size))
         lacked = repair_queue.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
@@ -229,15 +225,12 @@ class MemoryPool:
 
     def may_have_copy(self, record: ObjectRecord) -> bool:
         """Whether one more replica stays within the bound of its tenant."""
-        if self.tenants is None:
-            return True
-        return self.tenants.of_record(record).bytes_to_evict(extent_bytes(record.size)) <= 0
+        return self.tenants.may_grow(record, extent_bytes(record.size))
 
     def count_unrequested_bytes(self, record: ObjectRecord) -> None:
         """Called when the record got bytes that no put asked for: its tenant may hold them, even
         above its bound."""
-        if self.tenants is not None:
-            self.tenants.of_record(record).raise_limits_to_usage()
+        self.tenants.allow_unrequested(record)
 
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record, whose extents are still allocated.
@@ -253,8 +246,7 @@ class MemoryPool:
             self._count_replica_restored()
         if record.ticket:
             self._policy_of(record).discard(record)
-        if self.tenants is not None:
-            self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
+        self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
         if self.forest.drop_bytes(record, end_ms):
             self._jobs.due |= SWEEP
 
@@ -418,8 +410,7 @@ class MemoryPool:
         self.forest.breaks += 1
         self._jobs.due |= SWEEP
         self.pins.segment_died()
-        if self.tenants is not None:
-            self.tenants.segment_died(segment.segment_id)
+        self.tenants.segment_died(segment.segment_id)
 
     def sweep_dead(self, segment: MountedSegment, steps: int) -> bool:
         """Deletes candidates of a dead segment, or moves them to that of a living replica: about
@@ -454,9 +445,7 @@ class MemoryPool:
         for record in records:
             ticket = record.ticket
             detached = not self.forest.is_reachable(record)
-            if detached != candidates.detached(record) or (
-                self.tenants is not None and self.tenants.is_misplaced(record)
-            ):
+            if detached != candidates.detached(record) or self.tenants.is_misplaced(record):
                 candidates.discard(record)
                 candidates.add(record, detached=detached)
             if self.forest.steps >= steps_max:
@@ -557,9 +546,9 @@ class MemoryPool:
         victims: EvictionConstraint | None = None,
         owner: Tenant | None = None,
     ) -> _Eviction:
-        if self.tenants is None:
-            return _Eviction(self, segments, now_ms, victims)
-        return _QuotaEviction(self, segments, now_ms, victims, owner)
+        if isinstance(self.tenants, TenantAccounting):
+            return _QuotaEviction(self, segments, now_ms, victims, owner)
+        return _Eviction(self, segments, now_ms, victims)
 
     def _allocate_together(
         self,
@@ -765,8 +754,8 @@ class _QuotaEviction(_Eviction):
         *,
         own_only: bool = False,
     ) -> None:
-        assert pool.tenants is not None
-        self._tenants: TenantAccounting = pool.tenants
+        assert isinstance(pool.tenants, TenantAccounting)
+        self._tenants = pool.tenants
         self._owner = owner
         self._own_only = own_only
         self._held_back = False

@@ -16,7 +16,7 @@ from kvstore.limits import Namespace
 from kvstore.master.state.background_jobs import EXPIRE, BackgroundJobs
 from kvstore.master.state.expiry_index import ExpiryIndex
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
-from kvstore.master.state.tenants import TenantAccounting
+from kvstore.master.state.tenants import UnlimitedTenancy
 from kvstore.memory.header import extent_bytes
 
 
@@ -43,7 +43,7 @@ class PinTable:
         self.ends = ExpiryIndex()
         """Ends of the pins requested by clients."""
         self._shards: list[dict[ObjectRecord, _PinnedRecord]] = [{} for _ in range(TABLE_SHARDS)]
-        self.tenants: TenantAccounting | None = None
+        self.tenants = UnlimitedTenancy()
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
         self._ending: deque[_PinnedRecord] = deque()
@@ -102,8 +102,7 @@ class PinTable:
     def _add(self, namespace: Namespace, objects: int, size: int) -> None:
         self.objects += objects
         self.size += size
-        if self.tenants is not None:
-            self.tenants.pinned(namespace, size)
+        self.tenants.pinned(namespace, size)
         before = self.pinned_in(namespace)
         now = before[0] + objects, before[1] + size
         if now[0]:

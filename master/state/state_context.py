@@ -25,6 +25,7 @@ from kvstore.master.state.reclaim import SpaceReclaimer, WipeRequest
 from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, StaleExtents
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.tenant_lru import PerTenantLru
+from kvstore.master.state.tenants import TenantAccounting
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -62,10 +63,11 @@ class StateContext:
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
+        unlimited = not isinstance(self.pool.tenants, TenantAccounting)
         self.membership = Membership(
             epoch=epoch,
             rules=rules,
-            new_policy=policy if self.pool.tenants is None else self._new_wipe_seqs,
+            new_policy=policy if unlimited else self._new_candidates,
             cluster=cluster,
         )
         self.pending = PendingGrants()
@@ -78,8 +80,8 @@ class StateContext:
         self.reclaim = SpaceReclaimer(self.tombstones)
         self._next_ticket = 0
 
-    def _new_wipe_seqs(self) -> EvictionPolicy:
-        assert self.pool.tenants is not None
+    def _new_candidates(self) -> EvictionPolicy:
+        assert isinstance(self.pool.tenants, TenantAccounting)
         return PerTenantLru(self.pool.tenants)
 
     # --- epochs -------------------------------------------------------------------------------

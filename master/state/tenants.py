@@ -35,8 +35,69 @@ SHORT_MS = 30_000
 started together join one by one."""
 
 
+class UnlimitedTenancy(GrantListener):
+    """The tenancy of a master without tenants: counts nothing and limits nothing."""
+
+    guarantee = 0
+
+    @property
+    def moving(self) -> bool:
+        """Whether tables have to move to other tenants."""
+        return False
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(())
+
+    def match(self, namespace: str) -> Tenant | None:
+        """The tenant of a namespace by the rules, for a new table."""
+        return None
+
+    def of(self, namespace: str) -> Tenant | None:
+        return None
+
+    def is_misplaced(self, record: ObjectRecord) -> bool:
+        """Whether a candidate is still in the order of the tenant that it had before."""
+        return False
+
+    def may_grow(self, record: ObjectRecord, length: int) -> bool:
+        """Whether ``length`` bytes more stay within the limit of the record's tenant."""
+        return True
+
+    def allow_unrequested(self, record: ObjectRecord) -> None:
+        """Called when the record got bytes that no put requested: its tenant may hold them, even
+        above its limit."""
+
+    def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
+        """Counts extents that the tenant of this record holds from now on. ``length``: bytes of
+        each; negative: it holds them no more. Extents on dead segments count nothing."""
+
+    def segment_died(self, segment_id: int) -> None:
+        pass
+
+    def pinned(self, namespace: Namespace, size: int) -> None:
+        """Counts ``size`` bytes more, or fewer, that pins hold."""
+
+    def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
+        """Follows these rules from now on. Bounds hold at once; tables that belong to another
+        tenant now move in slices (``move_some``).
+
+        Raises:
+            InvalidArgumentError: too many tenants have come and gone in this term. All is as
+                before then.
+        """
+        raise AssertionError("this master has no tenants")
+
+    def move_some(self, count: int, pinned: dict[Namespace, tuple[int, int]]) -> None:
+        """Gives up to ``count`` tables to the tenant that they belong to. ``pinned``: objects and
+        bytes that pins hold, by namespace."""
+
+    def is_short(self, now_ms: int) -> bool:
+        """Whether to say now that the pool is smaller than the guarantees: once each time."""
+        return False
+
+
 @final
-class TenantAccounting(GrantListener):
+class TenantAccounting(UnlimitedTenancy):
     """All tenants of a master, and the one without a name."""
 
     def __init__(
@@ -68,7 +129,6 @@ class TenantAccounting(GrantListener):
         return iter(self._by_name.values())
 
     def match(self, namespace: str) -> Tenant:
-        """The tenant of a namespace by the rules, for a new table."""
         return self._by_name[self._matcher.of(namespace)]
 
     def of(self, namespace: str) -> Tenant:
@@ -86,14 +146,17 @@ class TenantAccounting(GrantListener):
         return self._numbered[number]
 
     def is_misplaced(self, record: ObjectRecord) -> bool:
-        """Whether a candidate is still in the order of the tenant that it had before."""
         return queue_number_of(record.ticket) != self.of_record(record).number
+
+    def may_grow(self, record: ObjectRecord, length: int) -> bool:
+        return self.of_record(record).bytes_to_evict(length) <= 0
+
+    def allow_unrequested(self, record: ObjectRecord) -> None:
+        self.of_record(record).raise_limits_to_usage()
 
     # --- what they hold -----------------------------------------------------------------------
 
     def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
-        """Counts extents that the tenant of this record holds from now on. ``length``: bytes of
-        each; negative: it holds them no more. Extents on dead segments count nothing."""
         table = self._tables.of(record)
         tenant, held = table.tenant, table.held
         assert tenant is not None
@@ -154,7 +217,6 @@ class TenantAccounting(GrantListener):
             tenant.size -= tenant.bytes_on.pop(segment_id, 0)
 
     def pinned(self, namespace: Namespace, size: int) -> None:
-        """Counts ``size`` bytes more, or fewer, that pins hold."""
         self.of(namespace).pinned_bytes += size
 
     # --- room ahead of need -------------------------------------------------------------------
@@ -184,13 +246,6 @@ class TenantAccounting(GrantListener):
     # --- other rules --------------------------------------------------------------------------
 
     def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
-        """Follows these rules from now on. Bounds hold at once; tables that belong to another
-        tenant now move in slices (``move_some``).
-
-        Raises:
-            InvalidArgumentError: too many tenants have come and gone in this term. All is as
-                before then.
-        """
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
         if len(self._numbered) + len(new) > ORDERS_MAX:
@@ -215,8 +270,6 @@ class TenantAccounting(GrantListener):
         return bool(self._to_move)
 
     def move_some(self, count: int, pinned: dict[Namespace, tuple[int, int]]) -> None:
-        """Gives up to ``count`` tables to the tenant that they belong to. ``pinned``: objects and
-        bytes that pins hold, by namespace."""
         for _ in range(min(count, len(self._to_move))):
             table = self._to_move.pop()
             before, now = table.tenant, self.match(table.name)
@@ -237,7 +290,6 @@ class TenantAccounting(GrantListener):
             now.raise_limits_to_usage()
 
     def is_short(self, now_ms: int) -> bool:
-        """Whether to say now that the pool is smaller than the guarantees: once each time."""
         capacity = sum([segment.capacity for segment in self._segments.values()])
         if not capacity or self.guarantee <= capacity:
             self._short_since_ms, self._told_short = None, False
@@ -248,6 +300,15 @@ class TenantAccounting(GrantListener):
             return False
         self._told_short = True
         return True
+
+
+def open_tenancy(
+    rules: Sequence[TenantRule] | None, namespaces: Namespaces, segments: dict[int, MountedSegment]
+) -> UnlimitedTenancy:
+    """The tenancy of a master with these rules; None: without tenants."""
+    if rules is None:
+        return UnlimitedTenancy()
+    return TenantAccounting(rules, namespaces, segments)
 
 
 def _add_all(tenant: Tenant, extents: Iterable[Extent], length: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvstore.limits import Key, Namespace
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 
 SPACES_MAX = 512
 """Minimum number of remembered namespaces; the maximum is twice that."""
@@ -137,12 +137,16 @@ class Caller:
     __slots__ = ("asks", "holder", "identity", "name", "number", "puts")
 
     def __init__(
-        self, name: str = "", identity: Identity | None = None, holder: int = 0, number: int = 0
+        self,
+        name: str = "",
+        identity: Identity = UNAUTHENTICATED,
+        holder: int = 0,
+        number: int = 0,
     ) -> None:
         self.name = name
         """Client name, a space, and its address without spaces; empty: unknown."""
         self.identity = identity
-        """The client's certified identity; None without authentication."""
+        """The client's authenticated identity."""
         self.holder = holder
         """Number of the identity for capabilities (``kvstore.master.capabilities``); 0: none, so
         the client gets the segments' tokens."""
@@ -153,8 +157,8 @@ class Caller:
 
     @property
     def source(self) -> str:
-        """Authenticated identity and address; empty without an identity."""
-        if self.identity is None:
+        """Its identity and its address; empty: it has no identity. Neither is what it says."""
+        if not self.identity.name:
             return ""
         return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 

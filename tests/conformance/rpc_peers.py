@@ -22,14 +22,14 @@ from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.client.rpc.stub import MasterStub
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import FRAME_BYTES_MAX, Key, Namespace
-from kvstore.master.authorizer import token_for
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.lane_server import LaneSettings
+from kvstore.master.open_access import OpenAccess
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.state import traffic
 from kvstore.runtime.cancellation import CancelToken
 from kvstore.runtime.clock import uptime
-from kvstore.security.identity import Identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity
 from kvstore.wire.frames import Frame, FrameReader, hello
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class ScriptedService:
             self.epoch,
             port if self._lane else 0,
             unix if self._lane and self._unix else "",
-            token_for(token, request.client),
+            OpenAccess().issue_client_token(token, request.client),
             10_000,
             30_000,
             "0.1",
@@ -149,7 +149,7 @@ class ScriptedService:
             self._changed.notify_all()
 
     async def node_session(
-        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[MasterMessage]:
         try:
             async for message in self.script(incoming):

@@ -462,9 +462,7 @@ def _(it: GrantManager) -> None:
 @check_invariants.register
 def _(it: BackgroundSweeper) -> None:
     _check_due(it._jobs, background_jobs.EVICT, bool(it._pressed))
-    _check_due(
-        it._jobs, background_jobs.MOVE, it._pool.tenants is not None and it._pool.tenants.moving
-    )
+    _check_due(it._jobs, background_jobs.MOVE, it._pool.tenants.moving)
     _check_due(it._jobs, background_jobs.SWEEP, it._sweeps_more())
 
 
@@ -520,7 +518,7 @@ def _(it: MasterState) -> None:
     check_invariants(it.returning)
     check_invariants(it.traffic)
     check_invariants(it.waiting)
-    if it.pool.tenants is not None:
+    if isinstance(it.pool.tenants, TenantAccounting):
         _check_tenants(it, it.pool.tenants)
     mounted = [s for segments in it.membership.segments.values() for s in segments]
     assert {id(s) for s in mounted} == {id(s) for s in it.pool.segments.values()}

@@ -186,8 +186,7 @@ class ChainsAPI:
         names: Sequence[str] = asked.namespaces or ()
         if not names:
             status = await self._client.status(timeout_ms=TIMEOUT_MS)
-            if (who := impersonated()) is not None:
-                status = visible_status(who, status)
+            status = visible_status(impersonated(), status)
             largest = heapq.nlargest(
                 FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
             )

@@ -110,10 +110,8 @@ class DiagnosticsAPI:
 
 
 def _explained(client: Client, namespace: str, model: str) -> Explanation:
-    """Run in a thread of the client, with the permissions of the request."""
-    status = client.status()
-    if (who := impersonated()) is not None:
-        status = visible_status(who, status)
+    """In a thread of the client; its calls are checked by the rights of the request."""
+    status = visible_status(impersonated(), client.status())
     return explain(client, status, namespace=namespace, model=model)
 
 

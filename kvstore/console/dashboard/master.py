@@ -22,7 +22,7 @@ from kvstore.runtime import logs
 from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.tasks import start_task
 from kvstore.runtime.watched_files import refused_files
-from kvstore.security.impersonation import check_acting, impersonate
+from kvstore.security.impersonation import ITSELF, check_acting, impersonate
 
 log = logging.getLogger("kvstore.console")
 
@@ -97,7 +97,7 @@ class CoalescedQuery(Generic[ValueT]):
 
     async def _reply(self) -> ValueT:
         started, self._fresh_until = time.monotonic(), 0.0
-        with impersonate(None):  # the reply is for all callers
+        with impersonate(ITSELF):  # the answer is for all who ask
             answer = await self._ask()
         ended = time.monotonic()
         self._fresh_until = ended + max(self._fresh_s, (ended - started) * (1 / self._share - 1))

@@ -98,8 +98,7 @@ class EventsAPI:
         since = request.headers.get("Last-Event-ID") or asked.since
         place = EventPosition.parse(since) if since else None
         _check(asked.namespace, asked.under)
-        if (who := impersonated()) is not None:
-            check_events(who, asked.namespace, asked.under)
+        check_events(impersonated(), asked.namespace, asked.under)
         with self._subscriber(request):
             await self._check_leads()
             texts = self.streams.events(
@@ -109,8 +108,8 @@ class EventsAPI:
 
     @contextlib.contextmanager
     def _subscriber(self, request: web.Request) -> Iterator[None]:
-        slot, who = object(), impersonated()
-        self._subscribers.acquire(slot, (request.remote or "?") if who is None else who.name)
+        slot = object()
+        self._subscribers.acquire(slot, impersonated().name or request.remote or "?")
         try:
             yield
         finally:

@@ -137,9 +137,6 @@ class OperatorQueries:
 
 
 def _tenants(common: StateContext) -> list[calls.TenantStatus]:
-    tenants = common.pool.tenants
-    if tenants is None:
-        return []
     rows = [
         calls.TenantStatus(
             name=tenant.name,
@@ -154,7 +151,7 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
             refused=tenant.refused,
             namespaces=tenant.namespaces,
         )
-        for tenant in tenants
+        for tenant in common.pool.tenants
         if not tenant.retired or tenant.size
     ]
     return sorted(rows)

@@ -14,9 +14,14 @@ from multidict import CIMultiDict
 
 from kvstore.config import read_token
 from kvstore.errors import ConfigError
-from kvstore.http.access_control import HTTP_TOKEN, AccessControl, AllowedHosts
-from kvstore.security.identity import Identity
-from kvstore.security.impersonation import impersonated
+from kvstore.http.access_control import (
+    HTTP_TOKEN,
+    AccessControl,
+    AllowedHosts,
+    IdentityAccessControl,
+)
+from kvstore.security.identity import UNAUTHENTICATED, Identity
+from kvstore.security.impersonation import ITSELF, impersonated
 from kvstore.security.revocation_list import RevocationList
 
 TOKEN = "0123456789abcdef-secret"
@@ -161,22 +166,22 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
 ) -> None:
     """It must never be answered with the rights of the process itself."""
 
-    class Revoking(AccessControl):
+    class Revoking(IdentityAccessControl):
         _left = asked_before
 
-        def _certified(self, request: web.Request, revoked: RevocationList) -> Identity | None:
-            del request, revoked
+        def _identity_of(self, request: web.Request) -> Identity:
+            del request
             self._left -= 1
-            return HTTP_TOKEN if self._left >= 0 else None
+            return HTTP_TOKEN if self._left >= 0 else UNAUTHENTICATED
 
-    acted: list[Identity | None] = []
+    acted: list[Identity] = []
 
     async def handler(_: web.Request) -> web.Response:
         acted.append(impersonated())
         return web.Response(status=204)
 
-    access = Revoking(None, revoked=RevocationList(""))
+    access = Revoking(None, RevocationList(""))
     found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
     assert (found.status == 401) == (not acted)
     assert asked_before == 2 or found.status == 401
-    assert way == "require_metrics" or None not in acted
+    assert way == "require_metrics" or ITSELF not in acted

@@ -14,7 +14,7 @@ from kvstore import calls
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
-from kvstore.master.authorizer import Authorizer, assign_client_number, caller_of, token_for
+from kvstore.master.authorizer import Authorizer, assign_client_number
 from kvstore.master.capabilities import MASTER
 from kvstore.master.service import MasterService
 from kvstore.master.state.grants import PendingGrants
@@ -22,7 +22,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.logs import BURST, RateLimit
 from kvstore.security.holder_ids import holder_of
-from kvstore.security.identity import Identity, validated_identity
+from kvstore.security.identity import UNAUTHENTICATED, Identity, validated_identity
 from tests.support.certificates import Identities
 from tests.unit.wire.test_request_chunking import service_with
 
@@ -49,7 +49,7 @@ def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
 
 
 def test_who_calls_is_in_the_certificate(gate: Authorizer) -> None:
-    assert gate.identify_grpc_peer(shown(ENGINE)) == ENGINE
+    assert gate.identify_grpc_peer(lambda: shown(ENGINE)) == ENGINE
     peers: list[tuple[dict[str, list[bytes]], str]] = [
         ({}, "names 0 identities"),
         (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
@@ -57,34 +57,34 @@ def test_who_calls_is_in_the_certificate(gate: Authorizer) -> None:
     ]
     for peer, says in peers:
         with pytest.raises(PermissionDeniedError, match=says):
-            gate.identify_grpc_peer(peer)
+            gate.identify_grpc_peer(partial(dict, peer))
     with pytest.raises(PermissionDeniedError, match="without an identity"):
-        gate.check(None, calls.Clear(SPACE, 1))
+        gate.check(UNAUTHENTICATED, calls.Clear(SPACE, 1))
     assert gate.refused == 4
 
 
 def test_a_token_names_an_identity_and_a_number(gate: Authorizer) -> None:
-    token = token_for(SECRET, "name of a client", ENGINE, gate, 7)
-    caller = caller_of(token, SECRET, "10.0.0.1", gate)
+    token = gate.issue_client_token(SECRET, "name of a client", ENGINE, 7)
+    caller = gate.verify_client_token(token, SECRET, "10.0.0.1")
     assert caller is not None
     assert (caller.identity, caller.name) == (ENGINE, "name of a client 10.0.0.1")
     assert (caller.holder, caller.number) == (holder_of(ENGINE), assign_client_number(ENGINE, 7))
-    beside = caller_of(token, SECRET, "10.0.0.1", gate, ENGINE._replace(number="next"))
+    beside = gate.verify_client_token(token, SECRET, "10.0.0.1", ENGINE._replace(number="next"))
     assert beside is not None
     assert beside.identity == ENGINE._replace(number="next"), "what the connection shows counts"
 
 
 def test_no_other_token_is_one(gate: Authorizer, identities: Identities) -> None:
-    token = token_for(SECRET, "c", ENGINE, gate, 7)
-    assert caller_of(token, SECRET, "", gate, OTHER) is None, "of another identity"
-    assert caller_of(token, b"t" * 16, "", gate) is None, "of another term"
+    token = gate.issue_client_token(SECRET, "c", ENGINE, 7)
+    assert gate.verify_client_token(token, SECRET, "", OTHER) is None, "of another identity"
+    assert gate.verify_client_token(token, b"t" * 16, "") is None, "of another term"
     for at in range(len(token)):
         changed = bytes(byte ^ (at == index) for index, byte in enumerate(token))
-        assert caller_of(changed, SECRET, "", gate) is None, at
+        assert gate.verify_client_token(changed, SECRET, "") is None, at
     for short in (b"", SECRET, token[:39], SECRET + b"c"):
-        assert caller_of(short, SECRET, "", gate) is None
+        assert gate.verify_client_token(short, SECRET, "") is None
     again = Authorizer(MasterConfig(auth=identities.file("master")))
-    assert caller_of(token, SECRET, "", again) is None, "of another process"
+    assert again.verify_client_token(token, SECRET, "") is None, "of another process"
 
 
 def test_a_number_is_of_one_identity(gate: Authorizer, identities: Identities) -> None:
@@ -92,15 +92,17 @@ def test_a_number_is_of_one_identity(gate: Authorizer, identities: Identities) -
     numbers = []
     for master in (gate, Authorizer(MasterConfig(auth=identities.file("master")))):
         for who in (ENGINE, ENGINE._replace(number="renewed"), OTHER):
-            caller = caller_of(token_for(SECRET, "c", who, master, 7), SECRET, "", master)
+            caller = master.verify_client_token(
+                master.issue_client_token(SECRET, "c", who, 7), SECRET, ""
+            )
             assert caller is not None
             numbers.append(caller.number)
     mine, renewed, theirs = numbers[:3]
     assert mine == renewed != theirs
     assert numbers[3:] == numbers[:3]
     assert {number & 0xFFFF_FFFF for number in numbers} == {7}, "nodes cut connections by this half"
-    taken = token_for(SECRET, "c", OTHER, gate, mine)
-    caller = caller_of(taken, SECRET, "", gate)
+    taken = gate.issue_client_token(SECRET, "c", OTHER, mine)
+    caller = gate.verify_client_token(taken, SECRET, "")
     assert caller is not None
     assert caller.number == theirs, "who shows the number of another gets its own"
     drawn = {assign_client_number(ENGINE, 0) & 0xFFFF_FFFF for _ in range(4)}
@@ -155,7 +157,7 @@ def test_who_is_revoked_is_out(gate: Authorizer, identities: Identities) -> None
     revoked = ENGINE._replace(number="77")
     for refused in (
         partial(gate.check, revoked, calls.Exists(SPACE, [Key(b"k")])),
-        partial(gate.identify_grpc_peer, shown(revoked)),
+        partial(gate.identify_grpc_peer, lambda: shown(revoked)),
         partial(gate.check_node, validated_identity("n", ["node"], number="77"), "n"),
     ):
         with pytest.raises(PermissionDeniedError, match="was revoked"):
@@ -170,9 +172,6 @@ def test_puts_get_the_number_of_their_caller(gate: Authorizer) -> None:
         owned = gate.bind_to_caller(caller, request, PendingGrants())
         assert isinstance(owned, calls.PutStart | calls.Allocate)
         assert owned.client_number == 7
-        assert gate.bind_to_caller(Caller("c"), request, PendingGrants()) is request, (
-            "without an identity"
-        )
 
 
 def test_no_identity_hides_what_another_removes_or_is_refused(
@@ -188,7 +187,7 @@ def test_no_identity_hides_what_another_removes_or_is_refused(
             with pytest.raises(PermissionDeniedError):
                 gate.check(ENGINE, calls.Clear(Namespace("b"), 1))
             with pytest.raises(PermissionDeniedError):
-                gate.identify_grpc_peer({"ssl_tls_version": [b"TLSv1.3"]})
+                gate.identify_grpc_peer(lambda: {"ssl_tls_version": [b"TLSv1.3"]})
         gate.check(OTHER, calls.Remove(SPACE, [Key(b"k")]))
         with pytest.raises(PermissionDeniedError):
             gate.check(OTHER, calls.Clear(Namespace("b"), 1))
@@ -228,10 +227,10 @@ def test_what_is_refused_is_not_looked_up(
     state = MasterState(epoch=1)
     if there:
         state.common.forest.ensure(SPACE, Key(b"k"))
-    service = MasterService(state)
-    service.gate = gate
+    refused = lambda *_: pytest.fail("the state was asked")  # noqa: E731
+    monkeypatch.setattr(state, "steps", dict.fromkeys(state.steps, refused))
+    service = MasterService(state, access=gate)
     stranger = Caller("c", validated_identity("s", ["engine"], reads=["b"], writes=["b"]))
-    monkeypatch.setattr(service, "_step", lambda *_: pytest.fail("the state was asked"))
     with pytest.raises(PermissionDeniedError):
         service.call(ask([Key(b"k")]), stranger)
 
@@ -248,8 +247,7 @@ def test_what_is_refused_is_not_looked_up(
 def test_a_token_of_another_client_is_refused(
     gate: Authorizer, request_of: Callable[[list[int]], calls.Request]
 ) -> None:
-    service = service_with(0)
-    service.gate = gate
+    service = service_with(0, gate)
     ours, theirs = Caller("c", ENGINE, number=7), Caller("d", OTHER, number=8)
     put = calls.PutStart(SPACE, [Key(b"k")], [1], None, False, 1, False, 0, "h")
     grants = service.call(put, ours)

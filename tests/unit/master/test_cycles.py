@@ -46,7 +46,7 @@ def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
     async def come_and_go() -> list[weakref.ref[object]]:
         identities = Identities(tmp_path)
         gate = Authorizer(MasterConfig(auth=identities.file("master")))
-        server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, gate=gate)
+        server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, access=gate)
         await server.bind("127.0.0.1", 0, unix=False)
         await server.start()
         sock = socket.create_connection(("127.0.0.1", server.port))
@@ -78,7 +78,7 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     async def come_and_go() -> int:
         gate = Authorizer(MasterConfig(auth=Identities(tmp_path).file("master")))
-        server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, gate=gate)
+        server = LaneServer(Dispatcher(cast(Any, None)), b"t" * 16, access=gate)
         await server.bind("127.0.0.1", 0, unix=False)
         await server.start()
         before = server.stats.rejected

@@ -20,8 +20,9 @@ from kvstore.master.dispatcher import Dispatcher
 from kvstore.master.fair_scheduler import SLICE_S, FairScheduler
 from kvstore.master.grpc_server import GrpcServer
 from kvstore.master.lane_server import FRAMES_PER_TURN, LaneServer, LaneSettings
+from kvstore.master.open_access import OpenAccess
 from kvstore.master.state.traffic import Caller
-from kvstore.security.identity import ENGINE, Identity
+from kvstore.security.identity import ENGINE, UNAUTHENTICATED, Identity
 from kvstore.wire.frames import CALL, REPLY, frame, hello
 from kvstore.wire.messages import CALLS, encode_request
 from tests.support.certificates import Identities
@@ -46,7 +47,7 @@ class Slow:
 
     def call(self, request: calls.Request, caller: Caller | None = None) -> Any:
         assert caller is not None
-        self.asked.append(caller.identity.name if caller.identity is not None else "")
+        self.asked.append(caller.identity.name)
         self.now_s += 1.001 * SLICE_S
         if self.waits:
             self.waiting.append(asyncio.get_running_loop().create_future())
@@ -54,7 +55,7 @@ class Slow:
         return calls.ExistsReply(b"\x01")
 
     def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
+        self, incoming: AsyncIterator[calls.NodeMessage], identity: Identity = UNAUTHENTICATED
     ) -> AsyncIterator[calls.MasterMessage]:
         raise NotImplementedError
 
@@ -88,17 +89,17 @@ class Lane:
     def __init__(self, folder: Path, stack: contextlib.ExitStack, places: int = 100) -> None:
         self.service = Slow()
         self.gate = Authorizer(MasterConfig(auth=Identities(folder).file("master")))
+        self.gate.scheduler = FairScheduler(lambda: self.service.now_s)
         self.server = LaneServer(
-            Dispatcher(self.service), SECRET, LaneSettings(connections_max=places), self.gate,
-            FairScheduler(lambda: self.service.now_s),
-        )  # fmt: skip
+            Dispatcher(self.service), SECRET, LaneSettings(connections_max=places), self.gate
+        )
         self._stack = stack
 
     def connect(self, who: Identity | None, count: int) -> socket.socket:
         """A client that has sent its HELLO and ``count`` calls."""
         sock = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         sock.connect(b"\0" + self.server.unix.encode())
-        token = SECRET if who is None else self.gate.issue_client_token(SECRET, who, b"c", 1)
+        token = SECRET if who is None else self.gate.issue_client_token(SECRET, "c", who, 1)
         sock.sendall(hello(token) + ONE * count)
         sock.setblocking(False)
         return sock
@@ -129,8 +130,8 @@ def test_a_call_on_the_lane_waits_for_one_slice_of_a_flood(tmp_path: Path) -> No
             assert len(await heard(sock)) > len(frame(0, REPLY, b"", b""))
             while len(lane.service.asked) < 10 * 2 * FRAMES_PER_TURN + 1:
                 await asyncio.sleep(0)
-            assert lane.server.turns is not None
-            check_invariants(lane.server.turns)
+            assert lane.gate.scheduler is not None
+            check_invariants(lane.gate.scheduler)
             await lane.server.stop()
 
     run(main())
@@ -166,8 +167,9 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
 ) -> None:
     async def main() -> None:
         service, call = Slow(), CALLS[calls.Exists]
-        turns = FairScheduler(lambda: service.now_s)
-        server = GrpcServer(Dispatcher(service), SECRET, calls_max=8, turns=turns)
+        access = OpenAccess()
+        access.scheduler = FairScheduler(lambda: service.now_s)
+        server = GrpcServer(Dispatcher(service), SECRET, calls_max=8, access=access)
         monkeypatch.setattr(server, "_caller", lambda context, _: Caller(identity=context.who))
 
         async def answer(who: Identity) -> bytes:

@@ -12,7 +12,15 @@ from kvstore import calls
 from kvstore.calls import MapRight, Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Key, Namespace
-from kvstore.security.identity import ALL, ENGINE, NODE, ROLES, Identity, validated_identity
+from kvstore.security.identity import (
+    ALL,
+    ENGINE,
+    NODE,
+    ROLES,
+    UNAUTHENTICATED,
+    Identity,
+    validated_identity,
+)
 from kvstore.security.permissions import (
     RULES,
     check,
@@ -267,7 +275,7 @@ def test_an_engine_sees_no_tenant_but_its_own() -> None:
 @pytest.mark.parametrize(
     ("who", "rights"),
     [
-        (None, 0),
+        (UNAUTHENTICATED, 0),
         (WHO["admin"], 15),
         (WHO["master"], 15),
         (WHO["node"], MapRight.READ | MapRight.READ_ALL),
@@ -280,7 +288,5 @@ def test_an_engine_sees_no_tenant_but_its_own() -> None:
         (validated_identity("both", ["engine", "node"], writes=["a"]), 7),
     ],
 )
-def test_what_an_identity_may_do_with_memory_of_all_namespaces(
-    who: Identity | None, rights: int
-) -> None:
+def test_what_an_identity_may_do_with_memory_of_all_namespaces(who: Identity, rights: int) -> None:
     assert map_rights(who) == rights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvstore.limits import (
     Key,
     Namespace,
 )
+from kvstore.master.authorizer import Access
 from kvstore.master.service import MasterService
 from kvstore.master.state.effects import SendToNode
 from kvstore.master.state.master_state import MasterState
@@ -34,12 +36,12 @@ KEYS = [Key(index.to_bytes(4, "big")) for index in range(MANY)]
 REPEATED = (KEYS * (BATCH_KEYS_MAX // MANY + 1))[:BATCH_KEYS_MAX]
 
 
-def service_with(objects: int) -> MasterService:
+def service_with(objects: int, access: Access | None = None) -> MasterService:
     """A master with a node that wipes at once, and so many objects."""
     state = MasterState(epoch=7)
     offer = JOIN.segments[0]._replace(size=64 << 20)
     state.nodes.on_node_join(0, 1, JOIN._replace(segments=[offer]))
-    service = MasterService(state, clock=lambda: 0)
+    service = MasterService(state, clock=lambda: 0, access=access)
     settle = service._apply_effects
 
     def wiping() -> None:
@@ -67,7 +69,8 @@ def ask(service: MasterService, request: calls.Request) -> Any:
     """The reply to one request, whatever its size."""
 
     async def main() -> Any:
-        reply = service._step(request, None)
+        with mock.patch("kvstore.master.service.CUTS", {}):
+            reply = service.call(request)
         return reply if isinstance(reply, tuple) else await asyncio.wait_for(reply, 10)
 
     return asyncio.run(main())
