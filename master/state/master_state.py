@@ -25,7 +25,7 @@ What the state promises, and which part keeps the promise:
 
 * Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
   (``SpaceReclaimer``), its writer (``PendingGrants``) and its node (wiping) are done with it.
-* A match is leased by its tip; only unleased leaves are evicted (``EvictionPolicy``).
+* A match is leased by its tip; only unleased leaves are evicted (``CandidateQueue``).
 * A token is valid once, until its deadline, in its epoch.
 * Everything has a bound: ``MasterRules`` and ``kvstore.limits``.
 """
@@ -40,7 +40,7 @@ from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.master.state import background_jobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.effects import Effect, LogClusterEvent
-from kvstore.master.state.eviction import LruPolicy
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
@@ -49,7 +49,6 @@ from kvstore.master.state.object_events import Event, SnapshotScan
 from kvstore.master.state.put_queue import WaitingPuts
 from kvstore.master.state.puts import PutHandler
 from kvstore.master.state.queries import QueryHandler
-from kvstore.master.state.records import EvictionPolicy
 from kvstore.master.state.removal_watermarks import RemovalWatermarks
 from kvstore.master.state.removals import RemovalHandler
 from kvstore.master.state.repair_queue import RepairQueue
@@ -72,15 +71,15 @@ class MasterState:
         version: str = "",
         cluster: str = "",
         rules: MasterRules | None = None,
-        policy: Callable[[], EvictionPolicy] = LruPolicy,
+        policy: NewPolicy = LruPolicy,
         started_ms: int = 0,
         events: bool = False,
         tenants: Sequence[TenantRule] | None = None,
     ) -> None:
         """
         Args:
-            tenants: their rules, which ``set_tenants`` may change; None: there are none, and there
-                is one order of eviction. Else ``policy`` is not used.
+            policy: makes an eviction policy, one per segment and tenant.
+            tenants: their rules, which ``set_tenants`` may change; None: there are none.
             epoch_max: the highest epoch that is believed of a node.
             events: whether to collect events for ``take_events``.
         """

@@ -11,7 +11,7 @@ a dropped record is freed at once. So a record has its namespace's name, not its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.limits import Key, Namespace
@@ -47,65 +47,11 @@ _ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEIN
 _NOTHING_HELD: Final[dict[int, int]] = {}
 """Shared by all tables where there are no tenants; never changed."""
 
-MOVES_PER_STEP = 512
-"""Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
+HITS_MAX: Final = 3
+"""What a counter of hits reaches: two bits."""
 
-
-class EvictionPolicy(Protocol):
-    """Orders the objects of one segment that may be evicted. Contract:
-
-    * ``add`` a record once; it is a candidate until ``discard``. ``record.ticket`` is the policy's
-      own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
-      with the lower ticket goes first.
-    * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
-      grow while the record is a candidate, except before ``lease_ended``.
-    * ``peek`` never returns a record whose lease lives at ``now_ms``.
-    """
-
-    unfinished: bool
-    """Whether the last ``peek`` reached its limit before it found a candidate."""
-
-    moved: int
-    """Records that the last ``peek`` moved to their present place."""
-
-    def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
-        """``detached``: no path from a root leads to the record, so it is evicted before others."""
-        ...
-
-    def discard(self, record: ObjectRecord) -> None: ...
-
-    def detached(self, record: ObjectRecord) -> bool:
-        """Whether this candidate was added as detached."""
-        ...
-
-    def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
-        """The next record to evict, which stays a candidate; None when all are leased, or when
-        the search is ``unfinished`` after ``moves``."""
-        ...
-
-    def defer(self, record: ObjectRecord, until_ms: int) -> None:
-        """Keeps ``peek`` from returning this candidate before ``until_ms``, unless it is added
-        again."""
-        ...
-
-    def lease_ended(self, record: ObjectRecord) -> None:
-        """Called when the lease of this candidate has ended early, and with it a ``defer``."""
-        ...
-
-    def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
-        """When the first leased candidate, or one on ``defer``, may become evictable; None:
-        ``peek`` has seen no leased one. ``after_ms``: ends up to then are of no interest, if
-        ``peek`` does not look at all candidates."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[ObjectRecord]: ...
-
-    def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        """Up to ``count`` candidates with tickets above ``ticket``, in their order. So a sweep can
-        continue where it stopped, whichever candidates came and went meanwhile."""
-        ...
+HIT_GAP_MS: Final = 1_000
+"""A use within this time after the last one is not counted as a hit: engines repeat lookups."""
 
 
 class MountedSegment:
@@ -116,7 +62,6 @@ class MountedSegment:
         segment_id: int,
         node: JoinedNode,
         offer: SegmentOffer,
-        candidates: EvictionPolicy,
         usable_at_ms: int,
     ) -> None:
         self.segment_id = segment_id
@@ -128,8 +73,6 @@ class MountedSegment:
         self.whole = offer.fresh
         """Whether all objects from before its mounting are known; else its inventory follows."""
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
-        self.candidates = candidates
-        """The objects that could be evicted from here: leaves whose first replica is here."""
         self.zeroes = offer.takes_capabilities
         """Whether its node zeroes memory before it belongs to another object. Clients that reach an
         extent by a capability then find nothing of its former objects."""
@@ -195,6 +138,7 @@ class ObjectRecord:
         "counter",
         "depth",
         "epoch",
+        "hits",
         "kept_until_ms",
         "key",
         "last_used_ms",
@@ -203,10 +147,11 @@ class ObjectRecord:
         "namespace",
         "offset",
         "parent",
+        "position",
+        "queue",
         "readers",
         "segment",
         "size",
-        "ticket",
         "writer",
     )
 
@@ -237,8 +182,13 @@ class ObjectRecord:
         """Leases that may be released before that (``leases.ReaderLeases``)."""
         self.kept_until_ms = 0
         """Until when no release ends the lease."""
-        self.ticket = 0
-        """Place in the eviction order of ``segment``; 0: not in it."""
+        self.queue = 0
+        """The queue of eviction candidates that it is in, on the segment of the first replica, by
+        the number of the tenant; 0: it is no candidate."""
+        self.position = 0
+        """The position in this queue: the business of the part that has set it."""
+        self.hits = 0
+        """Up to ``HITS_MAX``; higher bits, and the decrease, are the eviction policy's business."""
 
     def keep_until(self, until_ms: int) -> None:
         """Leases the bytes until then; no release ends the lease earlier."""

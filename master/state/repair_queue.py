@@ -24,7 +24,6 @@ from itertools import islice
 from typing import Final
 
 from kvstore.calls import SegmentOffer
-from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, shards_from
@@ -76,7 +75,7 @@ class RepairRules:
 def placeholder_segment() -> MountedSegment:
     """The segment of replicas that were never made. It is dead, and no other segment has its id."""
     offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
-    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, LruPolicy(), 0)
+    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, 0)
     segment.alive = False
     return segment
 

@@ -7,7 +7,7 @@ and forest, the nodes, puts under way, orders to wipe, and the effects that the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from kvstore import calls
@@ -17,14 +17,14 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.background_jobs import SERVE, BackgroundJobs
 from kvstore.master.state.effects import DeferredReply, Effect
+from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.grants import PendingGrants, WaitingPut
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.reclaim import SpaceReclaimer, WipeRequest
-from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, StaleExtents
+from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.tenant_lru import PerTenantLru
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -43,7 +43,7 @@ class StateContext:
         version: str,
         cluster: str,
         rules: MasterRules,
-        policy: Callable[[], EvictionPolicy],
+        policy: NewPolicy,
         started_ms: int,
         tenants: Sequence[TenantRule] | None = None,
     ) -> None:
@@ -58,14 +58,13 @@ class StateContext:
         """Set by a step before its first change, and cleared by the caller before each step. While
         it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
         self.jobs = BackgroundJobs()
-        self.pool = MemoryPool(self.jobs, tenants)
+        self.pool = MemoryPool(self.jobs, policy, tenants)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
         self.membership = Membership(
             epoch=epoch,
             rules=rules,
-            new_policy=policy if self.pool.tenants is None else self._new_wipe_seqs,
             cluster=cluster,
         )
         self.pending = PendingGrants()
@@ -77,10 +76,6 @@ class StateContext:
         self.tombstones = Tombstones()
         self.reclaim = SpaceReclaimer(self.tombstones)
         self._next_ticket = 0
-
-    def _new_wipe_seqs(self) -> EvictionPolicy:
-        assert self.pool.tenants is not None
-        return PerTenantLru(self.pool.tenants)
 
     # --- epochs -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ class Tenant:
 
     def __init__(self, number: int, rule: TenantRule) -> None:
         self.number = number
-        """Of its eviction orders."""
+        """The number of its queues of eviction candidates, from 1."""
         self.size = 0
         """Bytes of memory that it holds."""
         self.bytes_on: dict[int, int] = {}

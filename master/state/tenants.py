@@ -19,7 +19,6 @@ from typing import final
 from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
-from kvstore.master.state.eviction import ORDERS_MAX, queue_number_of
 from kvstore.master.state.grants import AllocationGrant, Grant, GrantListener, PutGrant
 from kvstore.master.state.records import (
     Extent,
@@ -29,6 +28,9 @@ from kvstore.master.state.records import (
     ObjectRecord,
 )
 from kvstore.master.state.tenant import Tenant
+
+TENANTS_PER_TERM_MAX = 1 << 10
+"""Tenants of one term, those that are gone included: each may have queues on each segment."""
 
 SHORT_MS = 30_000
 """For how long the pool must be smaller than the guarantees before the log says so: nodes that are
@@ -48,7 +50,7 @@ class TenantAccounting(GrantListener):
         """``namespaces``, ``segments``: those of the pool, which are only read."""
         self._tables = namespaces
         self._segments = segments
-        self.unnamed = Tenant(0, TenantRule(""))
+        self.unnamed = Tenant(1, TenantRule(""))
         """Has the namespaces that fit no other tenant."""
         self._by_name: dict[str, Tenant] = {"": self.unnamed}
         self._numbered: list[Tenant] = [self.unnamed]
@@ -81,13 +83,6 @@ class TenantAccounting(GrantListener):
         tenant = self._tables.of(record).tenant
         assert tenant is not None
         return tenant
-
-    def numbered(self, number: int) -> Tenant:
-        return self._numbered[number]
-
-    def is_misplaced(self, record: ObjectRecord) -> bool:
-        """Whether a candidate is still in the order of the tenant that it had before."""
-        return queue_number_of(record.ticket) != self.of_record(record).number
 
     # --- what they hold -----------------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class TenantAccounting(GrantListener):
         """
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
-        if len(self._numbered) + len(new) > ORDERS_MAX:
+        if len(self._numbered) + len(new) > TENANTS_PER_TERM_MAX:
             raise InvalidArgumentError(
                 "too many tenants have come and gone since this master leads",
                 advice="Keep the names of tenants, or restart the master.",
@@ -204,7 +199,7 @@ class TenantAccounting(GrantListener):
             elif name:
                 tenant.retire()
         for rule in new:
-            tenant = self._by_name[rule.name] = Tenant(len(self._numbered), rule)
+            tenant = self._by_name[rule.name] = Tenant(len(self._numbered) + 1, rule)
             self._numbered.append(tenant)
         self._matcher = matcher
         self.guarantee = sum([tenant.guarantee for tenant in self._by_name.values()])
