@@ -12,7 +12,6 @@ from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.pins import bytes_held
 from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
 from kvstore.master.state.tenant import GUARANTEE, Tenant
-from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
@@ -23,9 +22,9 @@ SPARED_MS = 1_000
 """For how long an object that a drain must not evict is deferred, for puts as well: these wait, or
 evict another one. The next search by a drain meets the object only after that time."""
 
-_MOVES_PER_SEARCH = 64
-"""Candidates that one search for a victim puts into another queue: their chains may have become
-complete since they were marked as detached, or their namespaces belong to another tenant."""
+CORRECTION_COUNTS_FOR = 8
+"""Moves that a record counts for which is put into another queue: its chain has become complete
+since it was marked as detached, or its namespace belongs to another tenant."""
 
 _ANCESTORS_PER_SEARCH = 256
 """Blocks of a chain, from the leaf upward, that are checked for bytes on the requested segments."""
@@ -54,30 +53,38 @@ class AllocationFailure:
 
 
 class Evictor:
-    """Evicts the candidate with the lowest weight of all its segments first."""
+    """Evicts the candidate with the lowest weight of all its segments first. Of other tenants than
+    ``owner``, evicts only from those that hold their guarantee even without it."""
 
     def __init__(
         self,
         pool: MemoryPool,
-        segments: list[MountedSegment],
+        segments: Iterable[MountedSegment],
         now_ms: int,
         victims: EvictionConstraint | None = None,
+        owner: Tenant | None = None,
+        *,
+        own_only: bool = False,
     ) -> None:
         self._pool = pool
         self._now_ms = now_ms
         self._victims = victims
-        self.cause: Tenant | None = None
+        self._owner = owner
+        self._own_only = own_only
+        self._quota = ""
+        """GUARANTEE: one has kept an object of another tenant."""
+        self.cause = owner
         """The tenant whose puts the evictions count for; None: those of no tenant."""
         self._moves = MOVES_PER_STEP
-        """Records that ``CandidateQueue.peek`` may still move to their present position."""
+        """Records that the search for victims may still move to their present position."""
         self._budget = EVICTIONS_PER_STEP
         self.evicted: list[StaleExtents] = []
         self._weights: dict[MountedSegment, int] = {}
         """The weight of each head."""
         if victims is not None and not victims.up_to.epoch:
-            segments = []
-        self._heads = {segment: self._find_head(segment) for segment in segments}
-        """The next victim of each segment; None: there is none, or it must be looked up again."""
+            segments = ()
+        self._heads = {segment: self.find_head(segment) for segment in segments}
+        """The next victim of each segment."""
 
     @property
     def has_more_victims(self) -> bool:
@@ -87,21 +94,20 @@ class Evictor:
 
     def shortage(self, missing: int) -> AllocationFailure:
         """The failure of an allocation for which ``next`` found no victim."""
-        return AllocationFailure(missing, self.has_more_victims)
+        quota = "" if self._owner is None else self._quota
+        return AllocationFailure(missing, self.has_more_victims, quota)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
-        """Does ``MemoryPool.evict``."""
-        return self._pool.evict(victim, self._now_ms)
-
-    def head(self, segment: MountedSegment) -> ObjectRecord | None:
-        """The next victim of this segment."""
-        if self._heads[segment] is None:
-            self._heads[segment] = self._find_head(segment)
-        return self._heads[segment]
-
-    def forget(self, segment: MountedSegment) -> None:
-        """Lets ``head`` look up the next victim of this segment again."""
-        self._heads[segment] = None
+        """Does ``MemoryPool.evict``, and counts the eviction."""
+        tenant = self._tenant_of(victim)
+        if tenant is not None and tenant is self.cause:
+            tenant.evicted_by_own += 1
+        elif tenant is not None:
+            tenant.evicted_by_others += 1
+        parent = self._pool.evict(victim, self._now_ms)
+        if tenant is not self._owner and tenant is not None:
+            assert tenant.size >= tenant.guarantee, "below its guarantee"
+        return parent
 
     def next(self, order: list[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
         """Evicts the next victim of these segments, or one elsewhere for which ``_keeps_bytes_on``
@@ -114,19 +120,15 @@ class Evictor:
             segments = [segment for segment in order if heads[segment] is not None]
             if not segments:
                 wanted = set(order)
-                segments = [
-                    segment
-                    for segment, head in heads.items()
-                    if head is not None and _keeps_bytes_on(wanted, head)
-                ]
+                segments = [s for s, head in heads.items() if _keeps_bytes_on(wanted, head)]
                 if not segments:
                     return None
             first = min(segments, key=self._weights.__getitem__)
             victim = heads[first]
             assert victim is not None
-            if self._may_evict(victim):
+            if self._may_evict(victim):  # which other evictions may have changed
                 break
-            heads[first] = self._find_head(first)
+            heads[first] = self.find_head(first)
         self._budget -= 1
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
@@ -137,146 +139,83 @@ class Evictor:
         if parent is not None:
             changed.add(parent.segment)
         for segment in heads.keys() & changed:
-            heads[segment] = self._find_head(segment)
+            heads[segment] = self.find_head(segment)
         return freed
 
-    def _may_evict(self, victim: ObjectRecord) -> bool:
-        """Whether a head may still be evicted after others were."""
-        del victim
-        return True
-
-    def _queues(self, candidates: EvictionCandidates) -> Iterable[CandidateQueue]:
-        """The queues that may lose a candidate."""
-        return candidates.queues.values()
-
-    def _find_head(self, segment: MountedSegment) -> ObjectRecord | None:
+    def find_head(self, segment: MountedSegment) -> ObjectRecord | None:
         """Finds the candidate with the lowest weight that may be evicted. O(tenants)."""
-        candidates = self._pool.candidates[segment]
+        candidates, owner = self._pool.candidates[segment], self._owner
         found: ObjectRecord | None = None
         lowest = 0
-        unfinished = False
-        for queue in self._queues(candidates):
-            if not len(queue):
+        candidates.unfinished = False
+        own = [owner.number] if self._own_only and owner is not None else list(candidates.queues)
+        for number in own:
+            queue = candidates.queues.get(number)
+            if queue is None or not len(queue):
+                continue
+            tenant = queue.tenant
+            if tenant not in (None, owner) and 0 < tenant.guarantee >= tenant.size:
+                self._quota = GUARANTEE
                 continue
             head = self._first_of(candidates, queue)
-            unfinished = unfinished or queue.unfinished
-            if head is None:
-                continue
-            weight = queue.weight(head)
-            if (found is None or weight < lowest) and self._may_evict(head):
-                found, lowest = head, weight
-        candidates.unfinished = unfinished
+            candidates.unfinished |= queue.unfinished
+            if head is not None:
+                weight = queue.weight(head)
+                if (found is None or weight < lowest) and self._may_evict(head):
+                    found, lowest = head, weight
         self._weights[segment] = lowest
         return found
+
+    def _tenant_of(self, record: ObjectRecord) -> Tenant | None:
+        tenants = self._pool.tenants
+        return None if tenants is None else tenants.of_record(record)
+
+    def _may_evict(self, victim: ObjectRecord) -> bool:
+        tenant = self._tenant_of(victim)
+        if tenant is self._owner or tenant is None:
+            return True
+        if tenant.size - bytes_held(victim) >= tenant.guarantee:
+            return True
+        self._quota = GUARANTEE
+        return False
 
     def _first_of(
         self, candidates: EvictionCandidates, queue: CandidateQueue
     ) -> ObjectRecord | None:
-        """Finds the first candidate of one queue, after those that do not belong to the front, or
-        to the queue, were moved."""
-        for _ in range(_MOVES_PER_SEARCH):
-            head = self._peek(queue)
-            if head is None:
-                return None
-            detached = queue.is_detached(head)
-            if candidates.is_misplaced(head):
-                candidates.discard(head)
-                candidates.add(head, detached=detached)
-            elif detached and self._pool.forest.is_reachable(head):
-                candidates.discard(head)
-                candidates.add(head)
-            else:
-                victims = self._victims
-                may = victims is None or head.last_used_ms < victims.used_before_ms or detached
-                return head if may else None
-        queue.unfinished = True
-        return None
-
-    def _peek(self, queue: CandidateQueue) -> ObjectRecord | None:
-        ends = self._pool.pins.ends
-        spared = None if self._victims is None else self._victims.up_to
+        """Finds the first candidate of one queue. Defers pinned ones, and corrects those that are
+        misplaced or wrongly marked as detached."""
+        victims, now_ms, pool = self._victims, self._now_ms, self._pool
         while True:
-            head = queue.peek(self._now_ms, self._moves)
+            head = queue.peek(now_ms, self._moves)
             self._moves -= queue.moved
             if head is None:
                 return None
-            until_ms = ends.expiry_of(head)
-            if spared is not None and (head.epoch, head.counter) > spared:
-                until_ms = max(until_ms, self._now_ms + SPARED_MS)
-            if until_ms <= self._now_ms:
-                return head
+            until_ms = pool.pins.ends.expiry_of(head)
+            if victims is not None and (head.epoch, head.counter) > victims.up_to:
+                until_ms = max(until_ms, now_ms + SPARED_MS)
+            detached = queue.is_detached(head)
+            wrong = candidates.is_misplaced(head)
+            if detached and until_ms <= now_ms and pool.forest.is_reachable(head):
+                detached, wrong = False, True
+            if until_ms <= now_ms and not wrong:
+                if victims is None or detached or head.last_used_ms < victims.used_before_ms:
+                    return head
+                return None
             if self._moves <= 0:
                 queue.unfinished = True
                 return None
-            self._moves -= 1
-            queue.defer(head, until_ms)
+            if until_ms > now_ms:
+                self._moves -= 1
+                queue.defer(head, until_ms)
+            else:
+                self._moves -= CORRECTION_COUNTS_FOR
+                candidates.discard(head)
+                candidates.add(head, detached=detached)
 
 
-class QuotaEvictor(Evictor):
-    """Evicts only what the guarantees of tenants allow: objects of ``owner``, and those of tenants
-    that hold their guarantee even without them."""
-
-    def __init__(
-        self,
-        pool: MemoryPool,
-        segments: list[MountedSegment],
-        now_ms: int,
-        victims: EvictionConstraint | None,
-        owner: Tenant | None,
-        *,
-        own_only: bool = False,
-    ) -> None:
-        assert pool.tenants is not None
-        self._tenants: TenantAccounting = pool.tenants
-        self._owner = owner
-        self._own_only = own_only
-        self._is_guaranteed = False
-        """Whether a guarantee has kept an object of another tenant."""
-        super().__init__(pool, segments, now_ms, victims)
-        self.cause = owner
-
-    def shortage(self, missing: int) -> AllocationFailure:
-        quota = GUARANTEE if self._is_guaranteed and self._owner is not None else ""
-        return AllocationFailure(missing, self.has_more_victims, quota)
-
-    def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
-        tenant = self._tenants.of_record(victim)
-        if tenant is self.cause:
-            tenant.evicted_by_own += 1
-        else:
-            tenant.evicted_by_others += 1
-        parent = super().evict(victim)
-        assert tenant is self._owner or tenant.size >= tenant.guarantee, "below its guarantee"
-        return parent
-
-    def _may_evict(self, victim: ObjectRecord) -> bool:
-        tenant = self._tenants.of_record(victim)
-        if tenant is self._owner:
-            return True
-        if tenant.size - bytes_held(victim) >= tenant.guarantee:
-            return True
-        self._is_guaranteed = True
-        return False
-
-    def _queues(self, candidates: EvictionCandidates) -> Iterable[CandidateQueue]:
-        owner = self._owner
-        if self._own_only:
-            own = None if owner is None else candidates.queues.get(owner.number)
-            return [] if own is None else [own]
-        queues: list[CandidateQueue] = []
-        for queue in candidates.queues.values():
-            tenant = queue.tenant
-            assert tenant is not None
-            if tenant is owner or not 0 < tenant.guarantee or tenant.size > tenant.guarantee:
-                queues.append(queue)
-            elif len(queue):
-                self._is_guaranteed = True
-        return queues
-
-
-def _keeps_bytes_on(segments: set[MountedSegment], leaf: ObjectRecord) -> bool:
+def _keeps_bytes_on(segments: set[MountedSegment], leaf: ObjectRecord | None) -> bool:
     """Whether a replica of the leaf, or of one of its nearest ancestors, is on ``segments``."""
-    at: ObjectRecord | None = leaf
+    at = leaf
     for _ in range(_ANCESTORS_PER_SEARCH):
         if at is None:
             break

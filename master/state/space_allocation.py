@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvstore.master.state.evictor import (
-    AllocationFailure,
-    EvictionConstraint,
-    Evictor,
-    QuotaEvictor,
-)
+from kvstore.master.state.evictor import AllocationFailure, EvictionConstraint, Evictor
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.records import Extent, MountedSegment, StaleExtents
@@ -25,15 +20,14 @@ def evict_ahead(
     """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
     wiped. Returns their stale extents, which are still allocated, and whether more must go."""
     evicted: list[StaleExtents] = []
-    evictor = _evictor(pool, [segment], now_ms)
+    evictor = Evictor(pool, (), now_ms)
     reserve, allocator = segment.reserve_bytes, segment.allocator
     while len(evicted) < count:
         missing = reserve - allocator.free_bytes - segment.wiping_bytes
-        head = evictor.head(segment)
+        head = evictor.find_head(segment)
         if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
             segment.takers.clear()
             return evicted, False
-        evictor.forget(segment)
         evictor.cause = TenantAccounting.main_consumer(segment, extent_bytes(head.size))
         evicted.append(StaleExtents.of(head))
         evictor.evict(head)
@@ -95,7 +89,7 @@ def allocate(
         return AllocationFailure(total * replicas - room), own
     order = list(_preferred(roomy, near=near, host=host))
     missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
-    evictor = _evictor(pool, usable, now_ms, victims, owner)
+    evictor = Evictor(pool, usable, now_ms, victims, owner)
     evictor.evicted = own
     while missing > 0:
         freed = evictor.next(order)
@@ -118,25 +112,13 @@ def evict_to_limit(
         return None, []
     if wanted > owner.limit_bytes:
         return AllocationFailure(missing, quota=LIMIT, is_permanent=True), []
-    evictor = QuotaEvictor(pool, list(segments), now_ms, None, owner, own_only=True)
+    evictor = Evictor(pool, list(segments), now_ms, None, owner, own_only=True)
     order = list(segments)
     while missing > 0:
         if evictor.next(order) is None:
             return AllocationFailure(missing, evictor.has_more_victims, LIMIT), evictor.evicted
         missing = owner.bytes_to_evict(wanted)
     return None, evictor.evicted
-
-
-def _evictor(
-    pool: MemoryPool,
-    segments: list[MountedSegment],
-    now_ms: int,
-    victims: EvictionConstraint | None = None,
-    owner: Tenant | None = None,
-) -> Evictor:
-    if pool.tenants is None:
-        return Evictor(pool, segments, now_ms, victims)
-    return QuotaEvictor(pool, segments, now_ms, victims, owner)
 
 
 def _allocate_together(
