@@ -1,6 +1,5 @@
-"""Background work, in slices of a few milliseconds: makes room on full segments ahead of need,
-deletes the records of dead segments, and marks leaves that no root leads to any more, so that they
-are evicted first."""
+"""Background work in slices of a few milliseconds: evicts ahead of need on full segments, deletes
+the records of dead segments, and marks detached leaves, which are evicted first."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ class BackgroundSweeper:
         self._swept_breaks = common.forest.breaks
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Called when a segment died: has its records deleted, in slices."""
+        """Has the records of a dead segment deleted, in slices."""
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
     def note_allocation(self, segment: MountedSegment) -> None:
-        """Called when memory was allocated there: makes room ahead of need if it is full."""
+        """Called after an allocation there: has objects evicted ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes
             if free < segment.reserve_bytes // 2:
@@ -64,8 +63,8 @@ class BackgroundSweeper:
         self._common.effects += self._common.reclaim.clean_ahead(evicted)
 
     def move_tables(self, now_ms: int) -> None:
-        """Gives namespaces to the tenants that they belong to since the rules changed, and then
-        has all candidates looked at, which may be in the queue of another tenant."""
+        """Moves namespaces to their tenants by the changed rules, and then has all candidates
+        checked, which may be in the queue of another tenant."""
         del now_ms
         tenants = self._pool.tenants
         if tenants is None:
@@ -82,9 +81,8 @@ class BackgroundSweeper:
         self._pool.continue_deleting(SWEEP_STEPS)
 
     def sweep(self, now_ms: int) -> None:
-        """Finds objects that are lost with their segment, and leaves that a break has detached. It
-        begins at leaves: each record of a chain is above one, and a leaf is a candidate of some
-        segment, or a put under way."""
+        """Finds objects that are lost with their segment, and leaves that a break has detached.
+        Begins at leaves, which are candidates or puts in progress: all records are above one."""
         del now_ms
         if self._above_puts:
             self._walk_above_puts()

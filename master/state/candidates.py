@@ -192,9 +192,6 @@ class EvictionCandidates:
     def __len__(self) -> int:
         return sum(map(len, self.queues.values()))
 
-    def __iter__(self) -> Iterator[ObjectRecord]:
-        return iter(self.after(SweepCursor(), len(self)))
-
     def after(self, cursor: SweepCursor, count: int) -> list[ObjectRecord]:
         """Lists up to ``count`` candidates after the cursor. So a sweep continues where it stopped,
         whichever candidates came and went meanwhile."""

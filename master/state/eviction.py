@@ -166,10 +166,6 @@ class SortedRecordQueue:
             for index in range(_index(run, position + 1) if number == at else 0, len(run)):
                 yield run[index]
 
-    def __iter__(self) -> Iterator[ObjectRecord]:
-        for run in self._runs:
-            yield from run
-
     def __len__(self) -> int:
         return self._count
 

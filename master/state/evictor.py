@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kvstore.master.state.candidates import MOVES_PER_STEP, CandidateQueue, Evic
 from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.pins import bytes_held
 from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
-from kvstore.master.state.tenant import GUARANTEE, Tenant
+from kvstore.master.state.tenant import GUARANTEE, LIMIT, Tenant
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
@@ -86,16 +86,12 @@ class Evictor:
         self._heads = {segment: self.find_head(segment) for segment in segments}
         """The next victim of each segment."""
 
-    @property
-    def has_more_victims(self) -> bool:
-        """Whether another step may find a victim, after ``next`` found none."""
-        candidates = self._pool.candidates
-        return not self._budget or any(candidates[s].unfinished for s in self._heads)
-
     def shortage(self, missing: int) -> AllocationFailure:
         """The failure of an allocation for which ``next`` found no victim."""
-        quota = "" if self._owner is None else self._quota
-        return AllocationFailure(missing, self.has_more_victims, quota)
+        candidates = self._pool.candidates
+        may_retry = not self._budget or any(candidates[s].unfinished for s in self._heads)
+        quota = "" if self._owner is None else LIMIT if self._own_only else self._quota
+        return AllocationFailure(missing, may_retry, quota)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
         """Does ``MemoryPool.evict``, and counts the eviction."""
@@ -109,7 +105,7 @@ class Evictor:
             assert tenant.size >= tenant.guarantee, "below its guarantee"
         return parent
 
-    def next(self, order: list[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
+    def next(self, order: Sequence[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
         """Evicts the next victim of these segments, or one elsewhere for which ``_keeps_bytes_on``
         is true, and frees its extents. Returns the freed lengths by segment, or None if every
         candidate is leased or the budget is spent."""

@@ -260,8 +260,7 @@ class MemoryPool:
                 self.take_extents(at)
             if at.writer:
                 return None
-            used_ms, lease_until_ms = at.last_used_ms, at.lease_until_ms
-            hits = at.hits & HITS_MAX
+            used_ms, lease_until_ms, hits = at.last_used_ms, at.lease_until_ms, at.hits & HITS_MAX
             at = self.forest.forget(at)
             if at is not None:
                 at.last_used_ms = max(at.last_used_ms, used_ms)
@@ -328,18 +327,16 @@ class MemoryPool:
         missing."""
         if record.segment is not None and record.segment.alive:
             return
-        extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
-        record.segment, record.offset = extents[0]
-        record.more = tuple(extents[1:])
+        first, *more = sorted(record.extents(), key=lambda extent: not extent[0].alive)
+        (record.segment, record.offset), record.more = first, tuple(more)
 
     def demote(self, record: ObjectRecord, segments: Collection[MountedSegment]) -> None:
         """Moves the record's replicas on these segments to the end: clients read them last."""
         detached, is_candidate = self.marked_detached(record), bool(record.queue)
         if is_candidate:
             self._candidates_of(record).discard(record)
-        extents = sorted(record.extents(), key=lambda extent: extent[0] in segments)
-        record.segment, record.offset = extents[0]
-        record.more = tuple(extents[1:])
+        first, *more = sorted(record.extents(), key=lambda extent: extent[0] in segments)
+        (record.segment, record.offset), record.more = first, tuple(more)
         self._move_to_living_segment(record)
         if is_candidate:
             self._candidates_of(record).add(record, detached=detached)

@@ -105,18 +105,17 @@ def allocate(
 def evict_to_limit(
     pool: MemoryPool, owner: Tenant, wanted: int, segments: Sequence[MountedSegment], now_ms: int
 ) -> tuple[AllocationFailure | None, list[StaleExtents]]:
-    """Evicts the tenant's own objects, the least recently used first, until it may take
-    ``wanted`` bytes more. Returns also what was evicted, as ``allocate`` does."""
+    """Evicts the tenant's own objects, in their order, until it may take ``wanted`` bytes more.
+    Returns also what was evicted, as ``allocate`` does."""
     missing = owner.bytes_to_evict(wanted)
     if missing <= 0:
         return None, []
     if wanted > owner.limit_bytes:
         return AllocationFailure(missing, quota=LIMIT, is_permanent=True), []
-    evictor = Evictor(pool, list(segments), now_ms, None, owner, own_only=True)
-    order = list(segments)
+    evictor = Evictor(pool, segments, now_ms, None, owner, own_only=True)
     while missing > 0:
-        if evictor.next(order) is None:
-            return AllocationFailure(missing, evictor.has_more_victims, LIMIT), evictor.evicted
+        if evictor.next(segments) is None:
+            return evictor.shortage(missing), evictor.evicted
         missing = owner.bytes_to_evict(wanted)
     return None, evictor.evicted
 
@@ -152,7 +151,7 @@ def _allocate_apart(
     pool: MemoryPool,
     lengths: list[int],
     replicas: int,
-    order: list[MountedSegment],
+    order: Sequence[MountedSegment],
     evictor: Evictor,
 ) -> list[list[Extent]] | AllocationFailure:
     """Allocates payload by payload. Evicts further where the free pieces are too small."""

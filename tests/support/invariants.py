@@ -25,7 +25,7 @@ from kvstore.master.state import (
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.background_jobs import BackgroundJobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
-from kvstore.master.state.candidates import CandidateQueue, EvictionCandidates
+from kvstore.master.state.candidates import CandidateQueue, EvictionCandidates, SweepCursor
 from kvstore.master.state.eviction import SortedRecordQueue
 from kvstore.master.state.expiry_index import NO_END_MS, ExpiryIndex
 from kvstore.master.state.forest import Forest
@@ -129,7 +129,7 @@ def _(it: Allocator) -> None:
 
 @check_invariants.register
 def _(it: SortedRecordQueue) -> None:
-    positions = [record.position for record in it]
+    positions = [record.position for record in it.after(candidates._DETACHED)]
     assert len(positions) == it._count
     assert positions == sorted(set(positions))
     assert it._lasts == [run[-1].position for run in it._runs]
@@ -150,13 +150,17 @@ def _(it: CandidateQueue) -> None:
     assert (it._policy.first() is None) == (not ordered)
 
 
+def _all_of(it: EvictionCandidates) -> list[ObjectRecord]:
+    return it.after(SweepCursor(), len(it) + 1)
+
+
 @check_invariants.register
 def _(it: EvictionCandidates) -> None:
     for number, queue in it.queues.items():
         check_invariants(queue)
         records = queue.after(candidates._DETACHED)
         assert all(record.queue == number for record in records)
-    assert len(list(it)) == len(it)
+    assert len(_all_of(it)) == len(it)
 
 
 @check_invariants.register
@@ -363,7 +367,7 @@ def _(it: MemoryPool, others: Iterable[tuple[MountedSegment, int, int]]) -> None
     for segment in it.segments.values():
         check_invariants(segment.allocator)
         check_invariants(it.candidates[segment])
-        assert set(it.candidates[segment]) == leaves.get(id(segment), set()), "candidates"
+        assert set(_all_of(it.candidates[segment])) == leaves.get(id(segment), set()), "candidates"
         ranges = sorted(used[segment.segment_id] + holes(segment.allocator))
         reached = segment.allocator.start
         for offset, length in ranges:
@@ -550,7 +554,9 @@ def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
     assert held + copies + gone + gaps == used, "bytes of tenants"
     if not it.has_work:
         for found in it.pool.candidates.values():
-            assert not any(map(found.is_misplaced, found)), "in the queue of another tenant"
+            assert not any(map(found.is_misplaced, _all_of(found))), (
+                "in the queue of another tenant"
+            )
         assert set(it.pool.candidates) == set(it.pool.segments.values())
     for tenant in tenants:
         pinned = sum(

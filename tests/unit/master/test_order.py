@@ -23,7 +23,7 @@ def record(position: int) -> ObjectRecord:
 
 
 def positions(order: SortedRecordQueue) -> list[int]:
-    return [each.position for each in order]
+    return [each.position for each in order.after(-1)]
 
 
 @pytest.mark.parametrize("latest", [0.0, 0.5, 1.0])
