@@ -1,8 +1,7 @@
 """Memory and forest together: gives objects their bytes, and takes the bytes away.
 
-``MemoryPool`` keeps these in step: an object's extents, its place in the eviction order, the counts
-of its namespace, and the forest. Puts, the length of leases, the streams of nodes and calls are the
-business of other parts."""
+``MemoryPool`` keeps consistent: an object's extents, its eviction queue, the counts of its
+namespace and tenant, and the forest."""
 
 from __future__ import annotations
 
@@ -64,37 +63,36 @@ class MemoryPool:
             self.tenants = TenantAccounting(tenants, self.forest.namespaces, self.segments)
             self.forest.tenants = self.pins.tenants = self.tenants
         self.lifetimes = ExpiryIndex()
-        """When the objects that were put with a time to live are gone."""
+        """The ends of objects with a TTL."""
         self.unsettled: deque[ObjectRecord] = deque()
-        """Records at which ``delete_if_unused`` must continue, because the path upward was long."""
+        """Records at which ``delete_if_unused`` must continue after a long chain."""
         self._sizes: dict[int, int] = {}
         nowhere = repair_queue.placeholder_segment()
         missing: Extent = nowhere, 0
         self._copied: Extent = nowhere, repair_queue.COPIED
         self._missing = tuple((missing,) * count for count in range(REPLICAS_MAX))
-        """For each number of missing replicas, the tuple that stands for them in ``more``. All
-        records share these tuples."""
+        """By the number of missing replicas: what stands for them in ``more``, shared by all."""
         self.has_replicas = False
         """Whether any object ever had, or should have had, more than one replica."""
         self.short_objects = 0
-        """Objects with fewer replicas than they should have: the count of the last pass over all
-        objects, corrected by each change since, except for the death of nodes."""
+        """Objects that lack replicas: the count of the last pass over all objects, corrected by
+        each change since, except for the death of nodes."""
 
     def tenant_of(self, namespace: str) -> Tenant | None:
         """The tenant of this namespace; None: the master has none."""
         return None if self.tenants is None else self.tenants.of(namespace)
 
     def is_stored(self, record: ObjectRecord, now_ms: int) -> bool:
-        """Whether the object is complete, and its lifetime is not over."""
+        """Whether the object is complete and not expired."""
         return record.complete and not self.lifetimes.ended(record, now_ms)
 
     # --- objects ------------------------------------------------------------------------------
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None, lease_until_ms: int) -> None:
-        """Does ``Forest.link``, and takes the parent, which has a child now, out of the candidates.
+        """Does ``Forest.link``, and removes the parent, which has a child now, from the candidates.
 
-        ``lease_until_ms``: the end of the longest lease that a descendant of ``record`` may have.
-        It protects the previous parent, too.
+        ``lease_until_ms``: the end of the longest lease of a descendant of ``record``, which also
+        protects the previous parent.
         """
         before = self.forest.link(record, parent)
         self.pins.linked(record)
@@ -115,18 +113,15 @@ class MemoryPool:
         missing: int = 0,
     ) -> None:
         """Gives ``record``, which has no bytes yet, these extents. The caller calls
-        ``delete_if_unused`` afterwards.
-
-        ``missing``: how many replicas it lacks.
-        """
+        ``delete_if_unused`` afterwards. ``missing``: the number of replicas that it lacks."""
         assert record.segment is None
         assert not record.queue
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:]) if len(extents) > 1 else ()
         if missing:
             self.short_objects += 1
-            signs = self._missing[missing]
-            record.more = (*record.more, *signs) if record.more else signs
+            lacks = self._missing[missing]
+            record.more = (*record.more, *lacks) if record.more else lacks
         if record.more:
             self.has_replicas = True
         record.epoch, record.counter = version
@@ -142,8 +137,7 @@ class MemoryPool:
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
     ) -> None:
-        """Notes a further copy of a complete object; ``instead_of``: the missing replica that it
-        replaces."""
+        """Adds a replica to a complete object; ``instead_of``: the missing one that it replaces."""
         self.has_replicas = True
         if self.tenants is not None:
             self.tenants.count_extents(record, [extent], extent_bytes(record.size))
@@ -162,7 +156,7 @@ class MemoryPool:
             self._count_replica_restored()
 
     def note_copied(self, record: ObjectRecord) -> None:
-        """Called when a copy begins: if its target node dies, that memory may hold a whole copy."""
+        """Notes that a copy begins: if its node dies, that memory may hold a complete copy."""
         if self._copied not in record.more:
             record.more = (*record.more, self._copied)
 
@@ -172,9 +166,8 @@ class MemoryPool:
     def space_for_copy(
         self, record: ObjectRecord, roomy: Iterable[MountedSegment], near: MountedSegment | None
     ) -> Extent | None:
-        """Allocates an extent for one more replica, on a node that has none yet: on ``near``, or on
-        the first of ``roomy`` with enough room. Evicts nothing, and leaves a 16th of the segment
-        free."""
+        """Allocates an extent for one more replica, on a node that has none: on ``near``, or on the
+        first of ``roomy`` with enough space. Evicts nothing, and leaves a 16th of it free."""
         length = extent_bytes(record.size)
         if not self.may_have_copy(record):
             return None
@@ -192,22 +185,19 @@ class MemoryPool:
         return None
 
     def may_have_copy(self, record: ObjectRecord) -> bool:
-        """Whether one more replica stays within the bound of its tenant."""
+        """Whether one more replica stays within the limit of its tenant."""
         if self.tenants is None:
             return True
         return self.tenants.of_record(record).bytes_to_evict(extent_bytes(record.size)) <= 0
 
     def count_unrequested_bytes(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes that no put asked for: its tenant may hold them, even
-        above its bound."""
+        """Lets the tenant hold, even above its limit, bytes that no put requested."""
         if self.tenants is not None:
             self.tenants.of_record(record).raise_limits_to_usage()
 
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
-        """Takes the bytes from a record, whose extents are still allocated.
-
-        ``replaced``: the record gets other bytes at once, and keeps its pin and its lifetime.
-        """
+        """Takes the bytes from a record; its extents stay allocated. ``replaced``: the record gets
+        other bytes at once, and keeps its pin and its TTL."""
         end_ms = 0
         if not replaced:
             end_ms = self.lifetimes.expiry_of(record)
@@ -282,11 +272,8 @@ class MemoryPool:
         self._jobs.note(SETTLE, bool(self.unsettled))
 
     def remove(self, record: ObjectRecord, steps_max: int) -> None:
-        """Hides a removed object from all lookups. Its extents are still allocated.
-
-        ``steps_max``: once ``forest.steps`` has reached it, settling is left to
-            ``continue_deleting``.
-        """
+        """Removes an object, whose extents stay allocated. Once ``forest.steps`` has reached
+        ``steps_max``, ``continue_deleting`` deletes the unused records."""
         detached = self.marked_detached(record)
         self.take_extents(record)
         if self.forest.steps < steps_max:
@@ -308,7 +295,7 @@ class MemoryPool:
         return self.delete_if_unused(record, detached=detached)
 
     def lease_ended(self, record: ObjectRecord) -> None:
-        """Called when a lease or a pin of a candidate ended early."""
+        """Called when a lease or a pin of a record ended early."""
         if record.queue:
             self._candidates_of(record).lease_ended(record)
 
@@ -322,9 +309,8 @@ class MemoryPool:
                 segment.allocator.free(offset, length)
 
     def _move_to_living_segment(self, record: ObjectRecord) -> None:
-        """Moves the first living replica to the front, because a record is a candidate on the
-        segment of its first replica. Replicas on dead segments stay in the list, and count as
-        missing."""
+        """Moves the first living replica to the front: a record is a candidate on its segment.
+        Replicas on dead segments remain, and count as missing."""
         if record.segment is not None and record.segment.alive:
             return
         first, *more = sorted(record.extents(), key=lambda extent: not extent[0].alive)
@@ -354,8 +340,7 @@ class MemoryPool:
         self.counts_hits = candidates.counts_hits
 
     def unmount(self, segment: MountedSegment) -> None:
-        """Hides a dead segment and its objects at once. ``sweep_dead`` then deletes the records in
-        steps."""
+        """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""
         segment.alive = False
         del self.segments[segment.segment_id]
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)

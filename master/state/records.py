@@ -1,6 +1,6 @@
 """The records that the master keeps per object, per namespace and per segment.
 
-An ``ObjectRecord`` costs well under 600 bytes, table and eviction order included (measured with
+An ``ObjectRecord`` costs well under 600 bytes, table and eviction queue included (measured with
 millions of them: docs/performance.md). So records have slots, and one replica needs no tuple.
 
 Links run one way only: from child to parent, from record to segment to node. Without links back
@@ -81,22 +81,20 @@ class MountedSegment:
         self.usable_at_ms = usable_at_ms
         """No allocation before this time: promises from before its mounting may still hold."""
         self.allocated_until_ms = 0
-        """Owners of allocations may write until then. They have the memory mapped, so no fence
-        stops them."""
+        """Until when owners of allocations may write, whom no fence stops: they map the memory."""
         self.pressed = False
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.takers: dict[Tenant, int] = {}
-        """Bytes of the full segment that puts of each tenant took since room was last made ahead of
-        need, less those that were evicted for them (kept by ``TenantAccounting``)."""
+        """Bytes of the full segment that puts of each tenant took since the last eviction ahead of
+        need, less those evicted for them (kept by ``TenantAccounting``)."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
         self.pending_bytes = 0
-        """Bytes granted to puts under way (kept by ``PendingGrants``)."""
+        """Bytes granted to puts in progress (kept by ``PendingGrants``)."""
         self.quarantined_bytes = 0
         """Bytes of abandoned puts whose writers may still write (kept by ``PendingGrants``)."""
         self.reclaim_bytes = 0
-        """Bytes of removed and evicted objects that are not free yet (kept by
-        ``SpaceReclaimer``)."""
+        """Bytes of ended objects that are not free yet (kept by ``SpaceReclaimer``)."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -122,15 +120,12 @@ Extent = tuple[MountedSegment, int]
 Name = tuple[Namespace, Key]
 
 Writer = tuple[int, int]
-"""Number of a client, and of its connection to a data server; connection 0: all connections of that
-client; client 0: all connections."""
+"""Number of a client, and of its connection to a data server; 0: all of them."""
 
 
 class ObjectRecord:
-    """One key of the forest: an object, or the place of one that is missing or being written.
-
-    It stays in the table while it is complete, has a writer, or has children.
-    """
+    """One key of the forest: an object, or a placeholder of one that is missing or being written.
+    It stays in the table while it is complete, has a writer, or has children."""
 
     __slots__ = (
         "checked",
@@ -163,10 +158,9 @@ class ObjectRecord:
         self.depth = 0
         """Number of ancestors, as far as known when the record was linked; a search hint."""
         self.checked = 0
-        """When ``Forest.is_reachable`` last looked at this record, and its finding; 0: nothing
-        known."""
+        """When ``Forest.is_reachable`` last checked the record, and the result; 0: unknown."""
         self.writer = 0
-        """Token of the put under way, 0 for none."""
+        """Grant token of the put in progress; 0: none."""
         self.segment: MountedSegment | None = None
         """The segment of the first replica; None: the object has no bytes."""
         self.offset = 0
@@ -183,10 +177,10 @@ class ObjectRecord:
         self.kept_until_ms = 0
         """Until when no release ends the lease."""
         self.queue = 0
-        """The queue of eviction candidates that it is in, on the segment of the first replica, by
-        the number of the tenant; 0: it is no candidate."""
+        """Its queue among the eviction candidates of the first replica's segment, by the number of
+        the tenant; 0: it is no candidate."""
         self.position = 0
-        """The position in this queue: the business of the part that has set it."""
+        """The position in this queue; only what has set it reads it."""
         self.hits = 0
         """Up to ``HITS_MAX``; higher bits, and the decrease, are the eviction policy's business."""
 
@@ -230,11 +224,10 @@ class StaleExtents(NamedTuple):
     writers: Sequence[Writer] = ()
     """Data connections that may still carry bytes for these extents."""
     forbid: bool = False
-    """Whether only this version has ended: then memory that goes away before the header is wiped
-    must not bring this version back. A removal forbids all earlier versions of the key instead."""
+    """Whether only this version has ended, and must not return with memory that departs before the
+    wipe. A removal forbids all earlier versions of the key instead."""
     kept: bool = False
-    """Whether clients may still use the extents, which are freed later: then only their headers are
-    wiped."""
+    """Whether clients may use the extents until they are freed: now only headers are wiped."""
 
     @classmethod
     def of(cls, record: ObjectRecord, *, forbid: bool = False) -> StaleExtents:
@@ -266,15 +259,14 @@ class NamespaceTable:
         self.tenant = tenant
         """None: the master has no tenants; then the next two stay as they are."""
         self.held: dict[int, int] = _NOTHING_HELD if tenant is None else {}
-        """Bytes of memory by segment id, puts under way included (kept by ``TenantAccounting``)."""
+        """Bytes of memory by segment id, with puts in progress (kept by ``TenantAccounting``)."""
         self.pending = 0
-        """Puts under way."""
+        """Puts in progress."""
         self.shards: list[dict[Key, ObjectRecord]] = [{}]
         self._mask = 0
         self._searched = 0
         self.bent = False
-        """Whether a record with children ever got another parent: depths below it may be wrong in
-        a way that a search cannot see."""
+        """Whether a record with children ever got another parent, so that depths may be wrong."""
         self.records = 0
         self.objects = 0
         """Records with bytes. Lost ones count until the background work has seen them."""
@@ -286,7 +278,7 @@ class NamespaceTable:
 
     def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
         """``get`` of each key."""
-        if len(keys) == 1:  # the usual question, without a map
+        if len(keys) == 1:  # the usual request, without a map
             return [self.get(keys[0])]
         if isinstance(keys, PackedKeys):
             return steps.get_many(self.shards, self._mask, keys.data, keys.stride)

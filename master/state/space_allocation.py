@@ -17,8 +17,8 @@ from kvstore.memory.header import extent_bytes
 def evict_ahead(
     pool: MemoryPool, segment: MountedSegment, count: int, now_ms: int
 ) -> tuple[list[StaleExtents], bool]:
-    """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
-    wiped. Returns their stale extents, which are still allocated, and whether more must go."""
+    """Evicts up to ``count`` objects, until the reserve of a full segment is free or being wiped.
+    Returns their stale extents, which are still allocated, and whether more must be evicted."""
     evicted: list[StaleExtents] = []
     evictor = Evictor(pool, (), now_ms)
     reserve, allocator = segment.reserve_bytes, segment.allocator
@@ -84,9 +84,9 @@ def allocate(
     capacities: Counter[JoinedNode] = Counter()
     for segment in roomy:
         capacities[segment.node] += segment.capacity
-    room = sum(min(capacity, total) for capacity in capacities.values())
-    if room < total * replicas:  # it can never fit, so nothing is evicted for it
-        return AllocationFailure(total * replicas - room), own
+    space = sum(min(capacity, total) for capacity in capacities.values())
+    if space < total * replicas:  # it can never fit, so nothing is evicted for it
+        return AllocationFailure(total * replicas - space), own
     order = list(_preferred(roomy, near=near, host=host))
     missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
     evictor = Evictor(pool, usable, now_ms, victims, owner)
@@ -154,7 +154,7 @@ def _allocate_apart(
     order: Sequence[MountedSegment],
     evictor: Evictor,
 ) -> list[list[Extent]] | AllocationFailure:
-    """Allocates payload by payload. Evicts further where the free pieces are too small."""
+    """Allocates payload by payload. Evicts further where free ranges are too small."""
     taken: list[list[Extent]] = []
     for length in lengths:
         extents: list[Extent] = []
@@ -193,14 +193,14 @@ def _without(order: Iterable[MountedSegment], taken: list[Extent]) -> list[Mount
 def _preferred(
     segments: Iterable[MountedSegment], *, near: MountedSegment | None, host: str
 ) -> Iterator[MountedSegment]:
-    """``segments`` in order of preference; ``near`` must be one of them, if given: the parent's
-    segment, those on the putter's host, those with most room.
+    """Yields ``segments`` in order of preference: the parent's (``near``, one of them or None),
+    those on the writer's host, those with the most free space.
 
-    If one node holds a whole chain, a load of the chain is one request, and the death of the node
-    costs one chain instead of tearing a hole in many.
+    If one node holds a complete chain, a load of it is one request, and the death of the node costs
+    one chain instead of parts of many.
     """
     if near is not None:
-        yield near  # it usually has room, and then the caller stops here
+        yield near  # it usually has space, and then the caller stops here
     yield from sorted(
         (segment for segment in segments if segment is not near),
         key=lambda segment: (
