@@ -13,11 +13,13 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
 from kvstore._version import __version__
 from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.config import MasterConfig
+from kvstore.config.servers import EVICTION_POLICIES
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.http.access_control import load_security
 from kvstore.http.serving import bind
@@ -299,6 +301,7 @@ class _MasterProcess:
             version=__version__,
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
+            policy=resolve_name(EVICTION_POLICIES[self._config.eviction]),
             started_ms=clock_ms(),
             events=self.feed is not None,
             tenants=None if self._tenants is None else self._tenants.rules,

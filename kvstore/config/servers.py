@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -48,6 +48,11 @@ from kvstore.config.setting_types import (
     check_engine,
 )
 from kvstore.runtime.addresses import EtcdPlace, parse_etcd
+
+EVICTION_POLICIES: Final = {
+    "lru": "kvstore.master.state.eviction:LruPolicy",
+    "s3-fifo": "kvstore.master.state.s3_fifo:S3FifoPolicy",
+}
 
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
@@ -164,6 +169,11 @@ class MasterConfig(HttpConfig):
         le=1.0,
         description="Fraction of the pool that the pins of one namespace may protect from "
         "eviction. 0: pins are refused.",
+    )
+    eviction: Literal["lru", "s3-fifo"] = Field(
+        default="lru",
+        description="Which objects are evicted first: lru, the least recently used; s3-fifo, new "
+        "ones that are not used twice soon, where most objects are never used again.",
     )
     tenants: File = Field(
         default="",

@@ -1,12 +1,13 @@
-"""Background work, in slices of a few milliseconds: makes room on full segments ahead of need,
-deletes the records of dead segments, and marks leaves that no root leads to any more, so that they
-are evicted first."""
+"""Background work in slices of a few milliseconds: evicts ahead of need on full segments, deletes
+the records of dead segments, and marks detached leaves, which are evicted first."""
 
 from __future__ import annotations
 
 from collections import deque
 
+from kvstore.master.state import space_allocation
 from kvstore.master.state.background_jobs import EVICT, MOVE, SWEEP
+from kvstore.master.state.candidates import SweepCursor
 from kvstore.master.state.grants import ObjectGrant
 from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
 from kvstore.master.state.state_context import StateContext
@@ -27,19 +28,19 @@ class BackgroundSweeper:
         self._jobs = common.jobs
         self._pressed: dict[MountedSegment, None] = {}
         """Full segments with less than half of their reserve free."""
-        self._sweeps: deque[tuple[MountedSegment, int | None]] = deque()
-        """Each segment to sweep, with the ticket of its last seen candidate; None: it is dead."""
+        self._sweeps: deque[tuple[MountedSegment, SweepCursor | None]] = deque()
+        """Each segment to sweep, and where to continue; None: it is dead."""
         self._above_puts: list[ObjectRecord] = []
         """Parents of puts under way, from which the chains are still to be walked upward."""
         self._swept_breaks = common.forest.breaks
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Called when a segment died: has its records deleted, in slices."""
+        """Has the records of a dead segment deleted, in slices."""
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
     def note_allocation(self, segment: MountedSegment) -> None:
-        """Called when memory was allocated there: makes room ahead of need if it is full."""
+        """Called after an allocation there: has objects evicted ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes
             if free < segment.reserve_bytes // 2:
@@ -53,15 +54,17 @@ class BackgroundSweeper:
         evicted: list[StaleExtents] = []
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
-            evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
+            evicted, goes_on = space_allocation.evict_ahead(
+                self._pool, segment, EVICTIONS_AHEAD, now_ms
+            )
         if not goes_on:
             del self._pressed[segment]
             self._jobs.note(EVICT, bool(self._pressed))
         self._common.effects += self._common.reclaim.clean_ahead(evicted)
 
     def move_tables(self, now_ms: int) -> None:
-        """Gives namespaces to the tenants that they belong to since the rules changed, and then
-        has all candidates looked at, which may be in the order of another tenant."""
+        """Moves namespaces to their tenants by the changed rules, and then has all candidates
+        checked, which may be in the queue of another tenant."""
         del now_ms
         tenants = self._pool.tenants
         tenants.move_some(SWEEP_STEPS, self._pool.pins.all_pinned())
@@ -76,9 +79,8 @@ class BackgroundSweeper:
         self._pool.continue_deleting(SWEEP_STEPS)
 
     def sweep(self, now_ms: int) -> None:
-        """Finds objects that are lost with their segment, and leaves that a break has detached. It
-        begins at leaves: each record of a chain is above one, and a leaf is a candidate of some
-        segment, or a put under way."""
+        """Finds objects that are lost with their segment, and leaves that a break has detached.
+        Begins at leaves, which are candidates or puts in progress: all records are above one."""
         del now_ms
         if self._above_puts:
             self._walk_above_puts()
@@ -86,7 +88,9 @@ class BackgroundSweeper:
             self._sweep_on()
         else:
             self._swept_breaks = self._pool.forest.breaks
-            self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
+            self._sweeps.extend(
+                (segment, SweepCursor()) for segment in self._pool.segments.values()
+            )
             puts = [put for put in self._common.pending if isinstance(put, ObjectGrant)]
             above = [put.record.parent for put in puts]
             self._above_puts = [parent for parent in above if parent is not None]
@@ -97,12 +101,12 @@ class BackgroundSweeper:
         return bool(self._sweeps or self._above_puts) or not is_swept
 
     def _sweep_on(self) -> None:
-        segment, ticket = self._sweeps[0]
-        if ticket is None:
+        segment, cursor = self._sweeps[0]
+        if cursor is None:
             if not self._pool.sweep_dead(segment, SWEEP_STEPS):
                 self._sweeps.popleft()
             return
-        further = self._pool.sweep_detached(segment, ticket, SWEEP_STEPS)
+        further = self._pool.sweep_detached(segment, cursor, SWEEP_STEPS)
         if further is None:
             self._sweeps.popleft()
         else:

@@ -8,16 +8,16 @@ from itertools import islice
 from kvstore import calls
 from kvstore.calls.tenants import tenant_text
 from kvstore.errors import BusyError
-from kvstore.master.state import liveness
+from kvstore.master.state import liveness, space_allocation
 from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.effects import LogClusterEvent
+from kvstore.master.state.evictor import AllocationFailure, EvictionConstraint
 from kvstore.master.state.grants import (
     AllocationGrant,
     CopyGrant,
     Grant,
     ObjectGrant,
 )
-from kvstore.master.state.memory_pool import AllocationFailure, EvictionConstraint
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repair_queue import RepairQueue
 from kvstore.master.state.state_context import StateContext
@@ -79,7 +79,8 @@ class GrantManager:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
-        extents, evicted = common.pool.allocate(
+        extents, evicted = space_allocation.allocate(
+            common.pool,
             sizes,
             replicas=replicas,
             usable=usable,
@@ -125,7 +126,7 @@ class GrantManager:
         common = self._common
         alive = common.membership.alive_segments(now_ms)
         usable = [segment for segment in alive if segment.usable(now_ms)]
-        short, evicted = common.pool.keep_bound(owner, wanted, usable, now_ms)
+        short, evicted = space_allocation.evict_to_limit(common.pool, owner, wanted, usable, now_ms)
         if evicted:
             common.effects += common.reclaim.clean(evicted)
         return short

@@ -88,7 +88,7 @@ class ReaderLeases:
                 record.readers -= 1
                 if not record.readers and record.lease_until_ms > now_ms:
                     record.lease_until_ms = max(now_ms, record.kept_until_ms)
-                    if record.ticket:
+                    if record.queue:
                         pool.lease_ended(record)
                         has_freed = True
             if not records:

@@ -1,32 +1,17 @@
-"""The master's whole state and every decision it takes, as one pure state machine of parts.
-
-    asking      what is where: chains, objects, keys; leases of what is found
-    putting     puts in two phases, and allocations     waiting    puts that wait for room
-    granting    memory for writers, under tokens with deadlines
-    keeping     pins, and objects whose lifetime is over
-    removing    removals, and what they wait for        marks      memory that missed a removal
-    leases      leases that clients release
-    returning   segments that come back with objects
-    copying     moves off draining nodes, and repair
-    nodes       joining, leaving, dying
-    traffic     who puts, who asks, and what was not found: for operators
-    report      what operators ask
-    chains      the chains that are used most, for operators
-    sweeping    work that can be done later             jobs       which background work is due
-    common      what the parts share: pool and forest, membership, pending puts, wipe orders
+"""The master's state and every decision it takes: a pure state machine, made of parts.
 
 Each call takes the time (``now_ms``, any monotonic clock) and a request of ``kvstore.calls``, and
-returns its reply, or ``DeferredReply`` with a ticket when the answer must wait for something.
-Actions for the shell are collected in ``effects``, which the shell takes after each call: answers
-to tickets, messages to nodes, notices for the log. Nothing here reads a clock, waits, logs or knows
-of sockets, so the same code runs under gRPC, under a property test and in a simulated cluster.
+returns its reply, or ``DeferredReply`` if the reply must wait. ``effects`` collects the actions for
+the shell, which takes them after each call: deferred replies, messages to nodes, cluster events.
+Nothing here reads a clock, waits, logs or knows of sockets, so the same code runs in the master, in
+property tests and in a simulated cluster.
 
-What the state promises, and which part keeps the promise:
+The promises of the state, and the parts that keep them:
 
-* Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
+* Bytes are conserved and extents disjoint (``MemoryPool``). An extent is reused after its leases
   (``SpaceReclaimer``), its writer (``PendingGrants``) and its node (wiping) are done with it.
-* A match is leased by its tip; only unleased leaves are evicted (``EvictionPolicy``).
-* A token is valid once, until its deadline, in its epoch.
+* A match is leased by its tip, and only unleased leaves are evicted (``CandidateQueue``).
+* A grant token is valid once, until its deadline, in its epoch.
 * Everything has a bound: ``MasterRules`` and ``kvstore.limits``.
 """
 
@@ -40,7 +25,7 @@ from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.master.state import background_jobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.effects import Effect, LogClusterEvent
-from kvstore.master.state.eviction import LruPolicy
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
@@ -49,7 +34,6 @@ from kvstore.master.state.object_events import Event, SnapshotScan
 from kvstore.master.state.put_queue import WaitingPuts
 from kvstore.master.state.puts import PutHandler
 from kvstore.master.state.queries import QueryHandler
-from kvstore.master.state.records import EvictionPolicy
 from kvstore.master.state.removal_watermarks import RemovalWatermarks
 from kvstore.master.state.removals import RemovalHandler
 from kvstore.master.state.repair_queue import RepairQueue
@@ -72,15 +56,15 @@ class MasterState:
         version: str = "",
         cluster: str = "",
         rules: MasterRules | None = None,
-        policy: Callable[[], EvictionPolicy] = LruPolicy,
+        policy: NewPolicy = LruPolicy,
         started_ms: int = 0,
         events: bool = False,
         tenants: Sequence[TenantRule] | None = None,
     ) -> None:
         """
         Args:
-            tenants: their rules, which ``set_tenants`` may change; None: there are none, and there
-                is one order of eviction. Else ``policy`` is not used.
+            policy: makes an eviction policy, one per segment and tenant.
+            tenants: their rules, which ``set_tenants`` may change; None: there are none.
             epoch_max: the highest epoch that is believed of a node.
             events: whether to collect events for ``take_events``.
         """

@@ -30,7 +30,7 @@ from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import CloseSession, Effect, LogClusterEvent
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.records import EvictionPolicy, MountedSegment
+from kvstore.master.state.records import MountedSegment
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
 
@@ -49,7 +49,6 @@ class Membership:
         *,
         epoch: int,
         rules: MasterRules,
-        new_policy: Callable[[], EvictionPolicy],
         cluster: str,
     ) -> None:
         self.nodes: dict[str, JoinedNode] = {}
@@ -66,7 +65,6 @@ class Membership:
         self._epoch = epoch
         self._cluster = cluster
         self._rules = rules
-        self._new_policy = new_policy
         self._next_segment_id = 0
         self._departed: dict[bytes, int] = {}
         """Unmounted memory (uuid), and until when owners of allocations may write to it."""
@@ -234,9 +232,7 @@ class Membership:
             usable_at_ms = now_ms + max(self._rules.lease_ms, unfenced_ms)
         else:
             usable_at_ms = max(now_ms + self._rules.lease_ms, allocated_until_ms)
-        segment = MountedSegment(
-            self._next_segment_id, node, offer, self._new_policy(), usable_at_ms
-        )
+        segment = MountedSegment(self._next_segment_id, node, offer, usable_at_ms)
         segment.allocated_until_ms = allocated_until_ms
         return segment
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from kvstore.calls import Allocate, PutStart, no_space_messages
 from kvstore.errors import NoSpaceError
 from kvstore.master.state import liveness
+from kvstore.master.state.evictor import AllocationFailure
 from kvstore.master.state.membership import Membership
-from kvstore.master.state.memory_pool import AllocationFailure
+from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.records import MountedSegment
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import GUARANTEE, LIMIT, Tenant
@@ -56,7 +57,7 @@ def no_space_error(
         cause = _cause(segment, common.membership, now_ms, request)
         by_cause.setdefault(cause, []).append(segment)
     groups = [
-        _group(cause, by_cause[cause], now_ms, request.host)
+        _group(common.pool, cause, by_cause[cause], now_ms, request.host)
         for cause in no_space_messages.CAUSES
         if cause in by_cause
     ]
@@ -85,9 +86,9 @@ def _cause(
 
 
 def _group(
-    cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
+    pool: MemoryPool, cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
 ) -> no_space_messages.SegmentGroup:
-    better = [_better_ms(segment, cause, now_ms) - now_ms for segment in segments]
+    better = [_better_ms(pool, segment, cause, now_ms) - now_ms for segment in segments]
     local = [
         s.offer.address
         for s in segments
@@ -106,10 +107,10 @@ def _group(
     )
 
 
-def _better_ms(segment: MountedSegment, cause: str, now_ms: int) -> int:
-    """Return when the cause may end by itself; 0: unknown."""
+def _better_ms(pool: MemoryPool, segment: MountedSegment, cause: str, now_ms: int) -> int:
+    """When the cause may end by itself; 0: unknown."""
     if cause == no_space_messages.LEASED:
-        return segment.candidates.next_lease_end_ms(now_ms) or 0
+        return pool.candidates[segment].next_lease_end_ms(now_ms) or 0
     return segment.usable_at_ms if cause == no_space_messages.RESTARTED else 0
 
 

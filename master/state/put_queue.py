@@ -13,8 +13,8 @@ from kvstore.errors import BusyError, KVStoreError
 from kvstore.master.state import no_space_report
 from kvstore.master.state.background_jobs import SERVE
 from kvstore.master.state.effects import DeferredReply, SendReply
+from kvstore.master.state.evictor import EVICTIONS_PER_STEP, AllocationFailure
 from kvstore.master.state.grants import WaitingPut
-from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP, AllocationFailure
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUT_SHARE, Tenant
 

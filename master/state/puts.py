@@ -14,10 +14,10 @@ from kvstore.errors import InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state import no_space_report
 from kvstore.master.state.effects import DeferredReply
+from kvstore.master.state.evictor import AllocationFailure
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.grants import AllocationGrant, CopyGrant, ObjectGrant, PutGrant
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.memory_pool import AllocationFailure
 from kvstore.master.state.put_queue import WaitingPuts, Wanting
 from kvstore.master.state.reclaim import WipeRequest
 from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents

@@ -1,6 +1,6 @@
 """The records that the master keeps per object, per namespace and per segment.
 
-An ``ObjectRecord`` costs well under 600 bytes, table and eviction order included (measured with
+An ``ObjectRecord`` costs well under 600 bytes, table and eviction queue included (measured with
 millions of them: docs/performance.md). So records have slots, and one replica needs no tuple.
 
 Links run one way only: from child to parent, from record to segment to node. Without links back
@@ -11,7 +11,7 @@ a dropped record is freed at once. So a record has its namespace's name, not its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.limits import Key, Namespace
@@ -47,65 +47,11 @@ _ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEIN
 _NOTHING_HELD: Final[dict[int, int]] = {}
 """Shared by all tables where there are no tenants; never changed."""
 
-MOVES_PER_STEP = 512
-"""Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
+HITS_MAX: Final = 3
+"""What a counter of hits reaches: two bits."""
 
-
-class EvictionPolicy(Protocol):
-    """Orders the objects of one segment that may be evicted. Contract:
-
-    * ``add`` a record once; it is a candidate until ``discard``. ``record.ticket`` is the policy's
-      own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
-      with the lower ticket goes first.
-    * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
-      grow while the record is a candidate, except before ``lease_ended``.
-    * ``peek`` never returns a record whose lease lives at ``now_ms``.
-    """
-
-    unfinished: bool
-    """Whether the last ``peek`` reached its limit before it found a candidate."""
-
-    moved: int
-    """Records that the last ``peek`` moved to their present place."""
-
-    def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
-        """``detached``: no path from a root leads to the record, so it is evicted before others."""
-        ...
-
-    def discard(self, record: ObjectRecord) -> None: ...
-
-    def detached(self, record: ObjectRecord) -> bool:
-        """Whether this candidate was added as detached."""
-        ...
-
-    def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
-        """The next record to evict, which stays a candidate; None when all are leased, or when
-        the search is ``unfinished`` after ``moves``."""
-        ...
-
-    def defer(self, record: ObjectRecord, until_ms: int) -> None:
-        """Keeps ``peek`` from returning this candidate before ``until_ms``, unless it is added
-        again."""
-        ...
-
-    def lease_ended(self, record: ObjectRecord) -> None:
-        """Called when the lease of this candidate has ended early, and with it a ``defer``."""
-        ...
-
-    def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
-        """When the first leased candidate, or one on ``defer``, may become evictable; None:
-        ``peek`` has seen no leased one. ``after_ms``: ends up to then are of no interest, if
-        ``peek`` does not look at all candidates."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[ObjectRecord]: ...
-
-    def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        """Up to ``count`` candidates with tickets above ``ticket``, in their order. So a sweep can
-        continue where it stopped, whichever candidates came and went meanwhile."""
-        ...
+HIT_GAP_MS: Final = 1_000
+"""A use within this time after the last one is not counted as a hit: engines repeat lookups."""
 
 
 class MountedSegment:
@@ -116,7 +62,6 @@ class MountedSegment:
         segment_id: int,
         node: JoinedNode,
         offer: SegmentOffer,
-        candidates: EvictionPolicy,
         usable_at_ms: int,
     ) -> None:
         self.segment_id = segment_id
@@ -128,8 +73,6 @@ class MountedSegment:
         self.whole = offer.fresh
         """Whether all objects from before its mounting are known; else its inventory follows."""
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
-        self.candidates = candidates
-        """The objects that could be evicted from here: leaves whose first replica is here."""
         self.zeroes = offer.takes_capabilities
         """Whether its node zeroes memory before it belongs to another object. Clients that reach an
         extent by a capability then find nothing of its former objects."""
@@ -138,22 +81,20 @@ class MountedSegment:
         self.usable_at_ms = usable_at_ms
         """No allocation before this time: promises from before its mounting may still hold."""
         self.allocated_until_ms = 0
-        """Owners of allocations may write until then. They have the memory mapped, so no fence
-        stops them."""
+        """Until when owners of allocations may write, whom no fence stops: they map the memory."""
         self.pressed = False
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.takers: dict[Tenant, int] = {}
-        """Bytes of the full segment that puts of each tenant took since room was last made ahead of
-        need, less those that were evicted for them (kept by ``TenantAccounting``)."""
+        """Bytes of the full segment that puts of each tenant took since the last eviction ahead of
+        need, less those evicted for them (kept by ``TenantAccounting``)."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
         self.pending_bytes = 0
-        """Bytes granted to puts under way (kept by ``PendingGrants``)."""
+        """Bytes granted to puts in progress (kept by ``PendingGrants``)."""
         self.quarantined_bytes = 0
         """Bytes of abandoned puts whose writers may still write (kept by ``PendingGrants``)."""
         self.reclaim_bytes = 0
-        """Bytes of removed and evicted objects that are not free yet (kept by
-        ``SpaceReclaimer``)."""
+        """Bytes of ended objects that are not free yet (kept by ``SpaceReclaimer``)."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -179,15 +120,12 @@ Extent = tuple[MountedSegment, int]
 Name = tuple[Namespace, Key]
 
 Writer = tuple[int, int]
-"""Number of a client, and of its connection to a data server; connection 0: all connections of that
-client; client 0: all connections."""
+"""Number of a client, and of its connection to a data server; 0: all of them."""
 
 
 class ObjectRecord:
-    """One key of the forest: an object, or the place of one that is missing or being written.
-
-    It stays in the table while it is complete, has a writer, or has children.
-    """
+    """One key of the forest: an object, or a placeholder of one that is missing or being written.
+    It stays in the table while it is complete, has a writer, or has children."""
 
     __slots__ = (
         "checked",
@@ -195,6 +133,7 @@ class ObjectRecord:
         "counter",
         "depth",
         "epoch",
+        "hits",
         "kept_until_ms",
         "key",
         "last_used_ms",
@@ -203,10 +142,11 @@ class ObjectRecord:
         "namespace",
         "offset",
         "parent",
+        "position",
+        "queue",
         "readers",
         "segment",
         "size",
-        "ticket",
         "writer",
     )
 
@@ -218,10 +158,9 @@ class ObjectRecord:
         self.depth = 0
         """Number of ancestors, as far as known when the record was linked; a search hint."""
         self.checked = 0
-        """When ``Forest.is_reachable`` last looked at this record, and its finding; 0: nothing
-        known."""
+        """When ``Forest.is_reachable`` last checked the record, and the result; 0: unknown."""
         self.writer = 0
-        """Token of the put under way, 0 for none."""
+        """Grant token of the put in progress; 0: none."""
         self.segment: MountedSegment | None = None
         """The segment of the first replica; None: the object has no bytes."""
         self.offset = 0
@@ -237,8 +176,13 @@ class ObjectRecord:
         """Leases that may be released before that (``leases.ReaderLeases``)."""
         self.kept_until_ms = 0
         """Until when no release ends the lease."""
-        self.ticket = 0
-        """Place in the eviction order of ``segment``; 0: not in it."""
+        self.queue = 0
+        """Its queue among the eviction candidates of the first replica's segment, by the number of
+        the tenant; 0: it is no candidate."""
+        self.position = 0
+        """The position in this queue; only what has set it reads it."""
+        self.hits = 0
+        """Up to ``HITS_MAX``; higher bits, and the decrease, are the eviction policy's business."""
 
     def keep_until(self, until_ms: int) -> None:
         """Leases the bytes until then; no release ends the lease earlier."""
@@ -280,11 +224,10 @@ class StaleExtents(NamedTuple):
     writers: Sequence[Writer] = ()
     """Data connections that may still carry bytes for these extents."""
     forbid: bool = False
-    """Whether only this version has ended: then memory that goes away before the header is wiped
-    must not bring this version back. A removal forbids all earlier versions of the key instead."""
+    """Whether only this version has ended, and must not return with memory that departs before the
+    wipe. A removal forbids all earlier versions of the key instead."""
     kept: bool = False
-    """Whether clients may still use the extents, which are freed later: then only their headers are
-    wiped."""
+    """Whether clients may use the extents until they are freed: now only headers are wiped."""
 
     @classmethod
     def of(cls, record: ObjectRecord, *, forbid: bool = False) -> StaleExtents:
@@ -316,15 +259,14 @@ class NamespaceTable:
         self.tenant = tenant
         """None: the master has no tenants; then the next two stay as they are."""
         self.held: dict[int, int] = _NOTHING_HELD if tenant is None else {}
-        """Bytes of memory by segment id, puts under way included (kept by ``TenantAccounting``)."""
+        """Bytes of memory by segment id, with puts in progress (kept by ``TenantAccounting``)."""
         self.pending = 0
-        """Puts under way."""
+        """Puts in progress."""
         self.shards: list[dict[Key, ObjectRecord]] = [{}]
         self._mask = 0
         self._searched = 0
         self.bent = False
-        """Whether a record with children ever got another parent: depths below it may be wrong in
-        a way that a search cannot see."""
+        """Whether a record with children ever got another parent, so that depths may be wrong."""
         self.records = 0
         self.objects = 0
         """Records with bytes. Lost ones count until the background work has seen them."""
@@ -336,7 +278,7 @@ class NamespaceTable:
 
     def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
         """``get`` of each key."""
-        if len(keys) == 1:  # the usual question, without a map
+        if len(keys) == 1:  # the usual request, without a map
             return [self.get(keys[0])]
         if isinstance(keys, PackedKeys):
             return steps.get_many(self.shards, self._mask, keys.data, keys.stride)

@@ -1,18 +1,14 @@
-"""Chooses which objects with too few replicas to copy next, and bounds how much is copied.
+"""Chooses which objects with too few replicas to copy next, and limits the copies.
 
-    a node died or joined ──► a pass over all objects, in slices ──► the hottest, by node ─┐
-    a put found too few nodes, or lost one ────────────────────────────────────────────────┤
-         ┌─────────────────────────────────────────────────────────────────────────────────┘
-         └► the node's beat is answered with ``repair`` ──► it asks (``StartMoves``), copies,
-            and ends it (``PutEnd``) ──► the object has one replica more, under the same version
+After a node died or joined, a pass over all objects queues the hottest by node, in slices; a put
+that found too few nodes queues its object at once. The reply to the node's heartbeat says
+``repair``; the node requests the copies (``StartMoves``), makes and ends them (``PutEnd``).
 
-An object should have as many replicas as its record has extents. An extent on a dead segment, or
-on the segment ``placeholder_segment``, is a *sign* of a missing replica. (The extent at ``COPIED``
-on ``placeholder_segment`` only notes that a copy was begun: memory that comes back may hold one too
-many.)
+An object should have as many replicas as its record has extents. An extent on a dead segment, or on
+``placeholder_segment``, stands for a missing replica, except the one at ``COPIED``: it notes that a
+copy was begun, so memory that returns may hold one too many.
 
-Copies are bounded in objects, in bytes and in bytes per second. A copy takes free memory only, and
-leaves a part of each segment (``SPARE_SHIFT``) to puts.
+Copies use free memory only, and leave a part of each segment (``SPARE_SHIFT``) to puts.
 """
 
 from __future__ import annotations
@@ -24,25 +20,24 @@ from itertools import islice
 from typing import Final
 
 from kvstore.calls import SegmentOffer
-from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, shards_from
 
 COPIED: Final = 1
-"""An offset that no real extent has: it says that a copy of the object was begun."""
+"""The offset that notes a begun copy; no real extent has it."""
 
 QUEUE_MAX: Final = 65_536
-"""Objects that wait to be copied. A later pass finds the others, which were used longer ago."""
+"""Objects in the queue. A later pass finds the others, which were used longer ago."""
 
 SPARE_SHIFT: Final = 4
-"""A copy leaves a 16th of its segment free: puts find room without waiting for an eviction."""
+"""A copy leaves a 16th of its segment free, so that puts need not wait for an eviction."""
 
 OBJECT_COUNTS_FOR: Final = 64 << 10
 """Bytes of ``bytes_per_s`` that a smaller object takes, too: it costs the master's time."""
 
 SCAN_STEPS: Final = 20_000
-"""Records that one slice of a pass looks at: 2 to 4 ms."""
+"""Records that one slice of a pass checks: 2 to 4 ms."""
 
 SHORT_COUNTS_FOR: Final = 16
 """Steps that a record with missing replicas counts for: putting it into order takes time."""
@@ -50,7 +45,7 @@ SHORT_COUNTS_FOR: Final = 16
 SORTED_PER_SLICE: Final = 1_000
 
 RECORDS_PER_PAUSE_MS: Final = 100
-"""A pass over so many records is followed by a pause of a millisecond at least: passes take a
+"""After a pass, there is a pause of at least 1 ms for this number of records: passes take a
 fiftieth of the master's time."""
 
 PAUSE_MIN_MS: Final = 1_000
@@ -62,11 +57,11 @@ class RepairRules:
     """The bounds of repair."""
 
     after_ms: int = 30_000
-    """A replica counts as gone so long after its node died; one lease at least."""
+    """The time after its node's death when a replica is replaced; at least one lease."""
     copies_max: int = 512
-    """Objects that are copied at the same time: enough small ones for ``bytes_max`` of 512 KiB."""
+    """Objects copied at the same time: enough for ``bytes_max`` of 512 KiB each."""
     bytes_max: int = 256 << 20
-    """Payload bytes that are copied at the same time; a larger object is copied alone."""
+    """Payload bytes copied at the same time; a larger object is copied alone."""
     bytes_per_s: int = 256 << 20
     """Bytes that are copied per second, in the whole cluster: a quarter of a 10 Gbit/s network."""
     pause_max_ms: int = 60_000
@@ -76,7 +71,7 @@ class RepairRules:
 def placeholder_segment() -> MountedSegment:
     """The segment of replicas that were never made. It is dead, and no other segment has its id."""
     offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
-    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, LruPolicy(), 0)
+    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, 0)
     segment.alive = False
     return segment
 
@@ -92,7 +87,7 @@ def was_copied(record: ObjectRecord) -> bool:
 
 
 def missing(record: ObjectRecord) -> int:
-    """How many more replicas the object should have; 0 if it is not complete."""
+    """The number of replicas that the object lacks; 0 if it is not complete."""
     first, more = record.segment, record.more
     if not more or first is None:
         return 0
@@ -106,8 +101,7 @@ def missing(record: ObjectRecord) -> int:
 
 
 def find_repairable_placeholder(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
-    """A missing replica that may be replaced: its segment died before that time. None: there is
-    none, or readers may still be promised its bytes."""
+    """A missing replica whose segment died before that time, so that no lease on it is left."""
     for segment, offset in record.extents():
         if not segment.alive and offset != COPIED and segment.died_ms <= gone_before_ms:
             return segment, offset
@@ -115,7 +109,7 @@ def find_repairable_placeholder(record: ObjectRecord, gone_before_ms: int) -> Ex
 
 
 class RepairQueue:
-    """The objects that wait to be copied, and the amount of copies under way."""
+    """The objects to copy, and the amount of copies in progress."""
 
     def __init__(self, rules: RepairRules, lease_ms: int, started_ms: int) -> None:
         self.rules = rules
@@ -124,14 +118,14 @@ class RepairQueue:
         """When the next pass is due; None: not before something changes."""
         self.scanning = False
         self.copies = 0
-        """Copies under way; ``copied_bytes`` are their payload bytes."""
+        """Copies in progress; ``copied_bytes`` are their payload bytes."""
         self.copied_bytes = 0
         self._queues: dict[str, deque[ObjectRecord]] = {}
         """Objects by the name of a node that has them; the hottest is the last."""
         self._queued = 0
         self._heap: list[tuple[int, int, int, ObjectRecord]] = []
         self._sorted: list[ObjectRecord] = []
-        """The found objects, the coldest first, on their way from the heap to the queues."""
+        """The found objects, the coldest first, between the heap and the queues."""
         self._place = 0, 0
         """Shard and position of the next record that the pass looks at."""
         self._looked = 0
@@ -140,25 +134,25 @@ class RepairQueue:
         self._not_before_ms = started_ms
         """The earliest time of the next pass."""
         self._ripe_ms: int | None = None
-        """When the first replica that the pass has found missing counts as gone."""
+        """When the first missing replica that the pass has found may be replaced."""
         self.note_deferred = False
-        """Whether objects are short that are in no queue."""
+        """Whether short objects are in no queue."""
         self.done = 0
         """Copies that were finished since the last pass began."""
         self._pause_ms = PAUSE_MIN_MS
         self._allowance = rules.bytes_max
         self._refilled_ms = started_ms
 
-    # --- what there is to do ------------------------------------------------------------------
+    # --- queue --------------------------------------------------------------------------------
 
     def changed(self, at_ms: int) -> None:
-        """Called when a node came or went: a pass is due at that time."""
+        """Plans a pass at that time, after a node joined or departed."""
         self._pause_ms = PAUSE_MIN_MS
         if self.due_ms is None or at_ms < self.due_ms:
             self.due_ms = at_ms
 
     def note(self, record: ObjectRecord) -> None:
-        """Notes a short object that was used just now."""
+        """Queues a short object that was used just now."""
         if not self.scanning and self._queued < QUEUE_MAX:
             self.enqueue(record)
         else:
@@ -177,10 +171,8 @@ class RepairQueue:
     def scan(self, forest: Forest, now_ms: int, nodes: int) -> bool:
         """Runs one slice of the pass. Returns whether that was the last one.
 
-        Args:
-            nodes: how many there are. An object with as many replicas is only counted: the coming
-                of another node begins another pass.
-        """
+        ``nodes``: their number. An object with as many replicas is only counted, until another
+        node joins."""
         if self._place[0] < 0:
             return self._queue(now_ms)
         first, position = self._place
@@ -237,7 +229,7 @@ class RepairQueue:
         return True
 
     def is_due(self, now_ms: int) -> bool:
-        """Whether a pass is to begin. It is put off until the last one was long enough ago."""
+        """Whether a pass is to begin. Postpones it until the pause after the last one is over."""
         if self.due_ms is None or self.due_ms > now_ms:
             return False
         if self.scanning or now_ms < self._not_before_ms:
@@ -246,8 +238,8 @@ class RepairQueue:
         return True
 
     def plan_next(self, now_ms: int) -> None:
-        """Plans another pass when no object waits and no copy is under way, if objects are left, or
-        copies were finished since the last pass."""
+        """Plans another pass if objects remain, or copies were finished since the last one; not
+        while objects wait or copies are in progress."""
         if not (self.note_deferred or self.done) or self.scanning or self._queued or self.copies:
             return
         if self.due_ms is None:
@@ -276,7 +268,7 @@ class RepairQueue:
         return node in self._queues
 
     def next(self, node: str) -> ObjectRecord | None:
-        """Takes out the hottest object of this node. It may have changed since it was found."""
+        """Removes the hottest object of this node. It may have changed since it was found."""
         queue = self._queues.get(node)
         if queue is None:
             return None
@@ -286,7 +278,7 @@ class RepairQueue:
             del self._queues[node]
         return record
 
-    # --- how much ------------------------------------------------------------------------------
+    # --- limits -------------------------------------------------------------------------------
 
     def may_begin(self, now_ms: int, size: int = 0) -> bool:
         """Whether one more copy, of ``size`` bytes, keeps the bounds."""
@@ -308,7 +300,7 @@ class RepairQueue:
         self._allowance -= max(size, OBJECT_COUNTS_FOR)
 
     def ended(self, size: int) -> None:
-        """Called when a copy has ended, whatever its outcome: the next pass looks at the object."""
+        """Ends a copy, whatever its outcome: the next pass checks the object."""
         self.copies -= 1
         self.copied_bytes -= size
         self.note_deferred = True

@@ -14,10 +14,10 @@ from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import drain_scan, liveness, repair_queue
 from kvstore.master.state.background_jobs import SCAN
 from kvstore.master.state.effects import DeferredReply, LogClusterEvent
+from kvstore.master.state.evictor import AllocationFailure, EvictionConstraint
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.grants import CopyGrant
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.memory_pool import AllocationFailure, EvictionConstraint
 from kvstore.master.state.records import NEVER_MS, Extent, MountedSegment, ObjectRecord
 from kvstore.master.state.repair_queue import SPARE_SHIFT, RepairQueue
 from kvstore.master.state.state_context import StateContext

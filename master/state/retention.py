@@ -131,8 +131,7 @@ class RetentionManager:
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
                 unpinned[index] = self._pool.is_stored(record, now_ms)
-                if record.ticket:
-                    self._pool.lease_ended(record)
+                self._pool.lease_ended(record)
         if any(unpinned):
             self._release_ended()
         return calls.UnpinReply(bytes(unpinned))

@@ -1,13 +1,10 @@
-"""What the parts of the master's state share.
-
-Each part owns the fields of its own subject. The state that several parts change is here: memory
-and forest, the nodes, puts under way, orders to wipe, and the effects that the shell carries out.
-"""
+"""The state that several parts of the master change: memory and forest, nodes, puts in progress,
+wipe requests, and the effects for the shell. Each part owns the fields of its own subject."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from kvstore import calls
@@ -17,15 +14,14 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.background_jobs import SERVE, BackgroundJobs
 from kvstore.master.state.effects import DeferredReply, Effect
+from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.grants import PendingGrants, WaitingPut
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.memory_pool import MemoryPool
 from kvstore.master.state.reclaim import SpaceReclaimer, WipeRequest
-from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, StaleExtents
+from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.tenant_lru import PerTenantLru
-from kvstore.master.state.tenants import TenantAccounting
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -44,7 +40,7 @@ class StateContext:
         version: str,
         cluster: str,
         rules: MasterRules,
-        policy: Callable[[], EvictionPolicy],
+        policy: NewPolicy,
         started_ms: int,
         tenants: Sequence[TenantRule] | None = None,
     ) -> None:
@@ -56,42 +52,36 @@ class StateContext:
         self.started_ms = started_ms
         self.effects: list[Effect] = []
         self.changing = False
-        """Set by a step before its first change, and cleared by the caller before each step. While
-        it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
+        """Set by a step before its first change, cleared by the caller before each step. While it
+        is set, an exception other than ``KVStoreError`` leaves the state half changed."""
         self.jobs = BackgroundJobs()
-        self.pool = MemoryPool(self.jobs, tenants)
+        self.pool = MemoryPool(self.jobs, policy, tenants)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
-        unlimited = not isinstance(self.pool.tenants, TenantAccounting)
         self.membership = Membership(
             epoch=epoch,
             rules=rules,
-            new_policy=policy if unlimited else self._new_candidates,
             cluster=cluster,
         )
         self.pending = PendingGrants()
         self.pending.tenants = self.pool.tenants
         self.waiting: deque[WaitingPut] = deque()
-        """Puts that wait for room, in their order."""
+        """Puts that wait for space, in their order."""
         self.rooms = 0
-        """How often room was made while puts waited."""
+        """Counts the times that space was freed while puts waited."""
         self.tombstones = Tombstones()
         self.reclaim = SpaceReclaimer(self.tombstones)
-        self._next_ticket = 0
-
-    def _new_candidates(self) -> EvictionPolicy:
-        assert isinstance(self.pool.tenants, TenantAccounting)
-        return PerTenantLru(self.pool.tenants)
+        self._last_reply_id = 0
 
     # --- epochs -------------------------------------------------------------------------------
 
     def is_later(self, epoch: int) -> bool:
-        """Whether a node that reports this epoch has joined a later master than this one. An epoch
-        above ``epoch_max`` is damage, or a lie, and ends no term."""
+        """Whether a node that reports this epoch has joined a later master. An epoch above
+        ``epoch_max`` is not plausible, and ends no term."""
         return self.epoch < epoch <= self._epoch_max
 
-    # --- what is done outside -----------------------------------------------------------------
+    # --- effects ------------------------------------------------------------------------------
 
     def changes(self) -> None:
         self.changing = True
@@ -100,15 +90,15 @@ class StateContext:
         self.effects.append(effect)
 
     def space_freed(self) -> None:
-        """Called when memory was freed, mounted or made eligible: the puts that wait are tried
-        again, in a step of their own."""
+        """Has waiting puts tried again, in a step of their own, after memory was freed, mounted or
+        made eligible."""
         if self.waiting:
             self.jobs.due |= SERVE
             self.rooms += 1
 
     def new_reply_id(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket
+        self._last_reply_id += 1
+        return self._last_reply_id
 
     # --- wiping -------------------------------------------------------------------------------
 
@@ -119,37 +109,35 @@ class StateContext:
         reply: AnyReply,
         earlier: Sequence[WipeRequest] = (),
     ) -> AnyReply | DeferredReply:
-        """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
-        are done. The extents of ``gone`` are free one lease later."""
-        ticket = self.new_reply_id()
+        """Replies once the headers of ``gone`` are wiped and the ``earlier`` requests are done. The
+        extents of ``gone`` are free one lease later."""
+        reply_id = self.new_reply_id()
         free_at_ms = now_ms + self.rules.lease_ms
-        effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
+        effects, waits = self.reclaim.wipe(gone, free_at_ms, reply_id, reply, earlier)
         self.effects += effects
-        return DeferredReply(ticket) if waits else reply
+        return DeferredReply(reply_id) if waits else reply
 
     def wipe(self, given_up: Sequence[StaleExtents]) -> None:
-        """Called for versions that will never be stored: wipes what their writers may have
-        left."""
+        """Wipes what the writers of versions that are never stored may have written."""
         self.effects += self.reclaim.clean(given_up)
 
     def pending_wipes(self, segment_ids: Iterable[int]) -> list[WipeRequest]:
-        """The orders that must be done before writers may get grants on these segments."""
+        """The wipe requests that must be done before grants on these segments are sent."""
         segments = self.pool.segments
         unclean = self.reclaim.pending_wipes([segments[i] for i in dict.fromkeys(segment_ids)])
-        return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
+        return [wiping for wiping in unclean if wiping.offsets]  # watermarks concern no writer
 
     def wipes_before_grant(
         self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
     ) -> list[WipeRequest]:
-        """The orders that must be done before these grants may be sent: those of ``pending_wipes``,
-        and, for each object that is stored already, the orders for a removed version of it that
-        clients may still read."""
-        orders = self.pending_wipes(grants.segments)
+        """The wipe requests that must be done before these grants are sent: ``pending_wipes``, and,
+        for each stored object, those of a removed version that clients may still read."""
+        requests = self.pending_wipes(grants.segments)
         if isinstance(request, calls.PutStart) and self.reclaim.has_object_wipes:
             for key, outcome in zip(request.keys, grants.outcomes, strict=True):
                 if outcome == calls.PutOutcome.FOUND:
-                    orders += self.reclaim.being_read((request.namespace, key))
-        return orders
+                    requests += self.reclaim.being_read((request.namespace, key))
+        return requests
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -160,8 +148,8 @@ class StateContext:
 
     @property
     def newest_stored(self) -> Version:
-        """No version up to this one will be stored any more. A put under way may have been granted
-        before puts that have ended, and may still replace objects that those have stored."""
+        """No version up to this one will be stored any more. (A put in progress may have been
+        granted before puts that have ended, and may still replace their objects.)"""
         first = self.pending.first_token()
         return self.newest_granted if first is None else Version(self.epoch, first - 1)
 
@@ -183,14 +171,14 @@ class StateContext:
                 self.pool.delete_if_unused(above)  # created for this record, and not needed
 
     def lease(self, namespace: Namespace, key: Key, until_ms: int) -> None:
-        """Keeps the bytes of an object, if it is there, for a client that was told its place."""
+        """Keeps the bytes of an object, if it is stored, for a client that got its location."""
         record = self.forest.get(namespace, key)
         if record is not None and record.complete:
             record.keep_until(until_ms)
 
     def add_tombstone(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
-        """Forbids that a version up to now, except ``but``, comes back with memory that is away.
-        ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
+        """Forbids that a version up to now, except ``but``, returns with the memory of a departed
+        node. ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.newest_granted, but=but)
         if key is None:
             self.forest.missing.clear(namespace)
@@ -198,15 +186,15 @@ class StateContext:
             self.forest.missing.forget(namespace, key)
 
     def clear_tombstone(self, record: ObjectRecord, version: Version) -> None:
-        """Called when a put has stored this version. A removal during the put did not remove this
-        version, and must not keep it from coming back with its node."""
+        """Lets the version that a put has stored return with its node, although the key was removed
+        during the put."""
         name = record.namespace, record.key
         if self.tombstones.forbids(name, version, self.tombstones.made):
             self.add_tombstone(*name, but=version)
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
-        """Where these records are, as columns; each is complete or None. Replicas on suspect nodes
-        come last."""
+        """The locations of these records, which are complete or None, as columns. Replicas on
+        suspect nodes come last."""
         rows = [_MISS if record is None else record for record in records]
         found = [record for record in rows if record is not _MISS]
         if any([record.more for record in found]):  # noqa: C419  # a third of the time

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvstore.calls.tenants import TenantRule
 
 LIMIT = "limit"
@@ -18,7 +16,7 @@ class Tenant:
 
     def __init__(self, number: int, rule: TenantRule) -> None:
         self.number = number
-        """Of its eviction orders."""
+        """The number of its queues of eviction candidates, from 1."""
         self.size = 0
         """Bytes of memory that it holds."""
         self.bytes_on: dict[int, int] = {}
@@ -35,15 +33,7 @@ class Tenant:
         """Objects that made room for puts of others, and for copies."""
         self.refused = 0
         """Puts and pins that were refused because of a quota."""
-        self.retired = False
-        """Whether the rules name it no more."""
-        self.ceiling = 0
         self.name = rule.name
-        self.namespaces: Sequence[str] = ()
-        self.guarantee = 0
-        self.limit_bytes = 0
-        self.pinned_max = 0
-        self.puts = 1.0
         self.follow(rule)
 
     def follow(self, rule: TenantRule) -> None:
@@ -53,6 +43,7 @@ class Tenant:
         self.pinned_max = rule.pin_limit_bytes
         self.puts = rule.put_share
         self.retired = False
+        """Whether the rules name it no more."""
         self.ceiling = max(rule.limit_bytes, self.size)
 
     def retire(self) -> None:

@@ -1,14 +1,13 @@
-"""Tenants: which namespaces belong to one, how much each holds, and what it may hold.
+"""Tenants: their namespaces, the bytes that they hold, and their quotas.
 
-The bytes of a tenant are the extents of its objects on segments that are alive, replicas and
-headers included, those of its puts and allocations under way, and of those that were abandoned
-until their quarantine is over. Each table of a namespace keeps its share of objects and puts, by
-segment, so that a table moves to another tenant in one step when the rules change. An allocation
-is in no table: it moves with its next renewal. Copies that the master itself orders (draining,
-repair) belong to no tenant until they are stored.
+The bytes of a tenant are the extents, on living segments, of its objects (with replicas and
+headers), of its puts and allocations in progress, and of abandoned ones in quarantine. The table of
+a namespace counts its part by segment, so that it moves to another tenant in one step when the
+rules change; an allocation moves with its next renewal. Copies for drains and repair belong to no
+tenant until they are stored.
 
-A tenant is above ``limit`` only where no put made it so: its bound was lowered, a namespace came
-to it, or a node brought objects back. ``ceiling`` is what it may hold until it is below again.
+A tenant is above its limit only if the limit was lowered, or if a namespace or a returning node
+brought objects. ``ceiling`` is what it may hold until it is below again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import final
 from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
-from kvstore.master.state.eviction import ORDERS_MAX, queue_number_of
 from kvstore.master.state.grants import AllocationGrant, Grant, GrantListener, PutGrant
 from kvstore.master.state.records import (
     Extent,
@@ -30,15 +28,19 @@ from kvstore.master.state.records import (
 )
 from kvstore.master.state.tenant import Tenant
 
+TENANTS_PER_TERM_MAX = 1 << 10
+"""Tenants of one term, those that are gone included: each may have queues on each segment."""
+
 SHORT_MS = 30_000
-"""For how long the pool must be smaller than the guarantees before the log says so: nodes that are
-started together join one by one."""
+"""The time after which a pool that is smaller than the guarantees is logged: nodes that are started
+together join one by one."""
 
 
 class UnlimitedTenancy(GrantListener):
     """The tenancy of a master without tenants: counts nothing and limits nothing."""
 
     guarantee = 0
+    unnamed: Tenant | None = None
 
     @property
     def moving(self) -> bool:
@@ -53,6 +55,9 @@ class UnlimitedTenancy(GrantListener):
         return None
 
     def of(self, namespace: str) -> Tenant | None:
+        return None
+
+    def of_record(self, record: ObjectRecord) -> Tenant | None:
         return None
 
     def is_misplaced(self, record: ObjectRecord) -> bool:
@@ -109,7 +114,7 @@ class TenantAccounting(UnlimitedTenancy):
         """``namespaces``, ``segments``: those of the pool, which are only read."""
         self._tables = namespaces
         self._segments = segments
-        self.unnamed = Tenant(0, TenantRule(""))
+        self.unnamed = Tenant(1, TenantRule(""))
         """Has the namespaces that fit no other tenant."""
         self._by_name: dict[str, Tenant] = {"": self.unnamed}
         self._numbered: list[Tenant] = [self.unnamed]
@@ -119,11 +124,11 @@ class TenantAccounting(UnlimitedTenancy):
         self.guarantee = 0
         """Sum of all guarantees."""
         self._short_since_ms: int | None = None
-        self._told_short = False
+        self._logged_short = False
         self.change(rules, TenantMatcher(rules))
         self._to_move.clear()
 
-    # --- who ----------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())
@@ -142,11 +147,8 @@ class TenantAccounting(UnlimitedTenancy):
         assert tenant is not None
         return tenant
 
-    def numbered(self, number: int) -> Tenant:
-        return self._numbered[number]
-
     def is_misplaced(self, record: ObjectRecord) -> bool:
-        return queue_number_of(record.ticket) != self.of_record(record).number
+        return record.queue != self.of_record(record).number
 
     def may_grow(self, record: ObjectRecord, length: int) -> bool:
         return self.of_record(record).bytes_to_evict(length) <= 0
@@ -154,7 +156,7 @@ class TenantAccounting(UnlimitedTenancy):
     def allow_unrequested(self, record: ObjectRecord) -> None:
         self.of_record(record).raise_limits_to_usage()
 
-    # --- what they hold -----------------------------------------------------------------------
+    # --- bytes --------------------------------------------------------------------------------
 
     def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
         table = self._tables.of(record)
@@ -219,12 +221,11 @@ class TenantAccounting(UnlimitedTenancy):
     def pinned(self, namespace: Namespace, size: int) -> None:
         self.of(namespace).pinned_bytes += size
 
-    # --- room ahead of need -------------------------------------------------------------------
+    # --- evictions ahead of need --------------------------------------------------------------
 
     @staticmethod
     def record_allocation(owner: Tenant, taken: list[list[Extent]], lengths: Sequence[int]) -> None:
-        """Called when puts of this tenant took the extents ``taken``, each list of one of the
-        ``lengths``."""
+        """Counts the extents that puts of this tenant took on full segments."""
         for extents, length in zip(taken, lengths, strict=True):
             for segment, _ in extents:
                 if segment.pressed:
@@ -232,8 +233,8 @@ class TenantAccounting(UnlimitedTenancy):
 
     @staticmethod
     def main_consumer(segment: MountedSegment, length: int) -> Tenant | None:
-        """For whose puts so many bytes are evicted ahead of need: those that took most of what has
-        not been made up for. None: copies took the room."""
+        """The tenant for whose puts these bytes are evicted ahead of need: the one that took most
+        since then. None: copies took them."""
         takers = segment.takers
         most: Tenant | None = None
         for tenant, taken in takers.items():
@@ -248,7 +249,7 @@ class TenantAccounting(UnlimitedTenancy):
     def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
-        if len(self._numbered) + len(new) > ORDERS_MAX:
+        if len(self._numbered) + len(new) > TENANTS_PER_TERM_MAX:
             raise InvalidArgumentError(
                 "too many tenants have come and gone since this master leads",
                 advice="Keep the names of tenants, or restart the master.",
@@ -259,7 +260,7 @@ class TenantAccounting(UnlimitedTenancy):
             elif name:
                 tenant.retire()
         for rule in new:
-            tenant = self._by_name[rule.name] = Tenant(len(self._numbered), rule)
+            tenant = self._by_name[rule.name] = Tenant(len(self._numbered) + 1, rule)
             self._numbered.append(tenant)
         self._matcher = matcher
         self.guarantee = sum([tenant.guarantee for tenant in self._by_name.values()])
@@ -290,15 +291,16 @@ class TenantAccounting(UnlimitedTenancy):
             now.raise_limits_to_usage()
 
     def is_short(self, now_ms: int) -> bool:
+        """Whether to log now that the pool is smaller than the guarantees: once each time."""
         capacity = sum([segment.capacity for segment in self._segments.values()])
         if not capacity or self.guarantee <= capacity:
-            self._short_since_ms, self._told_short = None, False
+            self._short_since_ms, self._logged_short = None, False
             return False
         if self._short_since_ms is None:
             self._short_since_ms = now_ms
-        if self._told_short or now_ms < self._short_since_ms + SHORT_MS:
+        if self._logged_short or now_ms < self._short_since_ms + SHORT_MS:
             return False
-        self._told_short = True
+        self._logged_short = True
         return True
 
 

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.calls import SegmentOffer
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import MountedSegment, ObjectRecord
@@ -25,7 +24,7 @@ ANY_KEYS = CHAINS | st.lists(st.sampled_from(KEYS), max_size=8)
 
 def segment(number: int) -> MountedSegment:
     offer = SegmentOffer(1 << 20, b"%016d" % number, "", "", b"", 0, 1, True)
-    return MountedSegment(number, JoinedNode("node", "host", None, 0), offer, LruPolicy(), 0)
+    return MountedSegment(number, JoinedNode("node", "host", None, 0), offer, 0)
 
 
 class ForestMachine(RuleBasedStateMachine):

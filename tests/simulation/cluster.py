@@ -16,10 +16,12 @@ from typing import Any
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, plausible_epoch_max
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.s3_fifo import S3FifoPolicy
 from kvstore.master.superseded_epochs import SupersededEpochs
 from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
@@ -47,6 +49,9 @@ RULES = MasterRules(
     ),
 )
 """The defaults, a fifth of each."""
+
+POLICIES: tuple[NewPolicy, ...] = LruPolicy, S3FifoPolicy
+"""Of even and odd seeds."""
 
 OUTRUN_S = 3.0
 """A fifth of what the last phase lasts: a term that a report has ended is followed by one of at
@@ -331,6 +336,7 @@ class SimulatedCluster:
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
                 epoch=epoch, epoch_max=epoch_max, rules=self.rules,
+                policy=POLICIES[self.options.seed % len(POLICIES)],
                 started_ms=started_ms, events=True,
             )  # fmt: skip
 

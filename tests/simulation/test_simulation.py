@@ -135,7 +135,7 @@ class OneReader(MasterState):
         for record in [record for group in groups if group is not None for record in group.records]:
             record.lease_until_ms = min(record.lease_until_ms, now_ms)
             record.kept_until_ms = min(record.kept_until_ms, now_ms)
-            if record.ticket:
+            if record.queue:
                 self.pool.lease_ended(record)
         return self.putting.put_start(now_ms, request)
 

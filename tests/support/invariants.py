@@ -15,6 +15,7 @@ from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.role import ElectionStateMachine
 from kvstore.master.state import (
     background_jobs,
+    candidates,
     eviction,
     inventory,
     leases,
@@ -24,7 +25,8 @@ from kvstore.master.state import (
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.background_jobs import BackgroundJobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
-from kvstore.master.state.eviction import LruPolicy, SortedRecordQueue, queue_number_of
+from kvstore.master.state.candidates import CandidateQueue, EvictionCandidates, SweepCursor
+from kvstore.master.state.eviction import SortedRecordQueue
 from kvstore.master.state.expiry_index import NO_END_MS, ExpiryIndex
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.grant_manager import GrantManager
@@ -48,7 +50,6 @@ from kvstore.master.state.records import (
 )
 from kvstore.master.state.repair_queue import RepairQueue
 from kvstore.master.state.tenant import Tenant
-from kvstore.master.state.tenant_lru import PerTenantLru
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.master.state.traffic import Recent, TrafficRecorder
 from kvstore.master.state.views.chains import ChainQueries
@@ -128,31 +129,38 @@ def _(it: Allocator) -> None:
 
 @check_invariants.register
 def _(it: SortedRecordQueue) -> None:
-    tickets = [record.ticket for record in it]
-    assert len(tickets) == it._count
-    assert tickets == sorted(set(tickets))
-    assert it._lasts == [run[-1].ticket for run in it._runs]
+    positions = [record.position for record in it.after(candidates._DETACHED)]
+    assert len(positions) == it._count
+    assert positions == sorted(set(positions))
+    assert it._lasts == [run[-1].position for run in it._runs]
     assert all(0 < len(run) <= eviction.RUN_MAX for run in it._runs)
 
 
 @check_invariants.register
-def _(it: LruPolicy) -> None:
-    tickets = [record.ticket for record in it]
-    assert tickets == sorted(set(tickets)), "tickets out of order or twice"
-    check_invariants(it._order)
-    check_invariants(it._parked)
-    assert 0 not in tickets
-    assert len(it._order) == sum(ticket < eviction._PARKED for ticket in tickets)
+def _(it: CandidateQueue) -> None:
+    check_invariants(it._detached)
+    check_invariants(it._deferred)
+    records = list(it.after(candidates._DETACHED))
+    positions = [record.position for record in records]
+    assert positions == sorted(set(positions)), "positions out of order or twice"
+    assert len(records) == len(it)
+    ordered = records[len(it._detached) : len(records) - len(it._deferred)]
+    assert ordered == list(it._policy.after(0)), "the policy has others"
+    assert all(0 < record.position < candidates._DEFERRED for record in ordered)
+    assert (it._policy.first() is None) == (not ordered)
+
+
+def _all_of(it: EvictionCandidates) -> list[ObjectRecord]:
+    return it.after(SweepCursor(), len(it) + 1)
 
 
 @check_invariants.register
-def _(it: PerTenantLru) -> None:
-    for number, lru in it.orders.items():
-        check_invariants(lru)
-        assert len(lru)
-        assert all(queue_number_of(record.ticket) == number for record in lru)
-    tickets = [record.ticket for record in it]
-    assert tickets == sorted(set(tickets)), "tickets out of lru or twice"
+def _(it: EvictionCandidates) -> None:
+    for number, queue in it.queues.items():
+        check_invariants(queue)
+        records = queue.after(candidates._DETACHED)
+        assert all(record.queue == number for record in records)
+    assert len(_all_of(it)) == len(it)
 
 
 @check_invariants.register
@@ -350,7 +358,7 @@ def _(it: MemoryPool, others: Iterable[tuple[MountedSegment, int, int]]) -> None
                 used[segment.segment_id].append((offset, extent_bytes(record.size)))
         if record.segment is not None and not record.children:
             leaves.setdefault(id(record.segment), set()).add(record)
-        if record.ticket:
+        if record.queue:
             assert record.segment is not None, "a candidate without bytes"
             assert not record.children, "a candidate with children"
     for segment, offset, length in others:
@@ -358,8 +366,8 @@ def _(it: MemoryPool, others: Iterable[tuple[MountedSegment, int, int]]) -> None
             used[segment.segment_id].append((offset, length))
     for segment in it.segments.values():
         check_invariants(segment.allocator)
-        check_invariants(segment.candidates)
-        assert set(segment.candidates) == leaves.get(id(segment), set()), "candidates"
+        check_invariants(it.candidates[segment])
+        assert set(_all_of(it.candidates[segment])) == leaves.get(id(segment), set()), "candidates"
         ranges = sorted(used[segment.segment_id] + holes(segment.allocator))
         reached = segment.allocator.start
         for offset, length in ranges:
@@ -543,8 +551,11 @@ def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
     held = sum(tenant.size for tenant in tenants)
     assert held + copies + gone + gaps == used, "bytes of tenants"
     if not it.has_work:
-        candidates = [each for s in it.pool.segments.values() for each in s.candidates]
-        assert not any(map(tenants.is_misplaced, candidates)), "in the order of another tenant"
+        for found in it.pool.candidates.values():
+            assert not any(map(found.is_misplaced, _all_of(found))), (
+                "in the queue of another tenant"
+            )
+        assert set(it.pool.candidates) == set(it.pool.segments.values())
     for tenant in tenants:
         pinned = sum(
             size

@@ -22,6 +22,7 @@ from kvstore.master.state.effects import (
     SendReply,
     SendToNode,
 )
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
@@ -75,10 +76,13 @@ class Cluster:
         nodes: Mapping[str, int],
         rules: MasterRules,
         tenants: Sequence[TenantRule] | None = None,
+        policy: NewPolicy = LruPolicy,
     ) -> None:
         self.rules = rules
         self.now_ms = 0
-        self.state = MasterState(epoch=EPOCH, epoch_max=HIGHEST, rules=rules, tenants=tenants)
+        self.state = MasterState(
+            epoch=EPOCH, epoch_max=HIGHEST, rules=rules, policy=policy, tenants=tenants
+        )
         self.sessions: dict[str, int] = {}
         self.segments: dict[int, str] = {}  # to the name of its node
         self.offers: dict[str, list[calls.SegmentOffer]] = {}

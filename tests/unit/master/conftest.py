@@ -8,6 +8,7 @@ from typing import Protocol
 import pytest
 
 from kvstore.calls.tenants import TenantRule
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.rules import MasterRules
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import Cluster
@@ -19,6 +20,7 @@ class NewCluster(Protocol):
         *,
         rules: MasterRules | None = None,
         tenants: Sequence[TenantRule] | None = None,
+        policy: NewPolicy = LruPolicy,
         **nodes: int,
     ) -> Cluster:
         """``nodes``: blocks of memory by name."""
@@ -33,9 +35,10 @@ def new_cluster() -> Iterator[NewCluster]:
         *,
         rules: MasterRules | None = None,
         tenants: Sequence[TenantRule] | None = None,
+        policy: NewPolicy = LruPolicy,
         **nodes: int,
     ) -> Cluster:
-        made.append(Cluster(nodes, rules or MasterRules(), tenants))
+        made.append(Cluster(nodes, rules or MasterRules(), tenants, policy))
         return made[-1]
 
     yield new

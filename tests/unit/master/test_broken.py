@@ -13,7 +13,6 @@ from kvstore import calls
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.limits import PROTOCOL_VERSION, Namespace
 from kvstore.master.service import MasterService
-from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.master_state import MasterState
 from tests.support.invariants import check_invariants
 from tests.unit.master.test_term import EXISTS, JOIN, PUT
@@ -96,17 +95,20 @@ def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
     made = 0
     limit = 100
 
-    def policy() -> LruPolicy:
-        nonlocal made
-        made += 1
-        if made > limit:
-            raise MemoryError
-        return LruPolicy()
+    class Offer(calls.SegmentOffer):
+        @property
+        def takes_capabilities(self) -> bool:
+            nonlocal made
+            made += 1
+            if made > limit:
+                raise MemoryError
+            return False
 
-    state = MasterState(epoch=7, policy=policy)
+    state = MasterState(epoch=7)
     service = MasterService(state)
     died = broken_by(service)
-    offers = [JOIN.segments[0]._replace(uuid=bytes([n]) * 16, fresh=False) for n in range(2)]
+    offer = JOIN.segments[0]._replace(fresh=False)
+    offers = [Offer(*offer._replace(uuid=bytes([n]) * 16)) for n in range(2)]
     join = calls.NodeJoin("n", "h", PROTOCOL_VERSION, 0, offers)
 
     async def incoming() -> AsyncIterator[calls.NodeMessage]:

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from pkgutil import resolve_name
 
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvstore.calls.tenants import TenantRule
+from kvstore.config.servers import EVICTION_POLICIES, MasterConfig
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.eviction import LruPolicy
-from kvstore.master.state.memory_pool import EVICTIONS_PER_STEP
-from kvstore.master.state.records import ObjectRecord
+from kvstore.master.state.candidates import MOVES_PER_STEP, EvictionCandidates, SweepCursor
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
+from kvstore.master.state.evictor import EVICTIONS_PER_STEP
+from kvstore.master.state.forest import Forest
+from kvstore.master.state.records import HITS_MAX, ObjectRecord
+from kvstore.master.state.s3_fifo import GHOSTS_MIN, S3FifoPolicy
+from kvstore.master.state.tenants import UnlimitedTenancy, open_tenancy
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
+POLICIES: list[NewPolicy] = [LruPolicy, S3FifoPolicy]
+
+
+@pytest.fixture(params=[(p, t) for p in POLICIES for t in (None, [TenantRule("t", ("model",))])])
+def any_cluster(request: pytest.FixtureRequest, new_cluster: NewCluster) -> NewCluster:
+    """With each policy, with tenants and without."""
+    policy, tenants = request.param
+    return partial(new_cluster, policy=policy, tenants=tenants)
+
+
+def test_each_policy_has_a_name_that_the_setting_takes() -> None:
+    classes = [resolve_name(path) for path in EVICTION_POLICIES.values()]
+    assert classes == POLICIES
+    for name in EVICTION_POLICIES:
+        assert MasterConfig.model_validate({"eviction": name}).eviction == name
 
 
 def test_the_least_recently_used_goes_first(new_cluster: NewCluster) -> None:
@@ -43,8 +77,8 @@ def test_the_age_of_what_is_evicted_is_counted(new_cluster: NewCluster) -> None:
     assert sum(ages.counts) == 2 == cluster.state.counters["evicted_objects"]
 
 
-def test_a_chain_goes_from_its_tip(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=3)
+def test_a_chain_goes_from_its_tip(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=3)
     cluster.put("abc")
 
     cluster.put("x")
@@ -70,8 +104,8 @@ def test_a_parent_inherits_the_recency_of_its_child(new_cluster: NewCluster) -> 
     assert cluster.present("adxyz") == "dxyz"
 
 
-def test_a_lease_on_the_tip_protects_the_chain(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
+def test_a_lease_on_the_tip_protects_the_chain(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=4)
     cluster.put("abcd")
     assert cluster.match("abcd") == 4
 
@@ -83,8 +117,8 @@ def test_a_lease_on_the_tip_protects_the_chain(new_cluster: NewCluster) -> None:
     assert cluster.match("abcd") == 3
 
 
-def test_a_lease_on_an_inner_block_outlives_those_behind_it(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
+def test_a_lease_on_an_inner_block_outlives_those_behind_it(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=4)
     cluster.put("abcd")
     cluster.match("ab")
 
@@ -95,8 +129,8 @@ def test_a_lease_on_an_inner_block_outlives_those_behind_it(new_cluster: NewClus
         cluster.put("uvw")
 
 
-def test_removing_a_leased_tip_leaves_its_ancestors_protected(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=3)
+def test_removing_a_leased_tip_leaves_its_ancestors_protected(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=3)
     cluster.put("abc")
     cluster.match("abc")
 
@@ -107,8 +141,8 @@ def test_removing_a_leased_tip_leaves_its_ancestors_protected(new_cluster: NewCl
     assert cluster.match("ab") == 2
 
 
-def test_detached_blocks_go_before_older_ones(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=5)
+def test_detached_blocks_go_before_older_ones(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=5)
     cluster.put("x")
     cluster.after(1)
     cluster.put("abc")
@@ -121,9 +155,9 @@ def test_detached_blocks_go_before_older_ones(new_cluster: NewCluster) -> None:
 
 
 def test_many_breaks_do_not_keep_the_background_work_from_ending_a_round(
-    new_cluster: NewCluster,
+    any_cluster: NewCluster,
 ) -> None:
-    cluster = new_cluster(one=5_000, two=10)
+    cluster = any_cluster(one=5_000, two=10)
     cluster.after(1)
     cluster.put([f"w{index}" for index in range(4_500)], chain=False, host="host-one")
     cluster.put("abc", host="host-two")
@@ -139,9 +173,9 @@ def test_many_breaks_do_not_keep_the_background_work_from_ending_a_round(
     assert cluster.state.pool.marked_detached(record)
 
 
-def test_more_than_one_step_may_evict_is_evicted_in_further_steps(new_cluster: NewCluster) -> None:
+def test_more_than_one_step_may_evict_is_evicted_in_further_steps(any_cluster: NewCluster) -> None:
     blocks = 3 * EVICTIONS_PER_STEP
-    cluster = new_cluster(one=blocks)
+    cluster = any_cluster(one=blocks)
     cluster.put([f"a{index}" for index in range(blocks)], chain=False)
 
     ticket = cluster.start_or_wait([f"b{index}" for index in range(blocks)], chain=False)
@@ -152,8 +186,8 @@ def test_more_than_one_step_may_evict_is_evicted_in_further_steps(new_cluster: N
     assert ticket in cluster.answers
 
 
-def test_a_batch_that_can_never_fit_evicts_nothing(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=3, two=3)
+def test_a_batch_that_can_never_fit_evicts_nothing(any_cluster: NewCluster) -> None:
+    cluster = any_cluster(one=3, two=3)
     cluster.put("ab")
 
     with pytest.raises(NoSpaceError):
@@ -174,19 +208,200 @@ def test_making_room_may_forget_the_place_of_what_is_put(new_cluster: NewCluster
     check_invariants(cluster.state)
 
 
-def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there() -> None:
-    policy = LruPolicy()
-    records = [ObjectRecord(Namespace("n"), Key(b"%06d" % index)) for index in range(2_000)]
+def test_an_object_that_is_used_again_survives_a_scan_with_s3_fifo(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=20, policy=S3FifoPolicy)
+    cluster.put("h")
+    for _ in range(2):
+        cluster.after(LEASE_MS)
+        cluster.match("h")
+    for index in range(50):
+        cluster.after(LEASE_MS)
+        cluster.put([f"scan{index}"], chain=False)
+
+    assert cluster.present("h") == "h"
+
+
+def test_a_key_that_returns_soon_after_its_eviction_is_kept_with_s3_fifo() -> None:
+    policy = S3FifoPolicy()
+    first, again, new = (made(number) for number in (1, 1, 2))
+    policy.insert(first)
+    policy.remove(first, evicted=True)
+    policy.insert(again)
+    policy.insert(new)
+    assert policy.first() is new
+    assert list(policy.after(0)) == [new, again]
+    policy.remove(new, evicted=False)  # leased, or removed: it leaves no ghost
+    policy.insert(new)
+    assert policy.first() is new
+
+
+def test_s3_fifo_lets_an_object_pass_once_for_each_counted_hit() -> None:
+    policy = S3FifoPolicy()
+    hot, cold = made(1), made(2)
+    hot.hits = 3
+    policy.insert(hot)
+    assert policy.hit(hot)  # to the main queue, where it begins without hits
+    policy.insert(cold)
+    policy.remove(cold, evicted=True)
+    hot.hits += 2
+    assert [policy.hit(hot) for _ in range(3)] == [True, True, False]
+
+
+def test_s3_fifo_remembers_a_bounded_number_of_keys() -> None:
+    policy = S3FifoPolicy()
+    for number in range(GHOSTS_MIN + 100):
+        record = made(number)
+        policy.insert(record)
+        policy.remove(record, evicted=True)
+    assert len(policy._ghosts) == GHOSTS_MIN
+
+
+# --- what holds with any policy, whatever happens ------------------------------------------------
+
+
+def made(number: int) -> ObjectRecord:
+    record = ObjectRecord(NAMESPACE, Key(b"%06d" % number))
+    record.counter = number
+    return record
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there(
+    policy: NewPolicy,
+) -> None:
+    candidates = EvictionCandidates(policy, UnlimitedTenancy())
+    queue = candidates.queues[1]
+    records = [made(index) for index in range(2_000)]
     for record in records:
-        policy.add(record)
+        candidates.add(record)
         record.lease_until_ms = 10
     records[-1].lease_until_ms = 0
 
-    answers = [policy.peek(5)]
-    while policy.unfinished:
-        answers.append(policy.peek(5))
+    answers = [queue.peek(5)]
+    while queue.unfinished:
+        assert queue.moved == MOVES_PER_STEP + 1
+        answers.append(queue.peek(5))
 
     assert answers[-1] is records[-1]
     assert answers[:-1] == [None] * (len(answers) - 1)
     assert len(answers) > 2
-    check_invariants(policy)
+    assert candidates.next_lease_end_ms(0) == 10
+    check_invariants(candidates)
+
+
+class CandidatesMachine(RuleBasedStateMachine):
+    """The candidates of a segment, with tenants or without. What is due is known here as well."""
+
+    policy: NewPolicy
+
+    @initialize(with_tenants=st.booleans())
+    def begin(self, with_tenants: bool) -> None:
+        forest = Forest()
+        rules = [TenantRule("a", ("a*",)), TenantRule("b", ("b*",))]
+        accounts = open_tenancy(rules if with_tenants else None, forest.namespaces, {})
+        forest.tenants = accounts
+        self.forest = forest
+        self.candidates = EvictionCandidates(self.policy, accounts)
+        self.now_ms = 0
+        self.count = 0
+        self.records: list[ObjectRecord] = []
+        self.detached: set[ObjectRecord] = set()
+        self.not_before_ms: dict[ObjectRecord, int] = {}
+
+    @rule(namespace=st.sampled_from("abc"), detached=st.booleans(), again=st.booleans())
+    def add(self, namespace: str, detached: bool, again: bool) -> None:
+        self.count += not again
+        record = self.forest.ensure(Namespace(namespace), Key(b"%d" % self.count))
+        if record not in self.records:
+            record.last_used_ms, record.counter, record.hits = self.now_ms, self.count, 0
+            self.candidates.add(record, detached=detached)
+            self.records.append(record)
+            if detached:
+                self.detached.add(record)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), leased_ms=st.integers(0, 20))
+    def use(self, data: st.DataObject, leased_ms: int) -> None:
+        record = data.draw(st.sampled_from(self.records))
+        record.last_used_ms = self.now_ms
+        record.hits += record.hits & HITS_MAX < HITS_MAX
+        record.keep_until(self.now_ms + leased_ms)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def lease_ends(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self.records))
+        record.lease_until_ms = self.now_ms
+        self.candidates.lease_ended(record)
+        self.not_before_ms.pop(record, None)
+
+    @rule(ms=st.integers(1, 30))
+    def time_passes(self, ms: int) -> None:
+        self.now_ms += ms
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), evicted=st.booleans())
+    def discard(self, data: st.DataObject, evicted: bool) -> None:
+        self._discard(data.draw(st.sampled_from(self.records)), evicted=evicted)
+
+    def _discard(self, record: ObjectRecord, *, evicted: bool) -> None:
+        self.candidates.discard(record, evicted=evicted)
+        self.records.remove(record)
+        self.detached.discard(record)
+        self.not_before_ms.pop(record, None)
+
+    def _may_go(self, record: ObjectRecord) -> bool:
+        until_ms = max(record.lease_until_ms, self.not_before_ms.get(record, 0))
+        return until_ms <= self.now_ms
+
+    @rule(moves=st.sampled_from([0, 1, 5, 1_000]), then=st.sampled_from(["evict", "defer", ""]))
+    def peek(self, moves: int, then: str) -> None:
+        for number, queue in self.candidates.queues.items():
+            record = queue.peek(self.now_ms, moves)
+            assert queue.moved <= moves + 1
+            due = {r for r in self.records if r.queue == number and self._may_go(r)}
+            if record is None:
+                assert queue.unfinished or not due
+                continue
+            assert record in due
+            assert (record in self.detached) == queue.is_detached(record)
+            assert queue.weight(record) >= 0 or record in self.detached
+            if not queue.is_detached(record):
+                assert not due & self.detached
+            if then == "evict":
+                self._discard(record, evicted=True)
+            elif then == "defer":
+                self.not_before_ms[record] = self.now_ms + 10
+                queue.defer(record, self.now_ms + 10)
+
+    @rule(count=st.integers(1, 4))
+    def sweep(self, count: int) -> None:
+        seen: list[ObjectRecord] = []
+        cursor = SweepCursor()
+        while slice_of_them := self.candidates.after(cursor, count):
+            seen += slice_of_them
+            cursor = SweepCursor(seen[-1].queue, seen[-1].position)
+        assert sorted(map(id, seen)) == sorted(map(id, self.records))
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "candidates"):
+            check_invariants(self.candidates)
+            assert len(self.candidates) == len(self.records)
+
+    def teardown(self) -> None:
+        """All can be evicted in the end."""
+        self.now_ms += 1_000
+        for queue in self.candidates.queues.values():
+            while len(queue):
+                record = queue.peek(self.now_ms)
+                assert record is not None
+                self._discard(record, evicted=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_contract_of_policies(policy: NewPolicy) -> None:
+    machine = type("Machine", (CandidatesMachine,), {"policy": staticmethod(policy)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, deadline=None))

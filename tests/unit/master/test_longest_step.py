@@ -181,7 +181,7 @@ def release(world: World) -> calls.Request:
         keys = world.keys[start : start + BATCH_KEYS_MAX]
         world.ask(calls.Lookup(NAMESPACE, keys, 1 + start))
     for segment in world.state.pool.segments.values():
-        segment.candidates.peek(world.now_ms, 1 << 20)
+        world.state.pool.candidates[segment].queues[1].peek(world.now_ms, 1 << 20)
     return calls.Release(range(1, 1 + RELEASED_MAX))
 
 

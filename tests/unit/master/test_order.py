@@ -1,4 +1,4 @@
-"""Records in the order of their tickets, beside a sorted list."""
+"""Records in the order of their positions, next to a sorted list."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.invariants import check_invariants
 SPACE = Namespace("n")
 
 
-def record(ticket: int) -> ObjectRecord:
+def record(position: int) -> ObjectRecord:
     made = ObjectRecord(SPACE, Key(b"k"))
-    made.ticket = ticket
+    made.position = position
     return made
 
 
-def tickets(order: SortedRecordQueue) -> list[int]:
-    return [each.ticket for each in order]
+def positions(order: SortedRecordQueue) -> list[int]:
+    return [each.position for each in order.after(-1)]
 
 
 @pytest.mark.parametrize("latest", [0.0, 0.5, 1.0])
@@ -37,30 +37,30 @@ def test_is_sorted_whatever_comes_and_goes(latest: float, removed: float) -> Non
             gone = records.pop(chance.choice(list(records)) if step % 2 else min(records))
             order.remove(gone)
         else:
-            ticket = chance.randrange(1, 1 << 100)
+            position = chance.randrange(1, 1 << 100)
             if chance.random() < latest:
-                ticket = (1 << 100) + step
-            records[ticket] = record(ticket)
-            order.add(records[ticket])
+                position = (1 << 100) + step
+            records[position] = record(position)
+            order.add(records[position])
         if step % 512 == 0:
             check_invariants(order)
-            assert tickets(order) == sorted(records)
+            assert positions(order) == sorted(records)
     check_invariants(order)
     assert len(order) == len(records)
     inorder = sorted(records)
-    assert tickets(order) == inorder
-    for ticket in (0, inorder[0], inorder[0] + 1, inorder[len(inorder) // 2], inorder[-1]):
-        after = bisect_right(inorder, ticket)
-        found = [each.ticket for each in islice(order.after(ticket), 2 * RUN_MAX)]
+    assert positions(order) == inorder
+    for position in (0, inorder[0], inorder[0] + 1, inorder[len(inorder) // 2], inorder[-1]):
+        after = bisect_right(inorder, position)
+        found = [each.position for each in islice(order.after(position), 2 * RUN_MAX)]
         assert found == inorder[after : after + 2 * RUN_MAX]
-    for ticket in chance.sample(inorder, len(inorder)):
-        order.remove(records[ticket])
+    for position in chance.sample(inorder, len(inorder)):
+        order.remove(records[position])
     assert len(order) == 0
     assert order.first() is None
     check_invariants(order)
 
 
-def test_the_first_is_the_one_with_the_lowest_ticket() -> None:
+def test_the_first_is_the_one_with_the_lowest_position() -> None:
     order = SortedRecordQueue()
     three, one = record(3), record(1)
     order.add(three)
@@ -76,4 +76,4 @@ def test_what_is_not_there_cannot_be_removed() -> None:
     order.add(record(2))
     with pytest.raises((AssertionError, IndexError)):
         order.remove(record(2))
-    assert tickets(order) == [2]
+    assert positions(order) == [2]

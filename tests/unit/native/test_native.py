@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from kvstore import native
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
-from kvstore.master.state.eviction import LruPolicy
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import MountedSegment, NamespaceTable
 from kvstore.memory.header import (
@@ -281,7 +280,7 @@ def test_keys_packed_as_python_packs_them(steps: Any) -> None:
 def test_many_keys_as_python_finds_them(steps: Any) -> None:
     def segment(number: int) -> MountedSegment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
-        return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, LruPolicy(), 0)
+        return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, 0)
 
     table = NamespaceTable(Namespace(SPACE))
     alive, dead = segment(1), segment(2)
