@@ -244,7 +244,7 @@ class CorruptObjectError(KVStoreError):
     """What its writer says of an object (dtype, shape) is nonsense or does not fit its bytes;
     ``fields["key"]``. Bytes and checksum that differ raise nothing: the client reads another
     replica, or misses (docs/runbook.md#kvstorecorruptmemory). Do: get it with ``kind="bytes"``, or
-    remove it: docs/verification.md#values-that-cannot-be-decoded."""
+    remove it: docs/verification.md#values-that-cannot-be-made."""
 
     code = "corrupt_object"
 
