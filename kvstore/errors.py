@@ -242,7 +242,7 @@ class CorruptObjectError(KVStoreError):
     """The descriptor of an object (dtype, shape) is invalid or does not fit its bytes;
     ``fields["key"]``. A wrong checksum raises nothing: the client reads another replica, or misses
     (docs/runbook.md#kvstorecorruptmemory). Do: get it with ``kind="bytes"``, or remove it:
-    docs/verification.md#values-that-cannot-be-made."""
+    docs/verification.md#values-that-cannot-be-decoded."""
 
     code = "corrupt_object"
 
