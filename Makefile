@@ -118,6 +118,7 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
 	$(BIN)/python deploy/generate.py --check
+	$(BIN)/python docs/site/words.py
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
 	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)

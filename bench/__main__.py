@@ -11,7 +11,7 @@ import click
 
 from bench.tables import TABLES
 from kvstore.bench import harness, page
-from kvstore.bench.processes import failures_told
+from kvstore.bench.processes import failures_reported
 from kvstore.bench.rows import choose
 
 QUICK_SECONDS = 0.1
@@ -72,7 +72,7 @@ def main(
     )
     before = os.getloadavg()[0]
     with (
-        failures_told("bench", partial(click.echo, err=True)),
+        failures_reported("bench", partial(click.echo, err=True)),
         page.progress_bar(plan.rounds * len(rows)) as progress,
     ):
         results = harness.measure(table, rows, plan, progress)

@@ -30,7 +30,7 @@ from kvstore.runtime.tasks import CLOSE_S, Job, ThreadPool, join_all, start_thre
 from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport import tcp_client
 from kvstore.transport.base import Transport
-from kvstore.transport.common import invalid_range, segment_gone
+from kvstore.transport.common import invalid_range, segment_unmounted
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -130,7 +130,7 @@ class TransportSelector:
                 except SegmentGoneError:
                     transport.forget(segment)
                     raise
-        raise segment_gone(segment)
+        raise segment_unmounted(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """Return writable memory, or None. Raises SegmentGoneError, InvalidRangeError."""

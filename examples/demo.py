@@ -17,7 +17,7 @@ from rich.table import Table
 from kvstore.bench.processes import (
     Children,
     environment,
-    failures_told,
+    failures_reported,
     require_modules,
     start_store,
 )
@@ -109,7 +109,7 @@ def main(stay: bool | None, as_json: bool, **scenario: Any) -> None:
             click.echo(json.dumps(report) if as_json else summary)
 
     with (
-        failures_told("demo", tell),
+        failures_reported("demo", tell),
         running(scenario, console) as (dashboard, report["produced"], report["consumed"]),
     ):
         show(report["consumed"], console)

@@ -26,7 +26,7 @@ from examples.fleet import (
     start_engine,
 )
 from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
-from kvstore.bench.processes import Children, failures_told, require_modules, start_store
+from kvstore.bench.processes import Children, failures_reported, require_modules, start_store
 
 NEW_TOKENS = 16
 TIMED_RUNS = 3
@@ -160,7 +160,7 @@ def main(kind: str, prompts: int, prompt_tokens: int, seed: int, as_json: bool) 
         report = {"ok": ok, "summary": summary, "prompts": prompts}
         click.echo(json.dumps(report) if as_json else summary)
 
-    with failures_told("demo", tell):
+    with failures_reported("demo", tell):
         for model in MODELS.values() if kind == "both" else [MODELS[kind]]:
             act(model, console, asked, seed, outcomes)
     problems = [problem for outcome in outcomes for problem in outcome.problems()]

@@ -171,7 +171,7 @@ class SegmentGoneError(UnavailableError):
     """The node has left, or its memory was mounted again, during the call. Do: try again: the
     object may be on another node."""
 
-    code = "segment_gone"
+    code = "segment_unmounted"
 
 
 class CapabilityRefusedError(UnavailableError):

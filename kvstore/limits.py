@@ -222,7 +222,7 @@ def check_keys(
         DuplicateKeyError: a key occurs twice; ``fields["key"]`` is its hex form.
     """
     check_count(len(keys), keys_max)
-    checked = _whole_keys(keys) or [check_key(key) for key in keys]
+    checked = _complete_keys(keys) or [check_key(key) for key in keys]
     if distinct and len(set(checked)) != len(checked):
         seen: set[bytes] = set()
         for key in checked:
@@ -236,7 +236,7 @@ def check_keys(
     return checked
 
 
-def _whole_keys(keys: Sequence[object]) -> list[Key]:
+def _complete_keys(keys: Sequence[object]) -> list[Key]:
     """Return ``keys`` as bytes if all are valid, else []; without a Python step per key (0.1
     instead of 0.7 ms for 8,192)."""
     types = set(map(type, keys))

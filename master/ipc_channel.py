@@ -49,7 +49,7 @@ BUFFER_BYTES_MAX: Final = 16 << 20
 
 SOCKET_BYTES: Final = 1 << 20
 
-SURVEY_STEPS: Final = 1_024
+SNAPSHOT_STEPS: Final = 1_024
 """Records in a batch of a snapshot, 1 ms of the loop. At most one batch is made per ``FLUSH_S``."""
 
 SURVEYS_MAX: Final = 128
@@ -81,7 +81,7 @@ this frame, number of events or rows in it."""
 
 QUESTION: Final = 1
 NEXT_PAGE: Final = 2
-END_SURVEY: Final = 3
+END_SNAPSHOT: Final = 3
 _REQUEST: Final = struct.Struct("<BIH")
 """Kind, number of the query or snapshot, length of the following text (query or namespace)."""
 
@@ -91,7 +91,7 @@ Answers = Mapping[str, Callable[..., Mapping[str, object]]]
 Event = tuple[str, bytes, bytes, int, int]
 """Namespace, key, parent, size, depth, as in ``kvstore.master.state.object_events``."""
 
-GONE_SIZE: Final = -1
+REMOVED_SIZE: Final = -1
 
 
 class SnapshotSource(Protocol):
@@ -195,7 +195,7 @@ class MasterChannel:
             if len(self._snapshots) >= SURVEYS_MAX:
                 del self._snapshots[next(iter(self._snapshots))]
             snapshot = self._snapshots[number] = source.snapshot(namespace)
-        rows = snapshot.take(SURVEY_STEPS)
+        rows = snapshot.take(SNAPSHOT_STEPS)
         kind = LAST_PAGE if snapshot.done else PAGE
         if snapshot.done:
             del self._snapshots[number]
@@ -277,7 +277,7 @@ class MasterChannel:
 
     def _handle_request(self, kind: int, number: int, text: bytes) -> str:
         """Handle one request. Return its error or ""."""
-        if kind == END_SURVEY:
+        if kind == END_SNAPSHOT:
             self._end_snapshot(number)
             return ""
         if kind == NEXT_PAGE and len(self._requests) >= ASKED_MAX:
@@ -385,7 +385,7 @@ class ChildChannel:
             yield snapshot
         finally:
             if self._writer is not None and 0 < snapshot.epoch == self._epoch:
-                self._writer.write(_REQUEST.pack(END_SURVEY, snapshot.number, 0))
+                self._writer.write(_REQUEST.pack(END_SNAPSHOT, snapshot.number, 0))
 
     async def page(self, snapshot: ActiveSnapshot, namespace: str) -> SnapshotPage:
         """Return the next batch of a snapshot; one caller at a time. Raise UnavailableError if the

@@ -140,7 +140,8 @@ class LaneServer:
             self._listener = listener
             listener.setblocking(False)
         if unix:
-            # The random name prevents connections by accident; the token keeps strangers out.
+            # The random name prevents connections by accident; the token keeps unauthenticated
+            # peers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(b"\0" + self.unix.encode())

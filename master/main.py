@@ -1,4 +1,5 @@
-"""The process ``kvstore-master``: an event loop, both carriers, and its own node if asked for."""
+"""The process ``kvstore-master``: an event loop, both RPC servers, and its own node if
+requested."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
         own = descriptors.open_now() or 0  # before the first connection is accepted
-        await master.carriers.start()
+        await master.rpc_servers.start()
         running.append(start_task("connections", master.watch_grpc(own), died=broken))
         needed = master.access.background_tasks()
         running += [start_task("identity", each, died=broken) for each in needed]
@@ -237,7 +238,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
 
 
 class _MasterProcess:
-    """The carriers of this process, and the service behind them while it leads. Implements
+    """The RPC servers of this process, and the service behind them while it leads. Implements
     ``LeadershipListener``."""
 
     def __init__(self, config: MasterConfig, died: tasks.Died) -> None:
@@ -259,7 +260,7 @@ class _MasterProcess:
         self._standby = Standby()
         each = _connection_limit_per_port(grpc_server.CONNECTIONS_MAX)
         self.access: Access = Authorizer(config) if config.auth else OpenAccess()
-        self.carriers = RpcServers(
+        self.rpc_servers = RpcServers(
             self._standby,
             access=self.access,
             lane_settings=LaneSettings(connections_max=each),
@@ -271,7 +272,7 @@ class _MasterProcess:
         self._service: MasterService | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._address = ""
-        self._told_leader = ""
+        self._logged_leader = ""
         self._election: Election | None = None
         self._outruns = SupersededEpochs(random.SystemRandom())
         self.feed = MasterChannel() if config.events else None
@@ -281,7 +282,9 @@ class _MasterProcess:
 
     async def bind(self) -> None:
         config = self._config
-        self.endpoints = await self.carriers.bind(config.host, config.port, config.lane_port_wanted)
+        self.endpoints = await self.rpc_servers.bind(
+            config.host, config.port, config.lane_port_wanted
+        )
 
     def serves_http(self, port: int) -> None:
         """Tells clients that join where HTTP is."""
@@ -311,13 +314,15 @@ class _MasterProcess:
         if self._address:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
-        service.outrun = self._supersede_epoch
+        service.on_superseded = self._supersede_epoch
         service.noticed = self.notices.add
         service.reach = self._reach
         if self.feed is not None:
             self.feed.lead(state)
             service.has_events = self.feed.changed
-        self.endpoints = service.endpoints = self.carriers.switch_service(service, self.endpoints)
+        self.endpoints = service.endpoints = self.rpc_servers.switch_service(
+            service, self.endpoints
+        )
         service.start()
         self.notices.add("leads", {"epoch": epoch})
 
@@ -331,14 +336,14 @@ class _MasterProcess:
     def end(self, leader: str) -> None:
         self._standby.leader = leader
         service, self._service = self._service, None
-        if service is not None or leader != self._told_leader:
+        if service is not None or leader != self._logged_leader:
             self.notices.add("stands_by", {"leader": leader or "unknown"})
-        self._told_leader = leader
+        self._logged_leader = leader
         if service is not None:
             service.stop_serving()
             if self.feed is not None:
                 self.feed.lead(None)
-            self.endpoints = self.carriers.switch_service(self._standby, self.endpoints)
+            self.endpoints = self.rpc_servers.switch_service(self._standby, self.endpoints)
             task = start_task("end of term", service.stop(), died=self._died)
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
@@ -363,7 +368,7 @@ class _MasterProcess:
         await asyncio.gather(*self._stopping)
         if self._service is not None:
             await self._service.stop()
-        await self.carriers.stop(STOP_GRACE_S)
+        await self.rpc_servers.stop(STOP_GRACE_S)
 
     async def follow_tenants(self) -> None:
         """Follows the file of tenants, if there is one."""
@@ -392,7 +397,7 @@ class _MasterProcess:
                     log.info("descriptors_free")
             if opened is None:
                 continue
-            taken = opened - len(self.carriers.lane.connections) - own
+            taken = opened - len(self.rpc_servers.lane.connections) - own
             self._grpc_connections = max(0, taken)
             if taken >= self._grpc_max and not is_full:
                 is_full = True
@@ -413,7 +418,7 @@ class _MasterProcess:
 
     def measures(self) -> dict[str, object]:
         """The values that ``kvstore.http.exposition`` shows of this process."""
-        carriers, service = self.carriers, self._service
+        rpc_servers, service = self.rpc_servers, self._service
         nothing = Histogram()
         step_us = late_us = age_ms = reuse_ms = nothing
         if service is not None:
@@ -427,20 +432,23 @@ class _MasterProcess:
             "epoch": self.epoch,
             "calls": {
                 name: (stats.count, stats.errors, (stats.us.counts, stats.us.total))
-                for name, stats in carriers.dispatcher.stats.items()
+                for name, stats in rpc_servers.dispatcher.stats.items()
                 if stats.count
             },
             "step_us": (step_us.counts, step_us.total),
             "late_us": (late_us.counts, late_us.total),
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
-            "connections": {"lane": len(carriers.lane.connections), "grpc": self._grpc_connections},
-            **self.access.measures(carriers.identity_limit_refusals),
+            "connections": {
+                "lane": len(rpc_servers.lane.connections),
+                "grpc": self._grpc_connections,
+            },
+            **self.access.measures(rpc_servers.identity_limit_refusals),
             "files_refused": refused_files(),
             "counters": {
-                "connections_refused": carriers.lane.stats.rejected,
+                "connections_refused": rpc_servers.lane.stats.rejected,
                 "refused": self.access.refused,
-                "connections_stalled": carriers.lane.stats.stalled,
+                "connections_stalled": rpc_servers.lane.stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
                 **logs.counters(),
@@ -450,7 +458,7 @@ class _MasterProcess:
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
         own = {"grpc_connections": self._grpc_connections, "refused": self.access.refused}
-        return {**self.carriers.counters(), **own, **elections, **logs.counters()}
+        return {**self.rpc_servers.counters(), **own, **elections, **logs.counters()}
 
 
 def wall_clock_ms() -> int:
@@ -538,7 +546,7 @@ async def _watch(child: Child) -> None:
 
 
 def _names(config: MasterConfig) -> list[str]:
-    """Names by which a browser may reach the dashboard, beside addresses and ``localhost``."""
+    """Names by which a browser may reach the dashboard, next to addresses and ``localhost``."""
     advertised = split_address(config.advertise, default_port=0)[0] if config.advertise else ""
     names = [config.host, advertised, socket.gethostname(), *config.http_names_given]
     return [name for name in names if name]

@@ -1,4 +1,4 @@
-"""Both carriers of one service, started and stopped together."""
+"""Both RPC servers of one service, started and stopped together."""
 
 from __future__ import annotations
 

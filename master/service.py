@@ -143,7 +143,8 @@ class MasterService:
         self._died = died
         self._broken = False
         self.endpoints: ListenAddresses | None = None
-        """Where the carriers listen, once they do; clients that join are told."""
+        """The addresses on which the RPC servers listen; clients get them with the reply to
+        Join."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
         """Counters of the shell around this (calls, refused connections); part of the status."""
         self.role = "single"
@@ -152,7 +153,7 @@ class MasterService:
         """The address that this master advertises; part of the status."""
         self.leads_until = math.inf
         """The service may act only before this value of ``uptime()``."""
-        self.outrun: Callable[[int], None] = lambda epoch: None
+        self.on_superseded: Callable[[int], None] = lambda epoch: None
         """Called with the epoch of a later master that a node has joined: the next term must begin
         above that epoch."""
         self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
@@ -457,7 +458,7 @@ class MasterService:
                         if session in self._outboxes:
                             self._put(self._outboxes[session], error)
                     case SupersedeEpoch(epoch):
-                        self.outrun(epoch)
+                        self.on_superseded(epoch)
                     case LogClusterEvent(event, fields):
                         words = " ".join(f"{key}=%s" for key in fields)
                         level = logging.WARNING if event in WARNED else logging.INFO

@@ -1,6 +1,6 @@
 """Decides whether a reported later epoch ends the term, and chooses the next epoch.
 
-A lying node can end a term at most once in ``OUTRUN_S``, and cannot exhaust the epochs: see
+A lying node can end a term at most once in ``SUPERSEDED_S``, and cannot exhaust the epochs: see
 ``kvstore.limits.EPOCH_AHEAD_MAX``.
 """
 
@@ -15,13 +15,13 @@ from kvstore.runtime.token_buckets import TokenBuckets
 EPOCH_STEP_MAX: Final = 1 << 20
 """Maximum random distance of the next epoch, in case another node knows a later one."""
 
-OUTRUN_S: Final = 60.0
+SUPERSEDED_S: Final = 60.0
 """Minimum interval between terms ended by reports, because each stops every client for a second or
 two. An honest node reports a second later epoch only after clocks were set back; it has to wait."""
 
 
 class SupersededEpochs:
-    def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
+    def __init__(self, random: Random, *, every_s: float = SUPERSEDED_S) -> None:
         self._random = random
         self._ends = TokenBuckets(1, 1 / every_s, keys_max=1)
 

@@ -117,7 +117,7 @@ def put(
     Raises:
         ReservationLostError: the client does not hold the allocation any more.
     """
-    named, until = yield from _settle_commit(context, lease)
+    named, until = yield from _complete_commit(context, lease)
     if named is not None:
         same = (named.namespace, named.key) == (options.namespace, item.keys[0])
         return PutOutcome.STORED if same else None
@@ -147,7 +147,7 @@ def put(
     return outcome
 
 
-def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | None, float]]:
+def _complete_commit(context: Context, lease: Lease) -> Flow[tuple[ObjectLease | None, float]]:
     """Resolve a commit without a reply: return the object, or None for an allocation, and its end.
 
     The commit may still arrive, so its object is leased until then, too.

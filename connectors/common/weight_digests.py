@@ -38,9 +38,9 @@ log = logging.getLogger("kvstore.weights")
 PIECE_BYTES: Final = 1 << 20
 """Bytes per read. The buffer stays in the processor's cache: 16 MiB are a fifth slower."""
 
-TOLD_EVERY_S: Final = 5.0
+LOGGED_EVERY_S: Final = 5.0
 
-SETTLED_NS: Final = 3_000_000_000
+QUIESCED_NS: Final = 3_000_000_000
 """A younger file may change again without a change of its times, which have a resolution of two
 seconds in some file systems."""
 
@@ -94,7 +94,7 @@ class DigestCache:
 
     def is_change_detectable(self, file: os.stat_result) -> bool:
         """Return whether any later change of this file changes its state."""
-        return self._now_ns() - max(file.st_mtime_ns, file.st_ctime_ns) > SETTLED_NS
+        return self._now_ns() - max(file.st_mtime_ns, file.st_ctime_ns) > QUIESCED_NS
 
     def _read(self) -> dict[str, str]:
         if self._file is None:
@@ -138,7 +138,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
 def digest_files(
     files: Sequence[Path], remembered: DigestCache, *, now_s: Callable[[], float] = uptime
 ) -> list[FileDigest]:
-    """Return size and digest of each file. Logs the progress every ``TOLD_EVERY_S``.
+    """Return size and digest of each file. Logs the progress every ``LOGGED_EVERY_S``.
 
     Raises:
         OSError: a file cannot be read.
@@ -235,10 +235,10 @@ class _Progress:
         self._size = size
         self._done = 0
         self._now_s = now_s
-        self._told_s = now_s()
+        self._logged_s = now_s()
 
     def advance(self, count: int) -> None:
         self._done += count
-        if self._now_s() - self._told_s >= TOLD_EVERY_S:
-            self._told_s = self._now_s()
+        if self._now_s() - self._logged_s >= LOGGED_EVERY_S:
+            self._logged_s = self._now_s()
             log.info("weights_being_read bytes=%d of=%d", self._done, self._size)

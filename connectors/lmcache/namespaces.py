@@ -93,7 +93,7 @@ class ChunkNamespaces:
     def _find(self, model: str, layout: Layout, announce: bool) -> None:
         try:
             meaning = self._meaning(model)
-        except Exception as error:  # noqa: BLE001 - strangers' files
+        except Exception as error:  # noqa: BLE001 - unauthenticated peers' files
             self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting model_id "
                 "names them instead.",

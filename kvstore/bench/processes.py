@@ -181,7 +181,7 @@ class Children:
 
 
 @contextlib.contextmanager
-def failures_told(name: str, tell: Callable[[str], None]) -> Iterator[None]:
+def failures_reported(name: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Run the command ``name``. Every terminating signal acts like Ctrl-C, so that all is cleaned
     up. An error or an interruption ends the process, with a line for ``tell``."""
     for number in SIGNALS:

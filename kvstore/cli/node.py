@@ -13,7 +13,7 @@ from kvstore.runtime.child_process import ParentLink
 
 EXAMPLE = """\b
 Examples:
-  kvstore-node --memory 4GiB                beside the master, on the same host
+  kvstore-node --memory 4GiB                next to the master, on the same host
   kvstore-node --master 10.0.0.7:50001 --host 10.0.0.8 --memory 100GiB
 """
 

@@ -26,7 +26,7 @@ log = logging.getLogger("kvstore.device")
 GROUP_BYTES: Final = 32 << 20
 """Bytes copied between checks of deadline, cancellation and generation."""
 
-SETTLE_S: Final = 5.0
+COPIES_WAIT_S: Final = 5.0
 """Extra time for copies after the deadline; a group takes 1.3 ms at 25 GB/s."""
 
 NAP_MIN_S: Final = 20e-6
@@ -95,7 +95,7 @@ class Device:
         """
         if self._failed:
             raise self._failure()
-        if not self._wait(event, deadline + SETTLE_S, stoppable=False):
+        if not self._wait(event, deadline + COPIES_WAIT_S, stoppable=False):
             self._failed = True
             self.locks.keep()
             log.error("device_failed device=%s reason=copies_do_not_end", self.name)

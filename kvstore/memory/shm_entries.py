@@ -42,7 +42,7 @@ SOCKET_PREFIX: Final = "kvstore-socket."
 KEY_PREFIX: Final = "kvstore-key."
 """Prefix of private files (``kvstore.memory.private_file``)."""
 
-ENTRY_GONE: Final = (
+SHM_ENTRY_MISSING: Final = (
     "another program has removed it. systemd does so when the last session of a user ends "
     "(RemoveIPC=yes in logind.conf), unless it is a system user. Clients that start from now on "
     "use tcp, and the objects are lost when the node ends: drain it, and start it again"

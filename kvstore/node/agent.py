@@ -49,7 +49,7 @@ from kvstore.limits import (
 )
 from kvstore.memory.header import SegmentOwner
 from kvstore.memory.medium import Medium, is_plausible_epoch
-from kvstore.memory.shm_entries import ENTRY_GONE
+from kvstore.memory.shm_entries import SHM_ENTRY_MISSING
 from kvstore.node import inventory
 from kvstore.node.master_discovery import MasterDiscovery
 from kvstore.node.session import NodeStream
@@ -119,7 +119,7 @@ class NodeAgent:
         self._repair = repair
         self._credentials = credentials
         self._epoch = 0
-        """The epoch of the master to resume with; 0: join anew."""
+        """The epoch of the master to resume with; 0: join again."""
         self._epoch_max = 0
         """The highest epoch that this node has joined; a master of a lower one is refused."""
         self._reported_waiting = False
@@ -128,7 +128,7 @@ class NodeAgent:
         """Whether no master has ever granted an extent of the segment."""
         self._unverified = segment.attached
         """Whether the segment's bytes may have changed while no node served it."""
-        self._entry_gone = False
+        self._shm_entry_missing = False
         """Whether the entry was removed: new clients cannot map the memory."""
         self._known = False
         """Whether a master has accepted this node."""
@@ -346,12 +346,15 @@ class NodeAgent:
 
     def _report_shm_entry_missing(self) -> bool:
         """Checks whether the entry of the memory was removed; logs it once."""
-        if not self._entry_gone and not self._segment.has_entry():
-            self._entry_gone = True
+        if not self._shm_entry_missing and not self._segment.has_entry():
+            self._shm_entry_missing = True
             log.error(
-                "shm_entry_missing node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE
+                "shm_entry_missing node=%s path=%s: %s",
+                self._name,
+                self._segment.path,
+                SHM_ENTRY_MISSING,
             )
-        return self._entry_gone
+        return self._shm_entry_missing
 
     async def _send_inventory(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
         """Reports the node's objects, if the master does not know them; then waits forever."""

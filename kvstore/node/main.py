@@ -150,7 +150,7 @@ def run(
             stack.callback(server.stop)
             if not segment.traits.is_cleared and server.takes_capabilities:
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
-            handover = _start_handover(config, segment)
+            handover = _start_descriptor_server(config, segment)
             if handover is not None:
                 stack.callback(handover.close)
             engine = _start_engine(config, segment)
@@ -365,7 +365,7 @@ def _start_engine(config: NodeConfig, segment: Medium) -> EngineServer | None:
     return EngineServer(segment, settings, host)
 
 
-def _start_handover(config: NodeConfig, segment: Medium) -> DescriptorServer | None:
+def _start_descriptor_server(config: NodeConfig, segment: Medium) -> DescriptorServer | None:
     """Raises StartupError: file descriptors cannot be passed."""
     if not config.passes_descriptors:
         return None

@@ -197,27 +197,28 @@ async def _relay(
         try:
             await _sent(response.write(_broken_event(error, last)))
             await _sent(response.write_eof())
-        except _ClientGoneError:
+        except _ClientDisconnectedError:
             _cut(request, response)
-    except _ClientGoneError as error:
+    except _ClientDisconnectedError as error:
         log.info("client_left id=%s reason=%s", asked.request_id, error)
         _cut(request, response)
     return response
 
 
-class _ClientGoneError(Exception):
+class _ClientDisconnectedError(Exception):
     """The client does not read the rest of its response."""
 
 
 async def _sent(step: Awaitable[object]) -> None:
-    """Wait for a write to the client. Raises _ClientGoneError: it takes too long, or fails."""
+    """Wait for a write to the client. Raises _ClientDisconnectedError: it takes too long, or
+    fails."""
     try:
         async with asyncio.timeout(engine.IDLE_TIMEOUT_S):
             await step
     except TimeoutError:
-        raise _ClientGoneError("the client does not read") from None
+        raise _ClientDisconnectedError("the client does not read") from None
     except OSError as error:
-        raise _ClientGoneError(f"{type(error).__name__} {error}") from None
+        raise _ClientDisconnectedError(f"{type(error).__name__} {error}") from None
 
 
 def _cut(request: web.Request, response: web.StreamResponse) -> None:

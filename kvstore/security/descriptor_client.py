@@ -13,7 +13,7 @@ from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
 from kvstore.memory.shm_entries import SOCKET_PREFIX
 from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.security import descriptor_protocol as protocol
-from kvstore.security.descriptor_protocol import WHY, HandoverHello, HandoverStatus
+from kvstore.security.descriptor_protocol import WHY, DescriptorHello, DescriptorStatus
 
 ANSWER_S: Final = 1.0
 """Timeout of each of a node's two messages; an idle one takes 0.1 ms."""
@@ -41,7 +41,7 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
         NoDescriptorError
     """
     if not handover.rights & MapRight.READ:
-        raise NoDescriptorError(WHY[HandoverStatus.NO_RIGHT])
+        raise NoDescriptorError(WHY[DescriptorStatus.NO_RIGHT])
     if not handover.socket.startswith(SOCKET_PREFIX) or "/" in handover.socket:
         raise NoDescriptorError(f"{handover.socket!r} is no name of a node's socket")
     path = f"{SHM_DIRECTORY}/{handover.socket}"
@@ -54,7 +54,7 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
         try:
             sock.connect(path)
         except PermissionError:
-            raise NoDescriptorError(WHY[HandoverStatus.OTHER_USER]) from None
+            raise NoDescriptorError(WHY[DescriptorStatus.OTHER_USER]) from None
         except OSError as error:
             raise NoDescriptorError(
                 f"its node's socket {path} does not answer: {error.strerror or error}",
@@ -74,7 +74,7 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
 def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) -> int:
     """Exchange the messages. Raises OSError, NoDescriptorError."""
     nonce = _taken(sock.recv(protocol.HEAD_BYTES + 1))
-    hello = HandoverHello(
+    hello = DescriptorHello(
         segment.uuid,
         segment.generation,
         segment.holder,
@@ -112,7 +112,7 @@ def _taken(raw: bytes) -> bytes:
     if not raw:
         raise ConnectionResetError("connection closed")
     head = protocol.unpack_head(raw)
-    status, rest = head or (HandoverStatus.BAD_REQUEST, b"")
-    if status is not HandoverStatus.OK:
-        raise NoDescriptorError(WHY[status], is_for_now=status is HandoverStatus.GONE)
+    status, rest = head or (DescriptorStatus.BAD_REQUEST, b"")
+    if status is not DescriptorStatus.OK:
+        raise NoDescriptorError(WHY[status], is_for_now=status is DescriptorStatus.GONE)
     return rest

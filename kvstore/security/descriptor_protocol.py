@@ -46,7 +46,7 @@ HEAD_BYTES: Final = _HEAD.size
 HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
 
 
-class HandoverStatus(enum.IntEnum):
+class DescriptorStatus(enum.IntEnum):
     OK = 0
     BAD_REQUEST = 1
     """Not this protocol or version."""
@@ -62,19 +62,19 @@ class HandoverStatus(enum.IntEnum):
 
 
 WHY: Final = {
-    HandoverStatus.BAD_REQUEST: "its node speaks another version of the handover",
-    HandoverStatus.OTHER_USER: "its node runs as another user; kvstore-node --shm-group lets a "
+    DescriptorStatus.BAD_REQUEST: "its node speaks another version of the handover",
+    DescriptorStatus.OTHER_USER: "its node runs as another user; kvstore-node --shm-group lets a "
     "group in",
-    HandoverStatus.DENIED: "its node does not accept the proof of this client",
-    HandoverStatus.GONE: "its node has mounted it anew",
-    HandoverStatus.NO_RIGHT: "this identity may read in no namespace",
-    HandoverStatus.NOT_ALL: "this identity may not read all namespaces, which its node asks for "
+    DescriptorStatus.DENIED: "its node does not accept the proof of this client",
+    DescriptorStatus.GONE: "its node has mounted it anew",
+    DescriptorStatus.NO_RIGHT: "this identity may read in no namespace",
+    DescriptorStatus.NOT_ALL: "this identity may not read all namespaces, which its node asks for "
     "(--shm-clients)",
 }
 """Reasons for a missing file descriptor, as the end of a sentence about a segment."""
 
 
-class HandoverHello(NamedTuple):
+class DescriptorHello(NamedTuple):
     uuid: bytes
     generation: int
     holder: int
@@ -88,22 +88,22 @@ def map_key(token: bytes, uuid: bytes, generation: int, holder: int, rights: int
     return hmac.digest(token, said, "sha256")[:PROOF_BYTES]
 
 
-def pack_greeting(status: HandoverStatus, nonce: bytes) -> bytes:
+def pack_greeting(status: DescriptorStatus, nonce: bytes) -> bytes:
     return _HEAD.pack(_MAGIC, VERSION, status, nonce)
 
 
-def pack_hello(hello: HandoverHello, key: bytes, nonce: bytes) -> bytes:
+def pack_hello(hello: DescriptorHello, key: bytes, nonce: bytes) -> bytes:
     """Pack a hello. ``nonce``: of the greeting."""
     raw = _HELLO.pack(_MAGIC, VERSION, *hello)
     return raw + _proof(key, _BY_CLIENT, nonce, raw)
 
 
-def unpack_hello(raw: bytes) -> HandoverHello | None:
+def unpack_hello(raw: bytes) -> DescriptorHello | None:
     """Parse a hello; return None if it is not this protocol."""
     if len(raw) != HELLO_BYTES:
         return None
     magic, version, *fields = _HELLO.unpack_from(raw)
-    return HandoverHello(*fields) if (magic, version) == (_MAGIC, VERSION) else None
+    return DescriptorHello(*fields) if (magic, version) == (_MAGIC, VERSION) else None
 
 
 def is_proven(raw: bytes, key: bytes, nonce: bytes) -> bool:
@@ -112,7 +112,7 @@ def is_proven(raw: bytes, key: bytes, nonce: bytes) -> bool:
     return hmac.compare_digest(proof, _proof(key, _BY_CLIENT, nonce, said))
 
 
-def pack_answer(status: HandoverStatus, key: bytes = b"", raw: bytes = b"") -> bytes:
+def pack_answer(status: DescriptorStatus, key: bytes = b"", raw: bytes = b"") -> bytes:
     """Pack an answer. ``key``, ``raw``: of the answered hello, if the status is OK."""
     proof = _proof(key, _BY_NODE, b"", raw) if key else bytes(PROOF_BYTES)
     return _HEAD.pack(_MAGIC, VERSION, status, proof)
@@ -123,22 +123,22 @@ def is_of_node(proof: bytes, key: bytes, raw: bytes) -> bool:
     return hmac.compare_digest(proof, _proof(key, _BY_NODE, b"", raw))
 
 
-def unpack_head(raw: bytes) -> tuple[HandoverStatus, bytes] | None:
+def unpack_head(raw: bytes) -> tuple[DescriptorStatus, bytes] | None:
     """Parse status, and nonce or proof, of a greeting or an answer; return None if it is not this
     protocol."""
     if len(raw) != HEAD_BYTES:
         return None
     magic, version, status, rest = _HEAD.unpack(raw)
-    if magic != _MAGIC or version != VERSION or status not in set(HandoverStatus):
+    if magic != _MAGIC or version != VERSION or status not in set(DescriptorStatus):
         return None
-    return HandoverStatus(status), rest
+    return DescriptorStatus(status), rest
 
 
 def _proof(key: bytes, by: bytes, nonce: bytes, said: bytes) -> bytes:
     return hmac.digest(key, by + nonce + said, "sha256")[:PROOF_BYTES]
 
 
-def access(rights: int, *, needs_all: bool) -> tuple[HandoverStatus, bool]:
+def access(rights: int, *, needs_all: bool) -> tuple[DescriptorStatus, bool]:
     """Return the status for a client with these rights, and whether it may write.
 
     Args:
@@ -146,9 +146,9 @@ def access(rights: int, *, needs_all: bool) -> tuple[HandoverStatus, bool]:
         needs_all: whether the rights must include every namespace, as a mapping does.
     """
     if not rights & MapRight.READ:
-        return HandoverStatus.NO_RIGHT, False
+        return DescriptorStatus.NO_RIGHT, False
     if not needs_all:
-        return HandoverStatus.OK, bool(rights & MapRight.WRITE)
+        return DescriptorStatus.OK, bool(rights & MapRight.WRITE)
     if not rights & MapRight.READ_ALL:
-        return HandoverStatus.NOT_ALL, False
-    return HandoverStatus.OK, bool(rights & MapRight.WRITE_ALL)
+        return DescriptorStatus.NOT_ALL, False
+    return DescriptorStatus.OK, bool(rights & MapRight.WRITE_ALL)

@@ -22,7 +22,7 @@ from kvstore.memory.shm_entries import socket_name, unlink_entry, unlink_own
 from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.runtime.limiter import Limiter
 from kvstore.security import descriptor_protocol as protocol
-from kvstore.security.descriptor_protocol import HandoverStatus
+from kvstore.security.descriptor_protocol import DescriptorStatus
 
 log = logging.getLogger("kvstore.node")
 
@@ -129,11 +129,11 @@ class DescriptorServer:
     async def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):  # also TimeoutError; or the peer has disconnected
             nonce = secrets.token_bytes(protocol.NONCE_BYTES)
-            sock.send(protocol.pack_greeting(HandoverStatus.OK, nonce))
+            sock.send(protocol.pack_greeting(DescriptorStatus.OK, nonce))
             async with asyncio.timeout(PEER_S):
                 raw = await asyncio.get_running_loop().sock_recv(sock, protocol.HELLO_BYTES + 1)
             status, key, writes = self._authorize(raw, nonce)
-            if status is HandoverStatus.OK:
+            if status is DescriptorStatus.OK:
                 fd = self._lent.to_write if writes else self._lent.to_read
                 socket.send_fds(sock, [protocol.pack_answer(status, key, raw)], [fd])
                 self.handed += 1
@@ -144,18 +144,18 @@ class DescriptorServer:
                 )
                 sock.send(protocol.pack_answer(status))
 
-    def _authorize(self, raw: bytes, nonce: bytes) -> tuple[HandoverStatus, bytes, bool]:
+    def _authorize(self, raw: bytes, nonce: bytes) -> tuple[DescriptorStatus, bytes, bool]:
         """Return the status for a hello, the peer's key, and whether it may write."""
         segment = self._segment
         hello = protocol.unpack_hello(raw)
         if hello is None:
-            return HandoverStatus.BAD_REQUEST, b"", False
+            return DescriptorStatus.BAD_REQUEST, b"", False
         uuid, generation, holder, rights, _ = hello
         if uuid != segment.uuid or generation != segment.generation:
-            return HandoverStatus.GONE, b"", False
+            return DescriptorStatus.GONE, b"", False
         key = protocol.map_key(segment.token, uuid, generation, holder, rights)
         if holder in self._refused or not protocol.is_proven(raw, key, nonce):
-            return HandoverStatus.DENIED, b"", False
+            return DescriptorStatus.DENIED, b"", False
         status, writes = protocol.access(rights, needs_all=self._needs_all)
         return status, key, writes
 

@@ -62,7 +62,7 @@ def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:
     )
 
 
-def segment_gone(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
+def segment_unmounted(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
     return SegmentGoneError(
         f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted, or mounted again,",
         advice="Look the object up again.",
@@ -97,7 +97,7 @@ def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
         return InvalidRangeError(
             f"an object is not within the segment of {segment.size} bytes", node=segment.node
         )
-    return segment_gone(segment) if how == GONE else deadline_exceeded(segment)
+    return segment_unmounted(segment) if how == GONE else deadline_exceeded(segment)
 
 
 def feed(hasher: xxh3_64, data: memoryview) -> None:

@@ -45,7 +45,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import SHM_DIRECTORY, host_id
 from kvstore.runtime.tasks import uninterrupted
 from kvstore.transport.base import Transport
-from kvstore.transport.common import RangeCopy, deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.common import RangeCopy, deadline_exceeded, invalid_range, segment_unmounted
 from kvstore.transport.device_ranges import DeviceRanges
 
 if TYPE_CHECKING:
@@ -320,23 +320,23 @@ class DeviceTransport(Transport):
             if self._closed:
                 raise self._closed_error()
             if not attachment.is_mounted(segment.generation):
-                raise segment_gone(segment)
+                raise segment_unmounted(segment)
             if uptime() >= deadline:
                 raise deadline_exceeded(segment)
             check_current()
 
         with attachment.keep_open() as is_open:
             if not is_open:
-                raise segment_gone(segment)
+                raise segment_unmounted(segment)
             check()
             try:
                 yield attachment.ranges, check
             except DeviceError as error:
                 if not attachment.is_mounted(segment.generation):
-                    raise segment_gone(segment) from None
+                    raise segment_unmounted(segment) from None
                 raise _failed(segment, error) from None
             if not attachment.is_mounted(segment.generation):
-                raise segment_gone(segment)
+                raise segment_unmounted(segment)
 
     def _attachment(self, segment: SegmentInfo) -> DeviceMapping | None:
         uuid = segment.uuid

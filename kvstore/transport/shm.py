@@ -34,7 +34,7 @@ from kvstore.transport.common import (
     check_moves,
     deadline_exceeded,
     feed,
-    segment_gone,
+    segment_unmounted,
 )
 
 log = logging.getLogger("kvstore.transport")
@@ -123,9 +123,9 @@ class ShmTransport(Transport):
         if mapping is None:
             if self._closed:
                 raise self._closed_error()
-            raise segment_gone(segment)
+            raise segment_unmounted(segment)
         if mapping.generation != segment.generation:
-            raise segment_gone(segment)
+            raise segment_unmounted(segment)
         return mapping.memory
 
     def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:
@@ -251,7 +251,7 @@ def _copy(
     done = 0
     while True:
         if mapping.generation != generation:
-            raise segment_gone(segment)
+            raise segment_unmounted(segment)
         if uptime() >= deadline:
             raise deadline_exceeded(segment)
         if stop is not None:

@@ -50,7 +50,7 @@ from kvstore.transport.common import (
     deadline_exceeded,
     feed,
     not_encrypted,
-    segment_gone,
+    segment_unmounted,
     windows,
 )
 from kvstore.wire.busy_poll_gauge import BusyPollGauge
@@ -122,7 +122,7 @@ class ClientConnection:
         """Number of the present connection, as ``Hello.connection``."""
         self._stream: Stream | None = None
         self._is_interrupted = False
-        self._is_settled = True
+        self._is_quiesced = True
         """Whether no sent byte can still arrive."""
         self._gauge = BusyPollGauge()
 
@@ -232,7 +232,7 @@ class ClientConnection:
                     raise ConnectionEndedError(0)  # a server that sends bytes before a request
                 self.close()
                 stream, is_new = self._connect(deadline), True
-            self._is_settled = bool(settled)
+            self._is_quiesced = bool(settled)
             if status == ANSWERED:
                 if spins:
                     self._gauge.record(number)
@@ -362,7 +362,7 @@ class ClientConnection:
 
     def _explain(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         segment, where = self._segment, self._where
-        settled = int(self._is_settled)
+        settled = int(self._is_quiesced)
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
         if isinstance(error, NeedsTlsError):
@@ -390,14 +390,14 @@ class ClientConnection:
             unreachable.fields["silent_ms"] = round(self._stall_s * 1000) if silent else 0
             return unreachable
         if error.status is TransferStatus.GONE:
-            return segment_gone(segment, settled=settled)
+            return segment_unmounted(segment, settled=settled)
         if error.status not in _REFUSALS:
             return self._protocol_error("does not speak this data protocol")
         kind, what, advice = _REFUSALS[error.status]
         return kind(f"{where} {what}", advice=advice, node=segment.node, settled=settled)
 
     def _unreachable(self, what: str, advice: str) -> NodeUnreachableError:
-        segment, settled = self._segment, int(self._is_settled)
+        segment, settled = self._segment, int(self._is_quiesced)
         return NodeUnreachableError(
             f"{self._where} {what}",
             advice=advice,

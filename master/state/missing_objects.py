@@ -33,16 +33,16 @@ missing until their memory returns. Checking all names for a lost node takes 10 
 
 
 class _DepartedNode:
-    def __init__(self, location: str, reason: str, gone_ms: int) -> None:
+    def __init__(self, location: str, reason: str, departed_ms: int) -> None:
         self.location = location
         self.why = reason
-        self.gone_ms = gone_ms
+        self.departed_ms = departed_ms
         self.memory: set[bytes] = set()
         self.back: dict[bytes, MountedSegment] = {}
         self.missing = 0
         self.unnamed = 0
         """Number of missing objects that are not tracked by name."""
-        self.is_settled = False
+        self.is_quiesced = False
         """Whether its missing objects were counted as lost."""
         self.lost = 0
 
@@ -83,13 +83,13 @@ class MissingObjects:
             self._forget(now_ms, node.name)  # the objects left on it are lost on purpose
             return
         departed = self._departed.get(node.name)
-        if departed is None or (uuid not in departed.memory and departed.gone_ms != now_ms):
+        if departed is None or (uuid not in departed.memory and departed.departed_ms != now_ms):
             self._forget(now_ms, node.name)  # an earlier node of that name had other memory
             departed = self._departed[node.name] = _DepartedNode(
                 node.location_text, node.departed, now_ms
             )
-        departed.is_settled = False
-        departed.why, departed.gone_ms = node.departed, now_ms
+        departed.is_quiesced = False
+        departed.why, departed.departed_ms = node.departed, now_ms
         departed.memory.add(uuid)
         departed.back.pop(uuid, None)
         self._by_memory[uuid] = departed
@@ -105,7 +105,7 @@ class MissingObjects:
         """Track an object without live replicas. ``end_ms``: its expiry, or 0."""
         assert record.segment is not None
         departed = self._by_memory.get(record.segment.offer.uuid)
-        if departed is None or departed.is_settled:
+        if departed is None or departed.is_quiesced:
             self._counters["lost_objects"] += 1
             if departed is not None:
                 departed.lost += 1
@@ -154,14 +154,14 @@ class MissingObjects:
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
         """Count overdue objects as lost. ``nodes``: the names of the joined nodes."""
         for name, departed in list(self._departed.items()):
-            age_ms = now_ms - departed.gone_ms
+            age_ms = now_ms - departed.departed_ms
             if age_ms >= LOST_AFTER_MS and not departed.reports():
                 self._count_as_lost(now_ms, departed)
             is_complete = (
                 not departed.missing and not departed.lost and (departed.is_back() or name in nodes)
             )
             if (is_complete and not departed.reports()) or (
-                departed.is_settled and age_ms >= TOLD_MS
+                departed.is_quiesced and age_ms >= TOLD_MS
             ):
                 self._forget(now_ms, name)
 
@@ -171,7 +171,7 @@ class MissingObjects:
                 name=name,
                 host=departed.location,
                 reason=departed.why,
-                departed_ms=now_ms - departed.gone_ms,
+                departed_ms=now_ms - departed.departed_ms,
                 missing=departed.missing,
                 lost=departed.lost,
                 reports=departed.reports(),
@@ -180,7 +180,7 @@ class MissingObjects:
         ]
 
     def _count_as_lost(self, now_ms: int, departed: _DepartedNode) -> None:
-        departed.is_settled = True
+        departed.is_quiesced = True
         if not departed.missing:
             return
         lost = departed.missing

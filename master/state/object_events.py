@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 
-GONE_SIZE = -1
+REMOVED_SIZE = -1
 
 Event = tuple[str, bytes, bytes, int, int]
 """Namespace, key, parent key (or empty), payload bytes, depth as far as known. Of a removed object:
-namespace, key, empty, ``GONE_SIZE``, 0. A plain tuple, because calls make thousands."""
+namespace, key, empty, ``REMOVED_SIZE``, 0. A plain tuple, because calls make thousands."""
 
 
 def stored(record: ObjectRecord) -> Event:
@@ -24,7 +24,7 @@ def stored(record: ObjectRecord) -> Event:
 
 
 def removed(record: ObjectRecord) -> Event:
-    return record.namespace, record.key, b"", GONE_SIZE, 0
+    return record.namespace, record.key, b"", REMOVED_SIZE, 0
 
 
 class SnapshotScan:

@@ -100,10 +100,10 @@ def missing(record: ObjectRecord) -> int:
     return dead if alive else 0
 
 
-def find_repairable_placeholder(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
+def find_repairable_placeholder(record: ObjectRecord, departed_before_ms: int) -> Extent | None:
     """A missing replica whose segment died before that time, so that no lease on it is left."""
     for segment, offset in record.extents():
-        if not segment.alive and offset != COPIED and segment.died_ms <= gone_before_ms:
+        if not segment.alive and offset != COPIED and segment.died_ms <= departed_before_ms:
             return segment, offset
     return None
 
@@ -177,7 +177,7 @@ class RepairQueue:
             return self._queue(now_ms)
         first, position = self._place
         steps = 0
-        gone_before_ms = now_ms - self.after_ms
+        departed_before_ms = now_ms - self.after_ms
         for index, shard in enumerate(shards_from(forest.namespaces.values(), first), first):
             for record in islice(shard.values(), position, None):
                 if steps >= SCAN_STEPS:
@@ -192,14 +192,14 @@ class RepairQueue:
                 if lacks:
                     steps += SHORT_COUNTS_FOR
                     self.found += 1
-                    self._take(record, desired_replicas(record) - lacks, gone_before_ms, nodes)
+                    self._take(record, desired_replicas(record) - lacks, departed_before_ms, nodes)
             position = 0
         self._looked += steps
         self._place = -1, 0
         return False
 
-    def _take(self, record: ObjectRecord, has: int, gone_before_ms: int, nodes: int) -> None:
-        if find_repairable_placeholder(record, gone_before_ms) is None:
+    def _take(self, record: ObjectRecord, has: int, departed_before_ms: int, nodes: int) -> None:
+        if find_repairable_placeholder(record, departed_before_ms) is None:
             died_ms = min(s.died_ms for s, _ in record.extents() if not s.alive and s.segment_id)
             ripe_ms = died_ms + self.after_ms
             self._ripe_ms = ripe_ms if self._ripe_ms is None else min(self._ripe_ms, ripe_ms)

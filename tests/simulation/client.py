@@ -32,7 +32,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import EXTENT_ALIGN, HEADER_BYTES, unpack
-from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.common import RangeCopy, check_moves, deadline_exceeded, segment_unmounted
 from kvstore.transport.tcp_client import CONNECT_STALLS
 from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.status import decode_error
@@ -325,7 +325,7 @@ class Client:
             self._watch_header(transfer, move)
             for offset, piece in self._pieces(move):
                 if memory.generation != segment.generation:
-                    raise segment_gone(segment)
+                    raise segment_unmounted(segment)
                 if self.clock() >= deadline:
                     raise deadline_exceeded(segment)
                 if transfer.write:
@@ -344,7 +344,7 @@ class Client:
         until = min(deadline, self.clock() + CONNECT_S)
         try:
             if await end.receive(self._us(until - self.clock())) != "ok":
-                raise segment_gone(segment)
+                raise segment_unmounted(segment)
         except TimedOutError:
             if until == deadline:
                 raise
@@ -388,7 +388,7 @@ class Client:
                     await self._between_pieces(_what(transfer, move))
             status = await self._next(end, deadline)
             if status != "ok":
-                raise segment_gone(segment)
+                raise segment_unmounted(segment)
             end.close()
         except NodeUnreachableError as stalled:
             if not stalled.fields["settled"]:
@@ -417,7 +417,7 @@ class Client:
                 for _, piece in self._pieces(move):
                     data = await self._next(end, deadline)
                     if data == "gone":
-                        raise segment_gone(segment)
+                        raise segment_unmounted(segment)
                     piece[:] = data
                     if move.hasher is not None:
                         move.hasher.update(piece)
@@ -479,7 +479,7 @@ class Client:
         if offset + length > memory.size:
             raise InvalidRangeError("outside")
         if memory.generation != segment.generation:
-            raise segment_gone(segment)
+            raise segment_unmounted(segment)
         self._note_mapped(memory)
         return memory.memory[offset : offset + length]
 
@@ -496,7 +496,7 @@ class Client:
         """As ``TransportSelector.memory``."""
         memory = self._mapping(segment)
         if memory is None or memory.generation != segment.generation:
-            raise segment_gone(segment)
+            raise segment_unmounted(segment)
         self._note_mapped(memory)
         return memory.memory
 

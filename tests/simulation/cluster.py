@@ -53,7 +53,7 @@ RULES = MasterRules(
 POLICIES: tuple[NewPolicy, ...] = LruPolicy, S3FifoPolicy
 """Of even and odd seeds."""
 
-OUTRUN_S = 3.0
+SUPERSEDED_S = 3.0
 """A fifth of what the last phase lasts: a term that a report has ended is followed by one of at
 least this length."""
 
@@ -343,7 +343,7 @@ class SimulatedCluster:
         return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
 
     def _outruns(self) -> SupersededEpochs:
-        return SupersededEpochs(self.random, every_s=OUTRUN_S)
+        return SupersededEpochs(self.random, every_s=SUPERSEDED_S)
 
     def _new_clock(self) -> Callable[[], float]:
         offset_s, rate, scheduler = self.random.uniform(0, 10**6), self._rate(), self.scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.object_events import GONE_SIZE, SnapshotScan
+from kvstore.master.state.object_events import REMOVED_SIZE, SnapshotScan
 
 Name = tuple[str, bytes]
 
@@ -23,12 +23,12 @@ class EventFollower:
     def follow(self) -> None:
         """Called after each step of the state."""
         for event in self._state.take_events(1 << 30):
-            size = self._sizes.pop(event[:2], GONE_SIZE)
-            if event[3] == GONE_SIZE:
-                assert size != GONE_SIZE, f"{event} is gone, and was not there"
+            size = self._sizes.pop(event[:2], REMOVED_SIZE)
+            if event[3] == REMOVED_SIZE:
+                assert size != REMOVED_SIZE, f"{event} is gone, and was not there"
                 self._surveyed.pop(event[:2], None)
             else:
-                assert size == GONE_SIZE, f"{event} was there before"
+                assert size == REMOVED_SIZE, f"{event} was there before"
                 self._sizes[event[:2]] = self._surveyed[event[:2]] = event[3]
         self._surveyed.update((row[:2], row[3]) for row in self._survey.take(1))
         records = [r for r in self._state.forest.records() if r.segment is not None]

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-SETTLE_S: Final = 6.0
+COPIES_WAIT_S: Final = 6.0
 """After a master took over, or memory came back: until all that is there has joined."""
 
 RETURNED: Final = "memory that was away showed what was removed"
@@ -229,9 +229,9 @@ class Checker:
         if not any(since <= acknowledged and until >= began - 1 for since, until in self._away):
             return False
         # A master before may have given leases on memory that the next one has never seen.
-        changes = [at for at in self._led if began - SETTLE_S <= at <= read]
+        changes = [at for at in self._led if began - COPIES_WAIT_S <= at <= read]
         back = [until for _, until in self._away if began <= until <= read]
-        return bool(changes) and read <= max(changes + back) + SETTLE_S
+        return bool(changes) and read <= max(changes + back) + COPIES_WAIT_S
 
     def _broken(self, rule: str, at: float, worker: int, detail: str) -> None:
         self.violations.append(Violation(rule, at, worker, detail))

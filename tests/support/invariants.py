@@ -242,7 +242,7 @@ def _(it: MissingObjects) -> None:
     for gone in it._departed.values():
         assert gone.unnamed >= 0
         assert gone.missing == named.pop(id(gone), 0) + gone.unnamed
-        assert not (gone.missing and gone.is_settled)
+        assert not (gone.missing and gone.is_quiesced)
     assert not named, "missing with no node"
 
 

@@ -24,7 +24,7 @@ from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
 
 log = logging.getLogger("vllm.kvstore")
 
-HEARD_MAX: Final = 1 << 16
+RECEIVED_MAX: Final = 1 << 16
 """Limit of the blocks that wait for the scheduler, which takes none while its engine has no
 requests. Beyond it all of them are dropped, and count as missed."""
 
@@ -157,7 +157,7 @@ class EventListener:
             if group is not None:
                 with self._lock:
                     self._blocks.append((group, bytes.fromhex(told.data["key"])))
-                if len(self._blocks) > HEARD_MAX:
+                if len(self._blocks) > RECEIVED_MAX:
                     self._miss()
         elif told.name != "stored":
             self._miss()

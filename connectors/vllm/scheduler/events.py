@@ -35,7 +35,7 @@ AUDIT_FULL_S: Final = 1.0
 """Pause while events are received: ``AUDIT_FULL_S`` after an audit of ``AUDIT_KEYS`` blocks, less
 in proportion after fewer, at least ``AUDIT_SOON_S``."""
 
-TOLD_MAX: Final = 1_000_000
+REPORTED_MAX: Final = 1_000_000
 """Reported blocks that are remembered. The others are never reported as removed."""
 
 
@@ -92,7 +92,7 @@ class BlockEvents:
                     lora_id=None, lora_name=lora, medium=MEDIUM, group_idx=run.group,
                 )
             )  # fmt: skip
-        while len(self._sure) + len(self._unsure) > TOLD_MAX:
+        while len(self._sure) + len(self._unsure) > REPORTED_MAX:
             (self._sure or self._unsure).popitem(last=False)
 
     def suspect(self, blocks: Iterable[Block]) -> None:

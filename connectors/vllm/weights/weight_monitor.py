@@ -151,7 +151,7 @@ class WeightMonitor:
     def _check(self) -> None:
         stopping = self._stopping
         try:
-            now = self._entry_of(stopped=stopping.is_set, beside=True)
+            now = self._entry_of(stopped=stopping.is_set, in_background=True)
             same = _in_memory(now) == self._known
         except Exception:
             log.exception("weights_not_read")
@@ -165,10 +165,10 @@ class WeightMonitor:
         both = {"model": self._worker.get_model(), "draft": draft}
         return {name: each for name, each in both.items() if isinstance(each, nn.Module)}
 
-    def _entry_of(self, *, beside: bool = False, **how: Any) -> dict[str, WorkerWeights]:
+    def _entry_of(self, *, in_background: bool = False, **how: Any) -> dict[str, WorkerWeights]:
         """
         Args:
-            beside: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
+            in_background: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
                 have their own memory, for one call at a time.
         """
         parallel = self.vllm_config.parallel_config
@@ -176,9 +176,11 @@ class WeightMonitor:
         experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
         models = self.models()
         first = next(models["model"].parameters(), None)
-        with stream_apart(torch.device("cpu") if first is None or not beside else first.device):
+        with stream_apart(
+            torch.device("cpu") if first is None or not in_background else first.device
+        ):
             return {
-                name: weights_of({name: each}, experts=experts, multiplies=not beside, **how)
+                name: weights_of({name: each}, experts=experts, multiplies=not in_background, **how)
                 for name, each in models.items()
             }
 

@@ -14,7 +14,7 @@ from kvstore.calls.no_space_messages import guarantee_warning
 from kvstore.console.diagnostics.history import HistoryPoints, added, spread_of
 from kvstore.console.diagnostics.rows import ADVICE, PROBLEMS
 from kvstore.console.diagnostics.why import Evidence, diagnose, parties_of
-from kvstore.memory.shm_entries import ENTRY_GONE
+from kvstore.memory.shm_entries import SHM_ENTRY_MISSING
 from kvstore.runtime.formatting import duration_text, name_text, sanitize, size_text
 from kvstore.security.validity import ValidityPeriod
 
@@ -188,7 +188,8 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
     row = PROBLEMS[name]
     for node in nodes[:NODES_NAMED]:
         found = _found(
-            name, node=node, shm_entry_missing=ENTRY_GONE, silent=duration_text(node.silent_ms),
+            name, node=node, shm_entry_missing=SHM_ENTRY_MISSING,
+            silent=duration_text(node.silent_ms),
             **{each: size_text(_held(node, each)) for each in SHARES},
         )  # fmt: skip
         who = f"Node {node.name} ({node.address or node.host})"

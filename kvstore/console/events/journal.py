@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.master.ipc_channel import GONE_SIZE, ChildChannel, Event, Frame
+from kvstore.master.ipc_channel import REMOVED_SIZE, ChildChannel, Event, Frame
 
 JOURNAL_BYTES_MAX: Final = 64 << 20
 """Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
@@ -285,7 +285,7 @@ def _lines(
     for index, event in enumerate(events):
         if not wanted.has(event[0]):
             continue
-        name = "removed" if event[3] == GONE_SIZE else "stored"
+        name = "removed" if event[3] == REMOVED_SIZE else "stored"
         at = "" if number is None else f"id: {epoch}-{number + index}\n"
         yield f"{at}event: {name}\ndata: {_data(event)}\n\n"
 
@@ -293,7 +293,7 @@ def _lines(
 def _data(event: Event) -> str:
     namespace, key, parent, size, depth = event
     name = f'{{"namespace":{_quoted(namespace)},"key":"{key.hex()}"'
-    if size == GONE_SIZE:
+    if size == REMOVED_SIZE:
         return name + "}"
     above = f'"{parent.hex()}"' if parent else "null"
     return f'{name},"parent":{above},"size":{size},"depth":{depth}}}'

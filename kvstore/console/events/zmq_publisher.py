@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from kvstore.console.events.journal import HEARTBEAT_S, EventPosition, EventStreams, Journal
 from kvstore.errors import StartupError, UnavailableError
-from kvstore.master.ipc_channel import GONE_SIZE, Event
+from kvstore.master.ipc_channel import REMOVED_SIZE, Event
 from kvstore.runtime.tasks import start_task
 
 log = logging.getLogger("kvstore.console")
@@ -262,7 +262,7 @@ def described(event: Event, model: Model) -> dict[str, Any]:
         "tenant_id": namespace,
         "seq_hashes": [_hash(key)],
     }
-    if size == GONE_SIZE:
+    if size == REMOVED_SIZE:
         return {"type": "BlockRemoved", "event_type": "removed", **both}
     return {
         "type": "BlockStored",

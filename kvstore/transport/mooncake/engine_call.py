@@ -96,13 +96,13 @@ class EngineCall:
         self._is_registered = is_registered
         self._in_progress: deque[_ChunkTransfer] = deque()
         self._batch = _ChunkTransfer()
-        self.is_settled = True
+        self.is_quiesced = True
         """Whether no byte of this call can be in transit any more."""
         self.in_doubt: list[memoryview] = []
         """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[RangeCopy]) -> None:
-        """Carry out all copies. After an error, retire the session unless ``is_settled``.
+        """Carry out all copies. After an error, retire the session unless ``is_quiesced``.
 
         Raises:
             TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise.
@@ -180,7 +180,7 @@ class EngineCall:
         ):
             batch.moving = Future()
             batch.moving.set_running_or_notify_cancel()
-            self.is_settled = False
+            self.is_quiesced = False
             done = engine.transfer_one(
                 self._peer, ours[0], theirs[0], lengths[0], self._deadline, is_write=self._is_write
             )
@@ -199,7 +199,7 @@ class EngineCall:
         except RuntimeError:  # shut down
             session.leave()
             raise self._closed() from None
-        self.is_settled = False
+        self.is_quiesced = False
 
     def _finish(self) -> None:
         batch = self._in_progress[0]
@@ -215,7 +215,7 @@ class EngineCall:
         self._in_progress.popleft()
         self._give_back(batch)
         self._session.used_at[self._peer] = uptime()
-        self.is_settled = not self._in_progress
+        self.is_quiesced = not self._in_progress
 
     def _take_out(self, batch: _ChunkTransfer) -> None:
         for data, place, hasher in batch.pieces:
@@ -247,7 +247,7 @@ class EngineCall:
                 begun.append(batch)
                 self.in_doubt += [piece.data for piece in batch.pieces if piece.offset < 0]
         if not begun:
-            self.is_settled = True
+            self.is_quiesced = True
         self._in_progress.clear()
         self._give_back(self._batch)
 

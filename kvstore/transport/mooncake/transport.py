@@ -59,7 +59,7 @@ BROKEN_S: Final = 10.0
 UNREACHED_S: Final = 5.0
 """Pause for an engine that fails although its node replies: a port may be closed."""
 
-SETTLE_S: Final = 0.5
+COPIES_WAIT_S: Final = 0.5
 """Wait of a failed read for its engine to end, so that the caller's memory is free."""
 
 log = logging.getLogger("kvstore.mooncake")
@@ -245,11 +245,11 @@ class MooncakeTransport(Transport):
                     self._quarantine(call.in_doubt, session)
                 raise
             finally:
-                if not call.is_settled:
+                if not call.is_quiesced:
                     self._retire(session)
         if error is None:
             return
-        if call.in_doubt and not is_write and not session.ended.wait(SETTLE_S):
+        if call.in_doubt and not is_write and not session.ended.wait(COPIES_WAIT_S):
             self._quarantine(call.in_doubt, session)
             raise MemoryQuarantinedError(
                 f"a read from node {segment.node!r} was abandoned, and may still write to the "
@@ -257,7 +257,7 @@ class MooncakeTransport(Transport):
                 advice="Do not use that memory until client.unregister() of it has returned.",
                 node=segment.node,
             ) from error
-        error.fields["settled"] = int(call.is_settled or not is_write)
+        error.fields["settled"] = int(call.is_quiesced or not is_write)
         raise error
 
     @contextmanager

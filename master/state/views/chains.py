@@ -46,7 +46,7 @@ many shards, an eighth in a query for several namespaces."""
 WAITING_MAX: Final = 16
 """Maximum number of pending queries."""
 
-SEGMENTS_TOLD: Final = 8
+SEGMENTS_REPORTED: Final = 8
 """Segments listed per branch: those with the most replicas of its blocks."""
 
 _NEVER: Final = 1 << 62
@@ -389,7 +389,7 @@ def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
 
 
 def _to_branch(branch: _OpenBranch, now_ms: int) -> calls.Branch:
-    counts = sorted(branch.counts.items(), key=lambda row: -row[1])[:SEGMENTS_TOLD]
+    counts = sorted(branch.counts.items(), key=lambda row: -row[1])[:SEGMENTS_REPORTED]
     return calls.Branch(
         namespace=branch.last.namespace,
         above=0 if branch.above is None else branch.above.number,

@@ -168,7 +168,7 @@ def test_a_file_that_was_just_written_is_not_remembered(
 ) -> None:
     """The next write may leave its size and times as they are."""
     written_ns = file.stat().st_ctime_ns
-    for age_ns in (-AN_HOUR_NS, 0, weight_digests.SETTLED_NS):
+    for age_ns in (-AN_HOUR_NS, 0, weight_digests.QUIESCED_NS):
         remembered = DigestCache(tmp_path, now_ns=lambda age_ns=age_ns: written_ns + age_ns)  # type: ignore[misc]
         digest_of(file, remembered)
         digest_of(file, remembered)

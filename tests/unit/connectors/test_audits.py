@@ -92,7 +92,7 @@ def test_an_audit_without_an_answer_is_repeated(events: BlockEvents) -> None:
 def test_a_bounded_number_of_blocks_is_remembered(
     events: BlockEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "TOLD_MAX", 3)
+    monkeypatch.setattr(events_module, "REPORTED_MAX", 3)
     store(events, b"a", b"b")
     events.to_audit(100.0, listening=True)
     store(events, b"c", b"d")

@@ -131,7 +131,7 @@ def test_where_events_were_missed_any_block_may_have_gone(place: Place, note: st
 def test_blocks_that_nobody_takes_are_bounded(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_listener, "HEARD_MAX", 4)
+    monkeypatch.setattr(event_listener, "RECEIVED_MAX", 4)
     with listener(lambda: place.address) as each:
         connection, _ = place.accept()
         heard(each, lambda found: found.missed)

@@ -8,7 +8,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvstore.console.events.zmq_publisher import CLEARED, described
-from kvstore.master.ipc_channel import GONE_SIZE
+from kvstore.master.ipc_channel import REMOVED_SIZE
 
 
 def test_vllm_decodes_our_events() -> None:
@@ -18,7 +18,7 @@ def test_vllm_decodes_our_events() -> None:
         CLEARED,
         described(("vllm/f/g2/p0t0", key, parent, 4096, 3), model),
         described(("vllm/f/g2/p0t0", parent, b"", 4096, 0), model),
-        described(("vllm/f/g2/p0t0", key, b"", GONE_SIZE, 0), model),
+        described(("vllm/f/g2/p0t0", key, b"", REMOVED_SIZE, 0), model),
     ]
     payload = msgpack.packb([1.5, events, 0])
     batch = msgspec.msgpack.Decoder(KVEventBatch).decode(payload)

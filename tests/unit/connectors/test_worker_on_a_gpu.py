@@ -326,7 +326,7 @@ def test_copies_that_do_not_end_end_the_engine(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their blocks are never reported, and so never used for another request."""
-    monkeypatch.setattr(device_module, "SETTLE_S", 0.5)
+    monkeypatch.setattr(device_module, "COPIES_WAIT_S", 0.5)
     engine = start(timeout_ms=300)
     engine.kernel(0, FROM[0])
     engine.step(saves=[SaveCommand(1, runs(FROM))])

@@ -14,7 +14,13 @@ from kvstore.console.events import journal as journal_module
 from kvstore.console.events.journal import EventPosition, EventStreams, Journal
 from kvstore.errors import UnavailableError
 from kvstore.master import ipc_channel as channel_module
-from kvstore.master.ipc_channel import GONE_SIZE, ChildChannel, Event, MasterChannel, SnapshotPage
+from kvstore.master.ipc_channel import (
+    REMOVED_SIZE,
+    ChildChannel,
+    Event,
+    MasterChannel,
+    SnapshotPage,
+)
 from tests.support.wait import until_async
 
 
@@ -64,7 +70,7 @@ class Term:
     def remove(self, key: int) -> None:
         self.made += 1
         del self.visible[b"%d" % key]
-        self.events.append(("n", b"%d" % key, b"", GONE_SIZE, 0))
+        self.events.append(("n", b"%d" % key, b"", REMOVED_SIZE, 0))
 
 
 class Pair:

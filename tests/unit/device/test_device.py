@@ -98,7 +98,7 @@ def test_copies_under_way_are_waited_for_though_the_call_was_stopped_and_late() 
 
 
 def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    monkeypatch.setattr(module, "COPIES_WAIT_S", 0.01)
     driver, device = made()
     copies = one_copy(driver, device)
     segment = memoryview(bytearray(4_000))

@@ -13,7 +13,7 @@ from kvstore.limits import PROTOCOL_VERSION, plausible_epoch_max
 from kvstore.master.state.effects import SendToNode, SupersedeEpoch
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.queries import JOINING_MS
-from kvstore.master.superseded_epochs import OUTRUN_S, SupersededEpochs
+from kvstore.master.superseded_epochs import SUPERSEDED_S, SupersededEpochs
 from tests.unit.master.cluster import EPOCH, HIGHEST, Cluster, told
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import claim
@@ -97,8 +97,8 @@ def test_a_report_ends_a_term_once_per_interval() -> None:
     outruns = SupersededEpochs(Random(1))
     assert not outruns.ends_term(EPOCH, EPOCH, 0.0)
     assert outruns.ends_term(EPOCH, EPOCH + 1, 0.0)
-    assert not outruns.ends_term(EPOCH + 5, EPOCH + 6, OUTRUN_S - 0.1)
-    assert outruns.ends_term(EPOCH + 5, EPOCH + 6, OUTRUN_S)
+    assert not outruns.ends_term(EPOCH + 5, EPOCH + 6, SUPERSEDED_S - 0.1)
+    assert outruns.ends_term(EPOCH + 5, EPOCH + 6, SUPERSEDED_S)
 
 
 def test_the_next_master_believes_every_epoch_that_reports_can_lead_to() -> None:

@@ -17,7 +17,7 @@ from kvstore.limits import PROTOCOL_VERSION
 from kvstore.master.state import background_sweep
 from kvstore.master.state.effects import LogClusterEvent
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
-from kvstore.master.state.object_events import GONE_SIZE
+from kvstore.master.state.object_events import REMOVED_SIZE
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
 from kvstore.security.identity import validated_identity
@@ -443,7 +443,7 @@ def test_what_is_lost_above_a_put_under_way_is_gone_at_once(new_cluster: NewClus
 
     cluster.kill("one")
 
-    gone = [event[1] for event in cluster.state.take_events(10) if event[3] == GONE_SIZE]
+    gone = [event[1] for event in cluster.state.take_events(10) if event[3] == REMOVED_SIZE]
     assert gone == [b"b", b"a"]
     (row,) = cluster.status().namespaces
     assert row.objects == 0

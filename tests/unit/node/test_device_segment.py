@@ -165,7 +165,7 @@ def test_a_device_that_has_failed_is_not_used_again(
     segment: DeviceSegment, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes are then reached by tcp."""
-    monkeypatch.setattr("kvstore.device.device.SETTLE_S", 0.05)
+    monkeypatch.setattr("kvstore.device.device.COPIES_WAIT_S", 0.05)
     transport = DeviceTransport(MIB)
     assert transport.can_reach(info(segment))
     fake.is_stuck = True

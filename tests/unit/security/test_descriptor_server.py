@@ -23,7 +23,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import SHM_DIRECTORY, host_id
 from kvstore.security import descriptor_protocol as protocol
 from kvstore.security.descriptor_client import NoDescriptorError, request_descriptor
-from kvstore.security.descriptor_protocol import WHY, HandoverStatus
+from kvstore.security.descriptor_protocol import WHY, DescriptorStatus
 from kvstore.security.descriptor_server import DescriptorServer
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.shm import ShmTransport
@@ -146,18 +146,18 @@ def test_a_reader_gets_a_descriptor_to_read_and_a_writer_one_to_write(store: Sto
     ],
 )
 def test_what_rights_give(needs_all: bool, rights: int, said: str, writes: bool) -> None:
-    assert protocol.access(rights, needs_all=needs_all) == (HandoverStatus[said], writes)
+    assert protocol.access(rights, needs_all=needs_all) == (DescriptorStatus[said], writes)
 
 
 def test_no_proof_no_descriptor(store: Store) -> None:
     server = store.serve()
     key = store.info(READS).descriptor_socket.key  # type: ignore[union-attr]
-    denied = WHY[HandoverStatus.DENIED]
+    denied = WHY[DescriptorStatus.DENIED]
     assert store.why_not(key=os.urandom(16)) == denied
     assert store.why_not(READS, rights=WRITES) == denied, "a key is for its rights"
     assert store.why_not(WRITES, key=key) == denied
     assert store.why_not(holder=HOLDER + 1) == denied
-    assert store.why_not(uuid=bytes(16)) == WHY[HandoverStatus.GONE]
+    assert store.why_not(uuid=bytes(16)) == WHY[DescriptorStatus.GONE]
     before = store.info()
     store.segment.bump_generation()
     assert before.descriptor_socket is not None
@@ -172,7 +172,7 @@ def test_a_revoked_holder_gets_nothing_until_the_next_mount(store: Store) -> Non
     os.close(store.fetch())
     server.reject_holders([HOLDER + 1, HOLDER])
     server.reject_holders([])  # its capabilities have ended by now, its key has not
-    assert store.why_not() == WHY[HandoverStatus.DENIED]
+    assert store.why_not() == WHY[DescriptorStatus.DENIED]
     store.segment.bump_generation()
     server.reject_holders([])
     os.close(store.fetch())
@@ -207,7 +207,7 @@ def test_noise_is_answered_and_ended(store: Store, noise: bytes) -> None:
         sock.send(noise) if noise else sock.shutdown(socket.SHUT_WR)
         answer = protocol.unpack_head(sock.recv(100))
         assert answer is not None
-        assert answer[0] is HandoverStatus.BAD_REQUEST
+        assert answer[0] is DescriptorStatus.BAD_REQUEST
         assert sock.recv(100) == b""
     os.close(store.fetch())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.checker import SETTLE_S, Checker
+from tests.soak.checker import COPIES_WAIT_S, Checker
 
 KEY = "6b"
 
@@ -114,6 +114,6 @@ def test_memory_that_was_away_may_show_what_was_removed_for_a_moment() -> None:
         return rules(put(1, 0), done(1, 1), gone(2, 3), got(1, read), checker=checker)
 
     assert story(5.5) == []
-    assert story(5 + SETTLE_S + 0.1) == ["removed_read"]
+    assert story(5 + COPIES_WAIT_S + 0.1) == ["removed_read"]
     assert story(5.5, away=False) == ["removed_read"]
     assert story(5.5, led=False) == ["removed_read"]
