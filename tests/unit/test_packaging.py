@@ -93,11 +93,15 @@ flags = "--port", "0", "--memory", "16MiB"
 with subprocess.Popen(
     [sys.executable, "-m", "kvstore.cli.master", *flags], stdout=subprocess.PIPE, text=True
 ) as master:
-    address = re.search(r"listening on (\\S+)", master.stdout.readline())[1]
-    with kvstore.Client(address) as client:
-        client.put("key", b"value")
-        print(kvstore.__path__[0].removesuffix("/kvstore"), client.get("key"))
-    master.send_signal(signal.SIGTERM)
+    try:
+        address = re.search(r"listening on (\\S+)", master.stdout.readline())[1]
+        while "owns 16 MiB" not in master.stdout.readline():
+            assert master.poll() is None
+        with kvstore.Client(address) as client:
+            client.put("key", b"value", wait_ms=10_000)
+            print(kvstore.__path__[0].removesuffix("/kvstore"), client.get("key"))
+    finally:
+        master.send_signal(signal.SIGTERM)
 """
 
 

@@ -168,8 +168,8 @@ class WeightMonitor:
     def _entry_of(self, *, in_background: bool = False, **how: Any) -> dict[str, WorkerWeights]:
         """
         Args:
-            in_background: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
-                have their own memory, for one call at a time.
+            in_background: whether the engine computes meanwhile; nothing is multiplied then:
+                kernels may have their own memory, for one call at a time.
         """
         parallel = self.vllm_config.parallel_config
         # In a mixture of experts, engines of a data-parallel group may have different experts.
