@@ -498,7 +498,7 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
 
 
 def _node_advertised(config: MasterConfig) -> str:
-    """Where clients find this master's own memory, if different from where it is served."""
+    """Return the address of this master's own memory for clients, if it is not the bound one."""
     if config.advertise:
         return split_address(config.advertise, default_port=0)[0]
     if config.host not in EVERY_INTERFACE:

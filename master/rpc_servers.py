@@ -20,8 +20,7 @@ from kvstore.runtime.addresses import join_address
 
 
 class ListenAddresses(NamedTuple):
-    """Where this master listens. ``JoinReply`` tells clients the entries about the lane and
-    HTTP."""
+    """The addresses of this master. ``JoinReply`` has those of the lane and of HTTP."""
 
     host: str
     port: int

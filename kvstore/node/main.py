@@ -253,7 +253,7 @@ async def _serve(
 
 
 class _LaunchContext(NamedTuple):
-    """How the process was started, which decides the use of leftover memory."""
+    """The kind of start, which decides the use of leftover memory."""
 
     is_child: bool
     """A parent process started it, and no user can decide."""

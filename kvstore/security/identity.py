@@ -59,7 +59,7 @@ class Identity(NamedTuple):
 
     @property
     def certified(self) -> str:
-        """What its certificate says of it, and each one says that is issued in its place."""
+        """The certified attributes, which reissued certificates share; empty: no certificate."""
         return self.name and f"{SCHEME}{self.name}"
 
     @property

@@ -163,8 +163,8 @@ def check_node(who: Identity, name: str) -> None:
 
 
 def map_rights(who: Identity) -> MapRight:
-    """What an identity may do with memory that shows all namespaces. A node holds all bytes, but
-    writes copies with capabilities, as any client."""
+    """Return the rights of an identity to memory with all namespaces. A node may read everything,
+    but writes copies with capabilities, like any client."""
     reads, writes = (ALL, ALL) if who.is_admin else (ALL if NODE in who.roles else (), ())
     if ENGINE in who.roles:
         reads, writes = (*reads, *who.reads), (*writes, *who.writes)

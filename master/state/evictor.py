@@ -31,7 +31,7 @@ _ANCESTORS_PER_SEARCH = 256
 
 
 class EvictionConstraint(NamedTuple):
-    """What an allocation may evict."""
+    """The objects that an allocation may evict."""
 
     used_before_ms: int
     """Only objects that were last used before this time, and detached ones."""

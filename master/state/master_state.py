@@ -173,7 +173,7 @@ class MasterState:
 
     @property
     def waiting_events(self) -> int:
-        """How many events wait to be taken."""
+        """The number of events that were not taken yet."""
         events = self.forest.events
         return 0 if events is None else len(events)
 

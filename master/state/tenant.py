@@ -55,13 +55,13 @@ class Tenant:
         self.ceiling = max(self.ceiling, self.size)
 
     def bytes_to_evict(self, wanted: int) -> int:
-        """How many bytes must go before it may take ``wanted`` more."""
+        """Return the bytes to evict before it may take ``wanted`` more."""
         if self.size <= self.limit_bytes:
             self.ceiling = self.limit_bytes
         return self.size + wanted - self.limit_bytes
 
     def share_of(self, count_max: int) -> int:
-        """How many of so many puts it may have."""
+        """Return its share of so many puts."""
         return int(self.puts * count_max)
 
     def __repr__(self) -> str:
