@@ -127,6 +127,7 @@ finally:
 """
 
 
+@pytest.mark.slow  # generates protobuf code, for which `make test` installs nothing
 def test_verb_metric_setting_transport_and_policy_are_served(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_verb_metric_setting_transport_and_policy_are_served(
     run(tree, "-c", STORE)
 
 
+@pytest.mark.slow
 def test_the_check_runs(tree: Path) -> None:
     program = "from kvstore.cli.main import cli; cli(['doctor', '--json'])"
     found = subprocess.run(
