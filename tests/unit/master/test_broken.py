@@ -97,7 +97,7 @@ def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
 
     class Offer(calls.SegmentOffer):
         @property
-        def takes_capabilities(self) -> bool:
+        def takes_capabilities(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
             nonlocal made
             made += 1
             if made > limit:
