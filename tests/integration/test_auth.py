@@ -359,7 +359,7 @@ def test_the_doctor_says_why_an_identity_is_refused(
 
     for auth, why, advice in (
         (revoked, "was revoked", "new identity"),
-        (strange, "another authority", "kvstore auth"),
+        (strange, "another CA", "kvstore auth"),
         ("", "a port for TLS", "KVSTORE_AUTH"),
     ):
         [row] = rows(auth)
@@ -388,7 +388,7 @@ def test_a_certificate_that_ends_soon_is_told_before(
             assert found is not None, text
             assert abs(float(found[1]) - ends) < 3_600
         status = request(settings["http_port"], "GET", "/api/v1/status", tls=tls).json
-        assert "certificate ends in 9 d" in "".join(each["text"] for each in status["problems"])
+        assert "certificate expires in 9 d" in "".join(each["text"] for each in status["problems"])
         caplog.clear()
         client = cluster.client()
         assert client.exists("k") is False

@@ -358,7 +358,7 @@ def test_a_page_that_is_open_says_that_the_master_is_gone_and_goes_on(
     browser.open(port)
     until(lambda: "Hit ratio" in browser.text("#tiles"))
     cluster.master_server.kill()
-    until(lambda: "does not answer" in browser.text("#lost"))
+    until(lambda: "does not respond" in browser.text("#lost"))
     cluster.master()
     until(lambda: not browser.text("#lost"), within_s=30)
     until(lambda: "2 alive" in browser.text("#tiles"), within_s=30)

@@ -367,7 +367,7 @@ function showUnavailable(error) {
   $("lost").hidden = Boolean(error.locked);
   if (error.locked) return;
   const since = receivedAt ? ` Last update: ${clock(receivedAt)}.` : "";
-  put($("lost"), `The master does not response (${escapeText(error.message)}).${since}`);
+  put($("lost"), `The master does not respond (${escapeText(error.message)}).${since}`);
 }
 
 /** Runs a query repeatedly, while the page is visible and the view needs it. */
