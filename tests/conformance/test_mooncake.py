@@ -103,7 +103,7 @@ def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
     assert info.engine is not None
     closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
     assert mover.can_reach(closed)
-    with pytest.raises(NodeUnreachableError, match="which answers") as caught:
+    with pytest.raises(NodeUnreachableError, match="which replies") as caught:
         mover.read(closed, [RangeCopy(MIB, empty(16))], soon())
     assert caught.value.fields["settled"] == 1
     assert not mover.can_reach(closed)

@@ -216,7 +216,7 @@ def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     error = refused(store, old)
     assert error["code"] == "no_space"
     assert error["fields"]["missing_bytes"] > 30 * MIB
-    assert "nothing was moved" in error["message"]
+    assert "Nothing was moved" in error["message"]
     assert "--evict" in error["advice"]
     assert store.state_of(old) == "alive"
     for options in (["--evict"], ["--evict"]):  # a second drain spares what the first one moved

@@ -69,7 +69,7 @@ def test_a_node_is_drained_and_leaves(tmp_path: Path) -> None:
             store.put(b"%d" % number, bytes([number]) * MIB)
         first = cluster.nodes[0]
         alone = store.ask("POST", DRAIN_PATH, {"node": first.name})
-        assert (alone.status, b"nothing was moved" in alone.body) == (507, True)
+        assert (alone.status, b"Nothing was moved" in alone.body) == (507, True)
         assert cluster.state_of(first) == "alive"
         alone = store.ask("POST", DRAIN_PATH, {"node": first.name, "evict": True})
         assert (alone.status, alone.json["state"]) == (202, "moving")

@@ -53,7 +53,9 @@ def protected(pages: int, which: int, how: int) -> tuple[mmap.mmap, int]:
 @pytest.mark.parametrize("which", [0, 1, 500, 998, 999])
 def test_a_hole_is_found_wherever_it_is(which: int) -> None:
     memory, address = protected(1000, which, 0)
-    with pytest.raises(InvalidArgumentError, match=f"address {address + which * PAGE:#x} is not readable"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"address {address + which * PAGE:#x} is not readable"
+    ):
         memory_at(address, 1000 * PAGE)
     for start, pages in ((0, which), (which + 1, 999 - which)):
         if pages:

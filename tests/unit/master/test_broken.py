@@ -13,6 +13,7 @@ from kvstore import calls
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.limits import PROTOCOL_VERSION, Namespace
 from kvstore.master.service import MasterService
+from kvstore.master.state import membership
 from kvstore.master.state.master_state import MasterState
 from tests.support.invariants import check_invariants
 from tests.unit.master.test_term import EXISTS, JOIN, PUT
@@ -92,6 +93,8 @@ def test_an_exception_before_the_first_change_is_that_calls_alone() -> None:
 
 def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
     """The second of two segments cannot be allocated, while the node's former self is alive."""
+    if not membership.__file__.endswith(".py"):
+        pytest.skip("what is compiled reads fields of a tuple by their number")
     made = 0
     limit = 100
 
