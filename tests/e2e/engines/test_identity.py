@@ -102,7 +102,7 @@ EVERY_PARAMETER = """
             words = tensor.view(-1).view(torch.int32)
             words[generator.randrange(len(words))] ^= 1 << 16  # the last bit of a bfloat16, too
         runner.reload_weights(weights_iterator=iter(changed.items()))
-        (hello,) = llm.collective_rpc(lambda worker: connector_of(worker).hello(worker))
+        (hello,) = llm.collective_rpc(lambda worker: connector_of(worker).worker_identity(worker))
         assert not hello.error, hello.error
         return hello.weights, hello.files
 
