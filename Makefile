@@ -54,8 +54,8 @@ help: ## Show this list
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
-test: $(VENV)/.test ## Run the quick tests: what the store promises (ROOM=master: those of one room)
-	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(if $(ROOM),$(OF_ROOM),$(QUICK)) $(ARGS)
+test: $(VENV)/.test ## Run the quick tests: what the store promises (ROOM=master: of one room; ARGS='-k lease': some)
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(if $(ROOM),$(or $(strip $(OF_ROOM)),$(error there are no tests of a room $(ROOM))),$(QUICK)) $(ARGS)
 
 test-all: $(VENV)/.dev ## Run all tests that need no engine (its first line names Debian packages that are missing)
 	@tests/needs.sh

@@ -42,15 +42,17 @@ def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def prose_in(path: Path, text: str) -> Iterator[tuple[int, str]]:
     """Number and text of each line that people read; names in backticks are left out."""
-    lines: Iterator[tuple[int, str]] = enumerate(text.split("\n"), 1)
+    blocks = [(1, text)]
     if path.suffix == ".py":
-        lines = iter(())
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
-                found = enumerate(token.string.split("\n"), token.start[0])
-                lines = iter([*lines, *found])
-    for number, line in lines:
-        yield number, re.sub(r"`[^`]*`", "", line)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        blocks = [
+            (token.start[0], token.string)
+            for token in tokens
+            if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""'))
+        ]
+    for first, block in blocks:
+        for number, line in enumerate(block.split("\n"), first):
+            yield number, re.sub(r"`[^`]*`", "", line)
 
 
 def findings() -> Iterator[str]:
