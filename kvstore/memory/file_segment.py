@@ -51,7 +51,7 @@ class FileSegment(RangeMedium):
     def create(
         cls, path: str, name: str, size: int, *, owner: layout.SegmentOwner | None = None
     ) -> FileSegment:
-        """Creates the file, with all its blocks.
+        """Create the file, with all its blocks.
 
         Raises:
             ConfigError, NodeNameTakenError: as ``OwnedSegment.create``.
@@ -81,7 +81,7 @@ class FileSegment(RangeMedium):
         cls, path: str, name: str, size: int, *, owner: layout.SegmentOwner | None = None,
         adopt: bool = False, discard: bool = False, private: bool | None = None,
     ) -> FileSegment | None:  # fmt: skip
-        """Attaches the file of a previous process. Arguments, result and errors:
+        """Attach the file of a previous process. Arguments, result and errors:
         ``OwnedSegment.attach``."""
         size = check_request(name, size)
         fd = open_left(path)

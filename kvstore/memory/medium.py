@@ -154,11 +154,11 @@ class Medium(ABC):
         return 0
 
     def share(self) -> SharedDescriptors:
-        """Opens file descriptors for other processes, which the caller owns. Raises OSError."""
+        """Open file descriptors for other processes, which the caller owns. Raises OSError."""
         raise OSError(errno.ENOTSUP, "this medium cannot be mapped")
 
     def make_offer(self) -> SegmentOffer:
-        """Describes the segment to a master; the node adds its addresses."""
+        """Describe the segment to a master; the node adds its addresses."""
         return SegmentOffer(
             size=self.size,
             uuid=self.uuid,
@@ -181,7 +181,7 @@ class Medium(ABC):
 
     @property
     def generation(self) -> int:
-        """Counts mounts from 1; 0 once closed. Reads one aligned word: never torn."""
+        """The number of mounts; 0 once closed. Reads one aligned word: never torn."""
         try:
             return self._words[layout.GENERATION_OFFSET // 8]
         except ValueError:  # the memory was released
@@ -200,7 +200,7 @@ class Medium(ABC):
         return self._watermark if is_plausible_epoch(self._watermark.epoch) else NO_VERSION
 
     def keep_removal_watermark(self, watermark: Version) -> None:
-        """Keeps a watermark, unless a newer one is kept. If the process is killed half-way, the
+        """Keep a watermark, unless a newer one is kept. If the process is killed half-way, the
         segment has an older one."""
         if watermark > self.removal_watermark:
             self._watermark = watermark
@@ -217,7 +217,7 @@ class Medium(ABC):
         return self._epoch if is_plausible_epoch(self._epoch) else 0
 
     def keep_epoch(self, epoch: int) -> None:
-        """Keeps the epoch of a joined master, unless a higher one is kept."""
+        """Keep the epoch of a joined master, unless a higher one is kept."""
         if epoch > self.epoch:
             self._epoch = epoch
             if self._private is not None:
@@ -227,7 +227,7 @@ class Medium(ABC):
             self._persist()
 
     def keep_private(self) -> PrivateFile:
-        """Opens the segment's private file. From now on it decides watermark and epoch, which are
+        """Open the segment's private file. From now on it decides watermark and epoch, which are
         kept there, too.
 
         Raises:
@@ -249,7 +249,7 @@ class Medium(ABC):
         self._persist()
 
     def _persist(self) -> None:  # noqa: B027  # most media need nothing
-        """Makes what was written survive the host, if the medium does."""
+        """Make what was written survive the host, if the medium does."""
 
     def _end_access(self) -> None:  # noqa: B027  # most media need nothing
         """Called once, after clients were stopped and before the superblock is unmapped."""
@@ -371,7 +371,7 @@ class RangeMedium(Medium):
 
 
 def check_request(name: str, size: int) -> int:
-    """Returns the size, rounded down to ``SIZE_STEP``.
+    """Return the size, rounded down to ``SIZE_STEP``.
 
     Raises:
         ConfigError: a bad name, a size below ``SIZE_STEP``.

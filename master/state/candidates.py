@@ -97,7 +97,7 @@ class CandidateQueue:
                 return None
 
     def defer(self, record: ObjectRecord, until_ms: int) -> None:
-        """Keeps ``peek`` from returning this candidate before ``until_ms``."""
+        """Keep ``peek`` from returning this candidate before ``until_ms``."""
         detached = self.is_detached(record)
         self._remove(record)
         self._sequence += 1
@@ -118,7 +118,7 @@ class CandidateQueue:
         return self._count
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
-        """Yields the candidates with later positions, as long as none is added or removed."""
+        """Yield the candidates with later positions, as long as none is added or removed."""
         detached, deferred = self._detached.after(position), self._deferred.after(position)
         return chain(detached, self._policy.after(position), deferred)
 
@@ -159,7 +159,7 @@ class EvictionCandidates:
         """Whether the last search for a victim reached its limit before it found one."""
 
     def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
-        """Makes a record a candidate of its tenant. ``detached``: no path from a root leads to it,
+        """Make a record a candidate of its tenant. ``detached``: no path from a root leads to it,
         so it is evicted first."""
         assert not record.queue, "already a candidate"
         tenant = self._tenants.of_record(record)
@@ -192,7 +192,7 @@ class EvictionCandidates:
         return sum(map(len, self.queues.values()))
 
     def after(self, cursor: SweepCursor, count: int) -> list[ObjectRecord]:
-        """Lists up to ``count`` candidates after the cursor. So a sweep continues where it stopped,
+        """List up to ``count`` candidates after the cursor. So a sweep continues where it stopped,
         whichever candidates came and went meanwhile."""
         found: list[ObjectRecord] = []
         for number in sorted(self.queues):

@@ -17,7 +17,7 @@ from kvstore.memory.header import extent_bytes
 def evict_ahead(
     pool: MemoryPool, segment: MountedSegment, count: int, now_ms: int
 ) -> tuple[list[StaleExtents], bool]:
-    """Evicts up to ``count`` objects, until the reserve of a full segment is free or being wiped.
+    """Evict up to ``count`` objects, until the reserve of a full segment is free or being wiped.
     Returns their stale extents, which are still allocated, and whether more must be evicted."""
     evicted: list[StaleExtents] = []
     evictor = Evictor(pool, (), now_ms)
@@ -49,7 +49,7 @@ def allocate(
     owner: Tenant | None = None,
     everywhere: Sequence[MountedSegment] = (),
 ) -> tuple[list[list[Extent]] | AllocationFailure, list[StaleExtents]]:
-    """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts unleased objects
+    """Allocate extents for payloads of ``sizes`` bytes, all or none. Evicts unleased objects
     if it must, and also returns the stale extents of these: their bytes are free in the allocator,
     but no client may write there before the caller has had their headers wiped.
 
@@ -105,7 +105,7 @@ def allocate(
 def evict_to_limit(
     pool: MemoryPool, owner: Tenant, wanted: int, segments: Sequence[MountedSegment], now_ms: int
 ) -> tuple[AllocationFailure | None, list[StaleExtents]]:
-    """Evicts the tenant's own objects, in their order, until it may take ``wanted`` bytes more.
+    """Evict the tenant's own objects, in their order, until it may take ``wanted`` bytes more.
     Returns also what was evicted, as ``allocate`` does."""
     missing = owner.bytes_to_evict(wanted)
     if missing <= 0:
@@ -128,7 +128,7 @@ def _allocate_together(
     near: MountedSegment | None,
     host: str,
 ) -> list[list[Extent]] | None:
-    """Allocates one free range per replica for the whole batch, so that one node serves the
+    """Allocate one free range per replica for the whole batch, so that one node serves the
     batch. Returns None, and takes nothing, if there is no such range."""
     total = sum(lengths)
     runs: list[Extent] = []
@@ -154,7 +154,7 @@ def _allocate_apart(
     order: Sequence[MountedSegment],
     evictor: Evictor,
 ) -> list[list[Extent]] | AllocationFailure:
-    """Allocates payload by payload. Evicts further where free ranges are too small."""
+    """Allocate payload by payload. Evicts further where free ranges are too small."""
     taken: list[list[Extent]] = []
     for length in lengths:
         extents: list[Extent] = []
@@ -193,7 +193,7 @@ def _without(order: Iterable[MountedSegment], taken: list[Extent]) -> list[Mount
 def _preferred(
     segments: Iterable[MountedSegment], *, near: MountedSegment | None, host: str
 ) -> Iterator[MountedSegment]:
-    """Yields ``segments`` in order of preference: the parent's (``near``, one of them or None),
+    """Yield ``segments`` in order of preference: the parent's (``near``, one of them or None),
     those on the writer's host, those with the most free space.
 
     If one node holds a complete chain, a load of it is one request, and the death of the node costs

@@ -73,17 +73,17 @@ class UnlimitedTenancy(GrantListener):
         above its limit."""
 
     def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
-        """Counts extents that the tenant of this record holds from now on. ``length``: bytes of
+        """Count extents that the tenant of this record holds from now on. ``length``: bytes of
         each; negative: it holds them no more. Extents on dead segments count nothing."""
 
     def segment_died(self, segment_id: int) -> None:
         pass
 
     def pinned(self, namespace: Namespace, size: int) -> None:
-        """Counts ``size`` bytes more, or fewer, that pins hold."""
+        """Count ``size`` bytes more, or fewer, that pins hold."""
 
     def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
-        """Follows these rules from now on. Bounds hold at once; tables that belong to another
+        """Follow these rules from now on. Bounds hold at once; tables that belong to another
         tenant now move in slices (``move_some``).
 
         Raises:
@@ -93,7 +93,7 @@ class UnlimitedTenancy(GrantListener):
         raise AssertionError("this master has no tenants")
 
     def move_some(self, count: int, pinned: dict[Namespace, tuple[int, int]]) -> None:
-        """Gives up to ``count`` tables to the tenant that they belong to. ``pinned``: objects and
+        """Give up to ``count`` tables to the tenant that they belong to. ``pinned``: objects and
         bytes that pins hold, by namespace."""
 
     def is_short(self, now_ms: int) -> bool:
@@ -178,11 +178,11 @@ class TenantAccounting(UnlimitedTenancy):
                 _add(tenant, number, length)
 
     def granted(self, put: Grant) -> None:
-        """Counts a put, or an allocation, that begins."""
+        """Count a put, or an allocation, that begins."""
         self._count(put, 1)
 
     def renewed(self, put: Grant) -> None:
-        """Lets an allocation follow its namespace, which may belong to another tenant now."""
+        """Let an allocation follow its namespace, which may belong to another tenant now."""
         if isinstance(put, AllocationGrant):
             now = self.of(put.namespace)
             if now is not put.tenant:
@@ -225,7 +225,7 @@ class TenantAccounting(UnlimitedTenancy):
 
     @staticmethod
     def record_allocation(owner: Tenant, taken: list[list[Extent]], lengths: Sequence[int]) -> None:
-        """Counts the extents that puts of this tenant took on full segments."""
+        """Count the extents that puts of this tenant took on full segments."""
         for extents, length in zip(taken, lengths, strict=True):
             for segment, _ in extents:
                 if segment.pressed:
@@ -314,7 +314,7 @@ def open_tenancy(
 
 
 def _add_all(tenant: Tenant, extents: Iterable[Extent], length: int) -> None:
-    """Counts ``length`` bytes of each of these extents that is on a segment alive."""
+    """Count ``length`` bytes of each of these extents that is on a segment alive."""
     for segment, _ in extents:
         if segment.alive:
             _add(tenant, segment.segment_id, length)
