@@ -78,7 +78,7 @@ def main(
         results = harness.measure(table, rows, plan, progress)
     found = {
         "machine": page.machine(table.packages), "load": [before, os.getloadavg()[0]],
-        "table": name, "plan": plan._asdict(), "rows": [each.as_json() for each in results],
+        "table": name, "plan": plan._asdict(), "rows": [result.as_json() for result in results],
     }  # fmt: skip
     page.publish(name, harness.page_of(table, results, plan, found), found, out)
 

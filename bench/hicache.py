@@ -79,7 +79,7 @@ class HiCacheDriver(StoreDriver):
                     self._ours.plain.remove_many(hashes, namespace=row.name)
             return
         for backend in self._backends.values():
-            names = [f"{each}_{backend.mla_suffix}_k" for each in hashes]
+            names = [f"{hash_}_{backend.mla_suffix}_k" for hash_ in hashes]
             backend.store.batch_remove(names, True)
 
     def wait_until_free(self) -> None:

@@ -67,7 +67,7 @@ def drain_node(
     evict: bool,
     discard: bool,
     wait_s: float,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> DrainOutcome:
     """Move all objects that can be moved; then let the node leave, if no object would be lost.
 
@@ -76,7 +76,7 @@ def drain_node(
         discard: let the node leave even if objects were not moved.
         wait_s: how long to retry without progress: puts are in progress on the node, or the master
             or a node is unreachable.
-        told: called with the bytes moved and the bytes to move.
+        on_progress: called with the bytes moved and the bytes to move.
     """
     outcome = DrainOutcome(node)
     begun = client.drain(node)
@@ -87,7 +87,9 @@ def drain_node(
         moved = outcome.moved
         try:
             pending = client.drain(node).pending  # again each time: the leader may have changed
-            failed = _pass(client, outcome, evict_up_to, lambda: told(outcome.moved_bytes, used))
+            failed = _pass(
+                client, outcome, evict_up_to, lambda: on_progress(outcome.moved_bytes, used)
+            )
         except UnavailableError:
             if time.monotonic() >= give_up:
                 raise
@@ -107,7 +109,7 @@ def drain_node(
 
 
 def _pass(
-    client: Client, outcome: DrainOutcome, evict_up_to: Version, told: Callable[[], None]
+    client: Client, outcome: DrainOutcome, evict_up_to: Version, on_progress: Callable[[], None]
 ) -> int:
     """Try to move all objects once; returns the number of failures."""
     failed = cursor = 0
@@ -121,7 +123,7 @@ def _pass(
         outcome.evicted += step.evicted
         outcome.corrupt += step.corrupt
         failed += step.failed
-        told()
+        on_progress()
         cursor = step.next_cursor
         if not cursor:
             return failed

@@ -36,7 +36,7 @@ _MISDIRECTED: Final = 421
 
 class StreamEvent(NamedTuple):
     name: str
-    """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
+    """``stored``, ``removed``, ``cleared``, ``complete``, ``gap`` or ``begin``."""
     data: dict[str, Any]
     """``stored``: ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size`` and
     ``depth``; ``removed``: ``namespace`` and ``key``."""
@@ -49,13 +49,13 @@ def follow(
     *,
     namespace: str = "",
     under: str = "",
-    whole: bool = True,
+    snapshot: bool = True,
     since: str = "",
     patience_s: float | None = None,
     token: str = "",
     cacert: str = "",
     auth: str = "",
-    heard: Callable[[], None] = lambda: None,
+    on_received: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[StreamEvent]:
     """Yield events across restarts of masters and elections. Blocks.
@@ -67,8 +67,8 @@ def follow(
             Or an iterator of addresses to try; when it ends, so does ``follow``.
         namespace: only objects of this namespace; empty: of all.
         under: only namespaces with this prefix.
-        whole: begin with a snapshot of all visible objects, and repeat it whenever events were
-            missed (``cleared``, ``stored`` ..., ``whole``); applied in sequence, the events give
+        snapshot: begin with a snapshot of all visible objects, and repeat it whenever events were
+            missed (``cleared``, ``stored`` ..., ``complete``); applied in sequence, the events give
             the exact set.
         since: resume after this position.
         patience_s: how long no master may reply; None: forever.
@@ -76,7 +76,7 @@ def follow(
         cacert: PEM file of the trusted CAs; empty: those of the system.
         auth: the certificate file for masters with authentication; their addresses are ``https``,
             and their certificates must be of its CA. Empty: none.
-        heard: called at each sign of life, at least every 2 s.
+        on_received: called at each sign of life, at least every 2 s.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
@@ -87,7 +87,7 @@ def follow(
     """
     tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
     name = MASTER_NAME if auth else ""
-    query = {"snapshot": int(whole), "namespace": namespace, "under": under}
+    query = {"snapshot": int(snapshot), "namespace": namespace, "under": under}
     path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     place = since
@@ -97,7 +97,7 @@ def follow(
         try:
             for event, after in _read(address, path, place, headers, tls, name):
                 place = after
-                heard()
+                on_received()
                 if event is not None:
                     yield event
                 last = time.monotonic()

@@ -21,7 +21,7 @@ from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
     NodeUnreachableError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     without_frames,
 )
 from kvstore.memory.process_memory import address_of
@@ -84,8 +84,10 @@ class TransportSelector:
                 TcpTransport(client_number, stall_s=tcp_client.STALL_S, tls=self._new_tls()),
             ),
         }
-        made = (each for name in self._names for each in kinds[name]())
-        self._transports: list[Transport] = [each for each in made if each is not None]
+        made = (transport for name in self._names for transport in kinds[name]())
+        self._transports: list[Transport] = [
+            transport for transport in made if transport is not None
+        ]
         self.devices = ClientDevices()
         self.registered = RegisteredBuffers()
         self.moved: dict[str, int] = {}
@@ -122,19 +124,21 @@ class TransportSelector:
         return None
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """Return the mapped memory of a segment. Raises SegmentGoneError."""
+        """Return the mapped memory of a segment. Raises SegmentUnmountedError."""
         for transport in self._transports:
             if transport.maps and transport.can_reach(segment):
                 try:
                     return transport.memory(segment)
-                except SegmentGoneError:
+                except SegmentUnmountedError:
                     transport.forget(segment)
                     raise
         raise segment_unmounted(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """Return writable memory, or None. Raises SegmentGoneError, InvalidRangeError."""
-        if not any(each.maps and each.can_write(segment) for each in self._transports):
+        """Return writable memory, or None. Raises SegmentUnmountedError, InvalidRangeError."""
+        if not any(
+            transport.maps and transport.can_write(segment) for transport in self._transports
+        ):
             return None
         memory = self.memory(segment)
         if offset + length > len(memory):
@@ -228,9 +232,11 @@ class TransportSelector:
         except KVStoreError as error:
             stop = current()
             if stop is not None and stop.is_set:  # the caller cancelled; the node did not fail
-                return ClosedError("the call was cancelled", settled=error.fields.get("settled", 0))
+                return ClosedError(
+                    "the call was cancelled", quiesced=error.fields.get("quiesced", 0)
+                )
             # A caller's deadline is no sign of a bad segment, which other calls are using.
-            if isinstance(error, SegmentGoneError | NodeUnreachableError):
+            if isinstance(error, SegmentUnmountedError | NodeUnreachableError):
                 for transport in self._transports:
                     transport.forget(segment)
             if isinstance(error, DeadlineExceededError) and is_final:
@@ -244,7 +250,7 @@ class TransportSelector:
             node=segment.node,
             address=segment.address,
             tried=0,
-            settled=1,
+            quiesced=1,
         )
 
     def _start_sweeping(self) -> None:
@@ -258,7 +264,7 @@ class TransportSelector:
                 return
             self._sweeping = threading.current_thread()
         while not self._closing.wait(SWEEP_S):
-            for sweep in (*(each.sweep for each in self._transports), self.devices.sweep):
+            for sweep in (*(transport.sweep for transport in self._transports), self.devices.sweep):
                 try:
                     sweep()
                 except Exception:  # a bug; the next round continues
@@ -269,7 +275,7 @@ class TransportSelector:
     ) -> KVStoreError | None:
         with stop.here():
             if stop.is_set:
-                return ClosedError("the call was cancelled", settled=1)
+                return ClosedError("the call was cancelled", quiesced=1)
             return self._move_one(transfer, deadline)
 
 

@@ -121,7 +121,7 @@ def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = No
         else:
             devices.add(own.device)
             sizes.append(own.nbytes)
-    if devices and (len(devices) > 1 or any(isinstance(each, list) and each for each in parts)):
+    if devices and (len(devices) > 1 or any(isinstance(part, list) and part for part in parts)):
         return encode_all(values)
     return EncodedBatch(sizes, parts, descriptors, devices.pop() if devices else None)
 
@@ -168,13 +168,13 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> EncodedV
 
 def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -> EncodedValue:
     payloads = [encode(part, on_devices).parts for part in values]
-    memories = [each for each in payloads if isinstance(each, DeviceMemory)]
+    memories = [payload for payload in payloads if isinstance(payload, DeviceMemory)]
     if memories:
-        is_mixed = any(isinstance(each, list) and each for each in payloads)
+        is_mixed = any(isinstance(payload, list) and payload for payload in payloads)
         if not is_mixed and len({memory.device for memory in memories}) == 1:
             return EncodedValue(_describe("bytes", "", ()), DeviceMemory.joined(memories))
         payloads = [encode(part).parts for part in values]
-    host = [view for each in payloads if isinstance(each, list) for view in each]
+    host = [view for payload in payloads if isinstance(payload, list) for view in payload]
     return EncodedValue(_describe("bytes", "", ()), host)
 
 

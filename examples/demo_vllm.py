@@ -180,10 +180,10 @@ def act(
     with Children(fleet.environment()) as children:
         running = start(children, console, model, len(prompts), len(prompts[0]), seed)
         first = len(outcomes)
-        for number, each in enumerate(prompts):
+        for number, answer in enumerate(prompts):
             what = f"prompt {number} of {len(prompts) - 1}" if number else "warming up"
             with _step(console, what):
-                outcome = ask_three_ways(running, number, each)
+                outcome = ask_three_ways(running, number, answer)
             if number:  # the first prompt warms up engines and connections, and is not counted
                 outcomes.append(outcome)
         show(outcomes[first:], counters(running.decoder), console)
@@ -240,12 +240,12 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
     return PromptOutcome(
         model=fleet.model.name, number=number, prompt_tokens=len(ids), block_tokens=block_tokens,
         blocks=full_blocks(len(ids), block_tokens),
-        blocks_found=min(each.cached_tokens for each in found) // block_tokens,
-        identical=all(each.tokens == first.tokens for each in (*computed, *found)),
-        tokens_found=[each.tokens for each in found],
-        computed_ms=[each.first_token_ms for each in computed],
+        blocks_found=min(answer.cached_tokens for answer in found) // block_tokens,
+        identical=all(answer.tokens == first.tokens for answer in (*computed, *found)),
+        tokens_found=[answer.tokens for answer in found],
+        computed_ms=[answer.first_token_ms for answer in computed],
         prefilled_ms=first.first_token_ms,
-        found_ms=[each.first_token_ms for each in found[1:]],
+        found_ms=[answer.first_token_ms for answer in found[1:]],
     )  # fmt: skip
 
 
@@ -254,11 +254,12 @@ def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Cons
     table = Table(title=title, title_justify="left")
     for column in ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio"):
         table.add_column(column, justify="right")
-    for each in outcomes:
-        computed_ms, found_ms = map(statistics.median, (each.computed_ms, each.found_ms))
+    for outcome in outcomes:
+        computed_ms, found_ms = map(statistics.median, (outcome.computed_ms, outcome.found_ms))
         table.add_row(
-            str(each.number), str(each.prompt_tokens), f"{each.blocks_found} of {each.blocks}",
-            "yes" if each.identical else "NO", f"{each.prefilled_ms:.0f} ms",
+            str(outcome.number), str(outcome.prompt_tokens),
+            f"{outcome.blocks_found} of {outcome.blocks}",
+            "yes" if outcome.identical else "NO", f"{outcome.prefilled_ms:.0f} ms",
             f"{computed_ms:.0f} ms", f"{found_ms:.0f} ms", f"{computed_ms / found_ms:.1f}x",
         )  # fmt: skip
     console.print(table)
@@ -282,12 +283,12 @@ def summarize(outcomes: list[PromptOutcome], problems: list[str]) -> str:
 
 
 def _summary_of(model: str, outcomes: Sequence[PromptOutcome]) -> str:
-    computed_ms = statistics.median(ms for each in outcomes for ms in each.computed_ms)
-    found_ms = statistics.median(ms for each in outcomes for ms in each.found_ms)
-    found = sum(each.blocks_found * each.block_tokens for each in outcomes)
+    computed_ms = statistics.median(ms for outcome in outcomes for ms in outcome.computed_ms)
+    found_ms = statistics.median(ms for outcome in outcomes for ms in outcome.found_ms)
+    found = sum(outcome.blocks_found * outcome.block_tokens for outcome in outcomes)
+    tokens = sum(outcome.prompt_tokens for outcome in outcomes)
     return (
-        f"{model}: answers identical, {found} of"
-        f" {sum(each.prompt_tokens for each in outcomes)} prompt tokens found, time to first token"
+        f"{model}: answers identical, {found} of {tokens} prompt tokens found, time to first token"
         f" {computed_ms:.0f} ms -> {found_ms:.0f} ms ({computed_ms / found_ms:.1f}x)"
     )
 

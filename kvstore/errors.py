@@ -167,7 +167,7 @@ class NodeUnreachableError(UnavailableError):
     code = "node_unreachable"
 
 
-class SegmentGoneError(UnavailableError):
+class SegmentUnmountedError(UnavailableError):
     """The node has left, or its memory was mounted again, during the call. Do: try again: the
     object may be on another node."""
 

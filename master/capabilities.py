@@ -41,7 +41,7 @@ MASTER: Final = (1 << 64) - 1
 """The master's own holder number, for connectivity probes; no client gets it."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""See ``pure_python.seal``."""
+"""See ``pure_python.issue_capabilities``."""
 
 
 def describe_segment(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
@@ -153,7 +153,7 @@ class CapabilityIssuer:
         segment, offset = extents[0]
         mounts = {0: segment.offer.header_mac_key}
         columns = [offset], [record.size], [epoch], [token], [namespace], [key]
-        return reply._replace(header_mac=steps.stamp(mounts, [0], *columns))
+        return reply._replace(header_mac=steps.compute_header_macs(mounts, [0], *columns))
 
     def _moves(
         self, now_ms: int, request: calls.StartMoves, reply: calls.StartMovesReply, holder: int
@@ -227,7 +227,9 @@ class CapabilityIssuer:
             number: offer.header_mac_key for number, offer in offers.items() if offer.header_mac_key
         }
         header_macs = (
-            steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
+            steps.compute_header_macs(mounts, segments, offsets, *columns)
+            if of_keys and mounts
+            else b""
         )
         return grants._replace(capabilities=capabilities, header_macs=header_macs)
 
@@ -250,7 +252,7 @@ class CapabilityIssuer:
                 expires_ms = max(0, until_ms + segment.node.ahead_ms)
                 mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
         wipe_seq = self._common.reclaim.last_order
-        return steps.seal(mounts, segments, offsets, sizes, holder, wipe_seq, op)
+        return steps.issue_capabilities(mounts, segments, offsets, sizes, holder, wipe_seq, op)
 
 
 def _flatten(rows: Iterable[Iterable[Any]]) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from kvstore.calls import SegmentInfo
-from kvstore.errors import KVStoreError, SegmentGoneError
+from kvstore.errors import KVStoreError, SegmentUnmountedError
 from kvstore.master.capabilities import MASTER, describe_segment
 from kvstore.runtime.clock import uptime
 from kvstore.security.data_port_tls import ClientTls
@@ -53,7 +53,7 @@ def _probe_error(segments: Sequence[SegmentInfo], tls: ClientTls | None) -> str:
         connection = ClientConnection(describe_segment(segment, MASTER), tls=tls)
         try:
             connection.handshake(deadline)
-        except SegmentGoneError:
+        except SegmentUnmountedError:
             pass  # fenced in the meantime: the node joins again
         except KVStoreError as error:
             return error.message

@@ -225,8 +225,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
         if child is not None:
             await asyncio.to_thread(child.stop, orphaned=broken.error is not None)
         waits: list[asyncio.Task[Any]] = [stopping, breaking, *running]
-        for each in waits:
-            each.cancel()
+        for wait in waits:
+            wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
         if listener is not None:
             listener.close()

@@ -107,7 +107,10 @@ class RpcServers:
 
     def identity_limit_refusals(self) -> dict[str, dict[str, int]]:
         """By door, how often each identity was refused a place of it."""
-        return {each.name: each.refusals() for each in (self.lane.connections, self.grpc.limiter)}
+        return {
+            limiter.name: limiter.refusals()
+            for limiter in (self.lane.connections, self.grpc.limiter)
+        }
 
     def counters(self) -> dict[str, int]:
         """Counters for the status: calls and errors by name, and those of the lane."""

@@ -289,7 +289,7 @@ class MasterService:
         """Adds the shell's counters. ``longest_step_us`` is the longest time since the start for
         which the loop served one call or slice of work and nothing else."""
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
-        return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
+        return sorted([*counted, *(calls.Counter(*item) for item in own.items())])
 
     def _joined(self, request: calls.Join, caller: Caller | None) -> calls.JoinReply:
         identity = UNAUTHENTICATED if caller is None else caller.identity

@@ -106,11 +106,11 @@ def _enum(kind: type[enum.Enum]) -> Iterator[str]:
     yield ""
     yield from _comment(texts[""])
     yield f"enum {kind.__name__} {{"
-    if all(each.value for each in kind):
+    if all(field.value for field in kind):
         yield f"  {prefix}_UNSPECIFIED = 0;"
-    for each in kind:
-        yield from _comment(texts.get(each.name, ""), "  ")
-        yield f"  {prefix}_{each.name} = {each.value};"
+    for field in kind:
+        yield from _comment(texts.get(field.name, ""), "  ")
+        yield f"  {prefix}_{field.name} = {field.value};"
     yield "}"
 
 
@@ -170,7 +170,9 @@ def generate(target: Path) -> list[Path]:
 
 def _in_packages(root: Path, *patterns: str) -> list[Path]:
     folders = [root / package for package in PACKAGES]
-    return sorted(path for each in folders for pattern in patterns for path in each.glob(pattern))
+    return sorted(
+        path for folder in folders for pattern in patterns for path in folder.glob(pattern)
+    )
 
 
 def differing() -> list[Path]:

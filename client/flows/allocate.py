@@ -24,7 +24,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     PutRefusedError,
     ReservationLostError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.limits import Namespace
@@ -130,7 +130,7 @@ def put(
     named = ObjectLease(options.namespace, item.keys[0], granted.epoch, granted.token)
     try:
         outcome = yield from commit(context, granted, item, options, until, lease.header)
-    except SegmentGoneError:  # its node has joined another master, or left
+    except SegmentUnmountedError:  # its node has joined another master, or left
         raise _lost() from None
     except UnavailableError:
         lease.unanswered = named

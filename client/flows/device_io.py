@@ -135,21 +135,21 @@ class DeviceReads(ObjectReads):
 class DeviceHeaderChecks(ObjectReads):
     """Header checks of objects that a program is to use in device memory. Rows have no buffers."""
 
-    __slots__ = ("lent",)
+    __slots__ = ("shared_views",)
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
-        self.lent: list[DeviceView | None] = []
+        self.shared_views: list[DeviceView | None] = []
 
     def run(self, transport: Transport, deadline: float) -> None:
-        self.lent = [None] * len(self.rows)
+        self.shared_views = [None] * len(self.rows)
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
             return
         with transport.open_ranges(self.segment, _extents(self.rows), deadline) as (ranges, check):
             found = _headers_on(self, self.rows, ranges, deadline, check)
             self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
-            self.lent = [
+            self.shared_views = [
                 transport.make_view(self.segment, row[0] + HEADER_BYTES, row[1])
                 if isinstance(outcome, bytes)
                 else None
@@ -172,7 +172,7 @@ class DeviceWrites(ObjectWrites):
             for group in _groups(self.rows, GROUP_BYTES):
                 self._within(group, device, transport, deadline)
             return
-        unsealed: deque[list[WriteRow]] = deque()
+        without_header: deque[list[WriteRow]] = deque()
         with (
             _direct(device, transport, self.segment) as locked,
             _DeviceCopies(device, deadline) as in_progress,
@@ -181,15 +181,15 @@ class DeviceWrites(ObjectWrites):
                 check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
                     self._begin(group, in_progress, transport, locked)
-                    unsealed.append(group)
-                    if len(unsealed) > 1:  # one is hashed while the next is copied
+                    without_header.append(group)
+                    if len(without_header) > 1:  # one is hashed while the next is copied
                         in_progress.wait_for_copies(all_but=1)
-                        self._write_headers(unsealed.popleft(), transport, deadline)
+                        self._write_headers(without_header.popleft(), transport, deadline)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         self._staged(part, device, transport, deadline)
             in_progress.wait_for_copies()
-            for group in unsealed:
+            for group in without_header:
                 self._write_headers(group, transport, deadline)
 
     def _within(

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, Grants, Placements, SegmentInfo
+from kvstore.calls import CAPABILITY_BYTES, HEADER_MAC_BYTES, Grants, Placements, SegmentInfo
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
@@ -72,9 +72,9 @@ def writable_of_each(grants: Grants) -> Sequence[bytes]:
     stamps = grants.header_macs
     if not stamps:
         return capabilities
-    starts = range(0, len(stamps), STAMP_BYTES)
+    starts = range(0, len(stamps), HEADER_MAC_BYTES)
     return [
-        capability + stamps[at : at + STAMP_BYTES]
+        capability + stamps[at : at + HEADER_MAC_BYTES]
         for capability, at in zip(capabilities, starts, strict=True)
     ]
 

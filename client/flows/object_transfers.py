@@ -80,7 +80,7 @@ def headers(
     *,
     verify: bool = False,
 ) -> list[Outcome]:
-    """Return one outcome per row in place. Raises SegmentGoneError, InvalidRangeError."""
+    """Return one outcome per row in place. Raises SegmentUnmountedError, InvalidRangeError."""
     done = steps.read_objects(
         memory, segment.generation, segment.seed, namespace, rows, verify, math.inf, 1
     )

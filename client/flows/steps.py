@@ -27,7 +27,7 @@ from kvstore.errors import (
     InvalidRangeError,
     KVStoreError,
     PermissionDeniedError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.transport.base import Transport
@@ -175,7 +175,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         raise copy(error)  # no frame refers to the copy
     epoch = context.segments.forget(segment)
     context.count("failed_transfers")
-    if isinstance(error, SegmentGoneError | CapabilityRefusedError):
+    if isinstance(error, SegmentUnmountedError | CapabilityRefusedError):
         return  # the node left, rejoined or works: the master knows that
     if not context.segments.avoided(segment):
         log.warning(

@@ -22,7 +22,7 @@ from kvstore.client.values import (
     decode,
     read_descriptor,
 )
-from kvstore.errors import InvalidRangeError, SegmentGoneError
+from kvstore.errors import InvalidRangeError, SegmentUnmountedError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.memory.process_memory import address_of
@@ -100,7 +100,7 @@ def _look(
         memory = context.pool.memory(segment)
         mounted = context.pool.watch(segment)
         found = headers(memory, segment, namespace, rows, verify=context.verify_views)
-    except (SegmentGoneError, InvalidRangeError):
+    except (SegmentUnmountedError, InvalidRangeError):
         context.segments.forget(segment)
         return [index for index, _, _ in of]
     base = address_of(shown)
@@ -182,7 +182,7 @@ def _lend(
     """Store tensors over the objects that were found in ``views``, and watch them."""
     leased: list[Watched] = []
     now = context.clock()
-    rows = zip(of, looks.outcomes, looks.lent, strict=True)
+    rows = zip(of, looks.outcomes, looks.shared_views, strict=True)
     for (index, placed, offset), descriptor, lent in rows:
         if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
             continue

@@ -296,7 +296,7 @@ def _finish(
             except KVStoreError as raised:  # these keys would be blocked until the deadline
                 if isinstance(raised, DeviceError):
                     error.fields.setdefault(
-                        "settled", 1
+                        "quiesced", 1
                     )  # its copies have ended, unless the field is set
                 yield from revoke(grants.epoch, grants.tokens, [item for item in errors if item])
                 raise
@@ -358,11 +358,11 @@ def _rows(
 
 def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
     """Revoke grants; a lost reply is harmless. ``why``: transfer errors, which name connections."""
-    unsettled = [error for error in why if not error.fields.get("settled")]
-    connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
+    unquiesced = [error for error in why if not error.fields.get("quiesced")]
+    connections = tuple(int(error.fields.get("connection", 0)) for error in unquiesced)
     if 0 in connections:
         connections = ()  # any connection of this client
-    request = calls.PutRevoke(epoch, tokens, not unsettled, connections)
+    request = calls.PutRevoke(epoch, tokens, not unquiesced, connections)
     try:
         yield from ask(request, calls.PutRevokeReply)
     except KVStoreError as error:

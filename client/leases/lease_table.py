@@ -225,13 +225,13 @@ class Lease:
     def end(self) -> None:
         """End the lease permanently. The segment may be unmapped afterwards."""
         self._kept = False
-        self._mounted = _gone
+        self._mounted = _never_departed
 
     def __repr__(self) -> str:
         return f"<Lease held={self.is_held} seconds_left={self.remaining_s:.1f} of {self.what}>"
 
 
-def _gone() -> bool:
+def _never_departed() -> bool:
     return False
 
 

@@ -46,7 +46,7 @@ class FleetRecords:
         self._client = client
         self._namespace = of_tenant(client.config.tenant, FLEET_NAMESPACE)
         self._log = log
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._due: dict[str, float] = {}
         """By fingerprint: the time from which a put renews the record's TTL."""
 
@@ -76,12 +76,12 @@ class FleetRecords:
         self._client.put(own, data, namespace=self._namespace, ttl=LIFETIME_S, overwrite=is_due)
         if is_due:
             self._due[fingerprint] = uptime() + ANNOUNCED_EVERY_S
-        if fingerprint not in self._told:
+        if fingerprint not in self._logged:
             self._log.info("fleet_joined fingerprint=%s", fingerprint)
         for warning in warnings:
-            if warning not in self._told:
+            if warning not in self._logged:
                 self._log.warning("FLEET: %s", warning)
-        self._told.update((fingerprint, *warnings))
+        self._logged.update((fingerprint, *warnings))
         return warnings
 
     def withdraw(self, models: Sequence[str], fingerprint: str) -> None:

@@ -45,15 +45,15 @@ class DenialLog:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def log_once(self, error: PermissionDeniedError) -> None:
         """Log this refusal, unless its text was logged before."""
         why = str(error)  # as text: the error's frames hold buffers
         with self._lock:
-            if why in self._told or len(self._told) >= REFUSALS_MAX:
+            if why in self._logged or len(self._logged) >= REFUSALS_MAX:
                 return
-            self._told.add(why)
+            self._logged.add(why)
         self._log.warning("refused_by_the_store, such calls are misses: %s", why)
 
 

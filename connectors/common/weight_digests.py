@@ -144,22 +144,22 @@ def digest_files(
         OSError: a file cannot be read.
     """
     found: dict[int, FileDigest] = {}
-    told = _Progress(sum(file.stat().st_size for file in files), now_s)
+    progress = _Progress(sum(file.stat().st_size for file in files), now_s)
     order = list(range(len(files)))
     random.shuffle(order)
     for at in order:
-        found[at] = _content(files[at], remembered, told)
+        found[at] = _content(files[at], remembered, progress)
     return [found[at] for at in range(len(files))]
 
 
-def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest:
+def _content(path: Path, remembered: DigestCache, progress: _Progress) -> FileDigest:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         tensors = _tensors(file, before.st_size)
         names = tuple(description[0] for description, _ in tensors)
         digest = remembered.get(_state(before))
         if digest is not None:
-            told.advance(before.st_size)
+            progress.advance(before.st_size)
             return FileDigest(before.st_size, digest, names)
         can_tell = remembered.is_change_detectable(before) and not _is_image(file.fileno(), before)
         total, buffer = 0, memoryview(bytearray(PIECE_BYTES))
@@ -167,7 +167,7 @@ def _content(path: Path, remembered: DigestCache, told: _Progress) -> FileDigest
             hasher = xxh3_128(json.dumps(description).encode() if description else b"")
             while count := file.readinto(buffer[:left]):
                 hasher.update(buffer[:count])
-                told.advance(count)
+                progress.advance(count)
                 left -= count
             total += hasher.intdigest()
         digest = f"{total % (1 << 128):032x}"

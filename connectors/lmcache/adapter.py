@@ -260,8 +260,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 named, of = [keys[index] for index in some], [objects[index] for index in some]
                 outcomes = self._put(deadline, namespace, named, of)
                 sizes = {
-                    key: each.get_size()
-                    for key, each, outcome in zip(named, of, outcomes, strict=True)
+                    key: memory.get_size()
+                    for key, memory, outcome in zip(named, of, outcomes, strict=True)
                     if outcome is PutOutcome.STORED
                 }
                 if sizes:
@@ -283,7 +283,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     ) -> list[PutOutcome]:
         """Put as many objects as one call may have. Raises KVStoreError."""
         names = list(map(_name, keys))
-        values = {name: memory_of(each) for name, each in zip(names, objects, strict=True)}
+        values = {name: memory_of(memory) for name, memory in zip(names, objects, strict=True)}
         outcomes = deadline.run(
             lambda ms: self._client.put_many(
                 list(values.items()), namespace=namespace, partial=True, timeout_ms=ms

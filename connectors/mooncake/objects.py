@@ -36,9 +36,7 @@ Found = list[memoryview] | Code
 
 def any_overlap(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
     """Return whether any two memory ranges overlap, given by lists of addresses and sizes."""
-    spans = sorted(
-        (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
-    )
+    spans = sorted((at, at + size) for run in runs for at, size in zip(*run, strict=False) if size)
     return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
@@ -160,11 +158,11 @@ class ObjectAccess:
         return dict(zip((name for name, _ in items), codes, strict=True))
 
     def get_into(self, keys: Sequence[str], buffers: Sequence[Payload | Code]) -> list[int]:
-        host = [part for each in buffers if isinstance(each, list) for part in each]
+        host = [part for buffer in buffers if isinstance(buffer, list) for part in buffer]
         if len(keys) != len(buffers) or steps.overlap(host) is not None:
             return [Code.INVALID_PARAMS] * len(keys)
         codes: list[int] = [
-            each if isinstance(each, Code) else Code.OBJECT_NOT_FOUND for each in buffers
+            buffer if isinstance(buffer, Code) else Code.OBJECT_NOT_FOUND for buffer in buffers
         ]
         wanted = [
             (index, name, memory)

@@ -311,8 +311,8 @@ class MooncakeDistributedStore(TensorMethods):
         if not _have_equal_lengths([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
-            self._write(name, *each)
-            for name, *each in zip(
+            self._write(name, *code)
+            for name, *code in zip(
                 names_of(keys), all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
             )
         ]
@@ -331,19 +331,21 @@ class MooncakeDistributedStore(TensorMethods):
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """Put the collected objects; return per key 0 or a code. Ends the sessions in any case."""
         ended = [self._sessions.end(name) for name in names_of(keys)]
-        values = [Code.INVALID_PARAMS if each is None else each for each in ended]
+        values = [Code.INVALID_PARAMS if code is None else code for code in ended]
         return self._objects.put(keys, values, None)
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         ended = [self._sessions.end(name) for name in names_of(keys)]
-        return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
+        return [Code.INVALID_PARAMS if code is None else Code.OK for code in ended]
 
     def get(self, key: str) -> bytes:
         """Return the value; ``b""`` on a miss or an error."""
         return self.get_batch([key])[0]
 
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
-        return [b"" if each is None else each.tobytes() for each in self._objects.handles(keys)]
+        return [
+            b"" if handle is None else handle.tobytes() for handle in self._objects.handles(keys)
+        ]
 
     def get_buffer(self, key: str) -> BufferHandle | None:
         return self._objects.handles([key])[0]
@@ -415,14 +417,14 @@ class MooncakeDistributedStore(TensorMethods):
     ) -> list[list[list[int]]]:
         results = []
         for index, start in enumerate(buffer_ptrs):
-            of_buffer = [each[index] if index < len(each) else [] for each in lists]
-            is_even = {len(each) for each in lists} == {len(buffer_ptrs)} and _have_equal_lengths(
+            of_buffer = [code[index] if index < len(code) else [] for code in lists]
+            is_even = {len(code) for code in lists} == {len(buffer_ptrs)} and _have_equal_lengths(
                 of_buffer
             )
             runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
             if is_even and (len(of_buffer[0]) < 2 or not any_overlap(runs)):
                 results.append(
-                    [self._ranges_of(snapshot, start, *each) for each in zip(*of_buffer)]
+                    [self._ranges_of(snapshot, start, *code) for code in zip(*of_buffer)]
                 )
             else:
                 refused = max(1, len(of_buffer[0]))
@@ -655,7 +657,7 @@ def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview] | Code:
 
 
 def _have_equal_lengths(lists: Sequence[Sized]) -> bool:
-    return len({len(each) for each in lists}) == 1
+    return len({len(code) for code in lists}) == 1
 
 
 def _worst(codes: list[int]) -> int:

@@ -93,8 +93,8 @@ def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
     becomes one element, with the name in the singular."""
     many = inspect.signature(batch)
     one = many.replace(
-        parameters=[each.replace(name=_ELEMENT.get(name, name), annotation=Any)
-                    for name, each in many.parameters.items()],
+        parameters=[parameter.replace(name=_ELEMENT.get(name, name), annotation=Any)
+                    for name, parameter in many.parameters.items()],
         return_annotation=Any,
     )  # fmt: skip
     is_list = [name in _ELEMENT for name in many.parameters]
@@ -165,7 +165,7 @@ class TensorMethods:
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
         """Return per key a new tensor; None on a miss, an error, or a value that is no tensor."""
         handles = self._objects.handles(keys)
-        return [None if each is None else decoded(each.data) for each in handles]
+        return [None if handle is None else decoded(handle.data) for handle in handles]
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
@@ -232,7 +232,7 @@ class TensorMethods:
         split_dim: int = 0,
     ) -> list[int]:
         """As ``batch_put_tensor_with_tp``, for complete tensors in registered memory."""
-        tensors = [_tensor_in(each) for each in self._objects.memories_of(buffer_ptrs, sizes)]
+        tensors = [_tensor_in(memory) for memory in self._objects.memories_of(buffer_ptrs, sizes)]
         return self.batch_put_tensor_with_tp(base_keys, tensors, tp_rank, tp_size, split_dim)
 
     def batch_get_tensor_with_tp(

@@ -150,7 +150,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[_FLAT] = HostPool(pages, whole, _FLAT)
         log.info(
             "registered pool=kv layout=%s page_bytes=%d pieces=%d namespace=%s",
-            pages.told.get("layout"), pages.size, len(parts), self._namespace(parts[0]),
+            pages.layout.get("layout"), pages.size, len(parts), self._namespace(parts[0]),
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -565,4 +565,4 @@ def _windows(found: Sequence[bool], window: int) -> set[int]:
 
 
 def _size(buffers: Any) -> int:
-    return sum(each.nbytes for each in buffers)
+    return sum(buffer.nbytes for buffer in buffers)

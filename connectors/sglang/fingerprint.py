@@ -147,7 +147,7 @@ def describe(
         "zero_copy": zero_copy,
         "page_tokens": pages.tokens,
         # The layers differ between pipeline stages, so they are in ``parts`` of the namespace.
-        "pool": {name: told for name, told in pages.told.items() if "layer" not in name},
+        "pool": {name: value for name, value in pages.layout.items() if "layer" not in name},
     }
 
 

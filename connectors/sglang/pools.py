@@ -24,7 +24,7 @@ from kvstore.errors import ConfigError, InvalidArgumentError
 Buffers = list[list[memoryview]]
 """The buffers of each page, in the host pool or in copies."""
 
-_TOLD: Final = (
+_POOL_FIELDS: Final = (
     "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
     "v_head_dim", "kv_cache_dim", "storage_format_tag",
 )  # fmt: skip
@@ -64,15 +64,15 @@ class PoolPages:
         sizes = self._find_layout()
         self.size = sum(sizes)
         """Bytes of a page; 0: the pool only counts pages, and side pools hold the bytes."""
-        self.told = {
+        self.layout = {
             name: str(value)
-            for name in _TOLD
+            for name in _POOL_FIELDS
             if (value := getattr(pool, name, None)) is not None
         }  # fmt: skip
         if pieces > 1:
-            self.told["head_num"] = str(pool.head_num // pieces)
+            self.layout["head_num"] = str(pool.head_num // pieces)
             sizes = sizes[: len(sizes) // pieces]
-        self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
+        self.geometry = digest([type(pool).__name__, self.layout, sizes, self._is_flat])[:12]
         """Equal for pools whose pages, or chunks, have equal parts in the same order."""
 
     def _find_layout(self) -> list[int]:

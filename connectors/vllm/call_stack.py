@@ -11,7 +11,7 @@ CALLERS_MAX: Final = 40
 
 def is_part_of_several() -> bool:
     """Return whether vLLM's ``MultiConnector`` is among the callers."""
-    kinds = (each if isinstance(each, type) else type(each) for each in callers())
+    kinds = (caller if isinstance(caller, type) else type(caller) for caller in callers())
     return any(kind.__name__ == "MultiConnector" for kind in kinds)
 
 

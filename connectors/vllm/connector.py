@@ -220,7 +220,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups = sorted(pages.block_bytes)
         hello = WorkerIdentity(pages.layout, groups, parts.names, rank=worker.rank)
         if parts.draft_layers is not None:
-            layouts = sorted({each.layout for each in parts.of_drafts.values()})
+            layouts = sorted({draft.layout for draft in parts.of_drafts.values()})
             method = speculation(self._vllm_config)
             hello.draft = DraftIdentity(sorted(parts.draft_layers), layouts, method)
         return identify(hello, self._live, self._adapters)
@@ -389,9 +389,9 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str, *arguments: An
     """Call a method of the worker's connector that has these options. They identify it, because a
     worker may have several connectors."""
     found = get_kv_transfer_group()
-    for each in getattr(found, "sub_connectors", [found]):
-        if isinstance(each, KVStoreConnector) and each.options == options:
-            return getattr(each, method)(worker, *arguments)
+    for connector in getattr(found, "sub_connectors", [found]):
+        if isinstance(connector, KVStoreConnector) and connector.options == options:
+            return getattr(connector, method)(worker, *arguments)
     return None
 
 
@@ -424,13 +424,13 @@ def _groups_of(
     recurrent = set()
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
-        for each in specs_of(group):
-            if isinstance(each, MambaSpec):
-                _check_states(each)
+        for spec in specs_of(group):
+            if isinstance(spec, MambaSpec):
+                _check_states(spec)
                 recurrent.add(group_id)
-            elif not isinstance(each, AttentionSpec) or isinstance(each, CrossAttentionSpec):
+            elif not isinstance(spec, AttentionSpec) or isinstance(spec, CrossAttentionSpec):
                 raise ConfigError(
-                    f"layers of kind {type(each).__name__} are not supported: what they keep does "
+                    f"layers of kind {type(spec).__name__} are not supported: what they keep does "
                     "not follow from the tokens of a prompt",
                     advice="Serve this model without the connector.",
                 )

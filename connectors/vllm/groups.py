@@ -73,13 +73,13 @@ class Groups:
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the keys of a group's full objects, from the hashes of all hash blocks."""
         step = self.tokens_of(group) // self.hash_block_tokens
-        return [bytes(each) for each in hashes[step - 1 :: step]]
+        return [bytes(hash_) for hash_ in hashes[step - 1 :: step]]
 
     def state_keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the keys of the states at which a hit may end, from the hashes of all hash
         blocks."""
         step = self.scheduler_block_tokens // self.hash_block_tokens
-        return [bytes(each) for each in hashes[step - 1 :: step]]
+        return [bytes(hash_) for hash_ in hashes[step - 1 :: step]]
 
     def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, bytes]:
         """Return by group the key of the last block, or the state, of the first ``tokens`` tokens.

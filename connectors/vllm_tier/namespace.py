@@ -75,7 +75,9 @@ class TierNamespace(fingerprint_tracker.FingerprintTracker):
         models: tuple[str, ...] = (config.model.name,)
         description = _chunks(spec, chunk_bytes)
         chained = {group.group_id for group in config.groups}
-        connector: Any = next((each for each in callers() if hasattr(each, "_vllm_config")), None)
+        connector: Any = next(
+            (caller for caller in callers() if hasattr(caller, "_vllm_config")), None
+        )
         vllm_config: Any = getattr(connector, "_vllm_config", None)
         if connector is not None:
             caches = connector._kv_cache_config

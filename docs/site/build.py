@@ -113,16 +113,16 @@ def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterato
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {name}\n\n{cell(command.help or '')}\n\n    {name} {usage}\n"
-    known = {each.flag: each.help for each in settings(kind)}
+    known = {setting.flag: setting.help for setting in settings(kind)}
 
     def is_setting(option: click.Option) -> bool:
         flag = option.opts[0]
         return flag in known and (option.help or "").startswith(known[flag])
 
     options = [
-        each
-        for each in command.params
-        if isinstance(each, click.Option) and not each.hidden and not set(each.opts) & EVERYWHERE
+        param
+        for param in command.params
+        if isinstance(param, click.Option) and not param.hidden and not set(param.opts) & EVERYWHERE
     ]
     own = [each for each in options if not is_setting(each)]
     if own:

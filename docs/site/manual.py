@@ -95,7 +95,7 @@ def _term(term: str) -> str:
     """Flags and names of commands are bold, what they take is italic."""
     first, *others = term.split(" ")
     words = [f"\\fB{roff(first)}\\fR"]
-    words += [f"\\f{'B' if each.startswith('-') else 'I'}{roff(each)}\\fR" for each in others]
+    words += [f"\\f{'B' if other.startswith('-') else 'I'}{roff(other)}\\fR" for other in others]
     return " ".join(words)
 
 

@@ -94,13 +94,13 @@ def of_settings() -> Iterator[str]:
         yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
         yield "| flag, variable, name in the file | |\n|---|---|"
         without = SETTINGS_WITHOUT if kind is ClientConfig else ()
-        for each in settings(kind):
-            other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
-            has_flag = kind is not ConnectorConfig and each.key not in without
-            flag = each.flag + other if has_flag else ""
-            names = "<br>".join(filter(None, map(code, (flag, *each.variables, each.key))))
-            default = f" Default: {code(each.default)}." if each.default else ""
-            yield f"| {names} | {cell(each.help)}{default} |"
+        for setting in settings(kind):
+            other = f" {setting.metavar}" if setting.metavar else f", --no-{setting.flag[2:]}"
+            has_flag = kind is not ConnectorConfig and setting.key not in without
+            flag = setting.flag + other if has_flag else ""
+            names = "<br>".join(filter(None, map(code, (flag, *setting.variables, setting.key))))
+            default = f" Default: {code(setting.default)}." if setting.default else ""
+            yield f"| {names} | {cell(setting.help)}{default} |"
         yield ""
 
 

@@ -189,8 +189,8 @@ def _measure(
             used = client.processor
             # The servers work for all clients: their time counts once.
             processor[name].update(used if not number else {"client": used.get("client", 0.0)})
-    for name, each in times.items():
-        yield name, _sample(each, row.clients, processor[name], found[name])
+    for name, time in times.items():
+        yield name, _sample(time, row.clients, processor[name], found[name])
 
 
 def _sample(
@@ -231,11 +231,14 @@ PROCESSOR: Final = (
 def page_of(table: Table, results: Sequence[Result], plan: ComparisonPlan, found: Found) -> str:
     """Return the report in Markdown. ``found``: the contents of its JSON file."""
     names = list(table.systems)
-    notes = list(dict.fromkeys(note for each in results for note in each.row.notes))
+    notes = list(dict.fromkeys(note for result in results for note in result.row.notes))
     ratios = [text for peer in results[0].peers for text in (f"{peer} / {names[0]}", "rounds")]
     before, after = found["load"]
     processes = dict.fromkeys(
-        name for each in results for some in each.samples.values() for name in some[0].processor_us
+        name
+        for result in results
+        for some in result.samples.values()
+        for name in some[0].processor_us
     )
     parts = [
         f"# {table.title}",
@@ -246,7 +249,7 @@ def page_of(table: Table, results: Sequence[Result], plan: ComparisonPlan, found
         TIME,
         table_of(
             ["work", "path", *(f"{name}, P50 / P99" for name in names), *ratios, "goal", ""],
-            [_cells(each, notes) for each in results],
+            [_cells(result, notes) for result in results],
         ),
         _summary(results),
         "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1)),
@@ -287,7 +290,7 @@ def _processor_cells(result: Result) -> tuple[str, ...]:
 
 def _ratios(result: Result, of: Callable[[Sample], float]) -> list[str]:
     spreads = [result.ratio(peer, of) for peer in result.peers]
-    return [text for each in spreads for text in (f"{each.median:.2f}", each.range)]
+    return [text for spread in spreads for text in (f"{spread.median:.2f}", spread.range)]
 
 
 def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
@@ -295,11 +298,11 @@ def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
 
 
 def _found(row: ComparisonCase, samples: Sequence[Sample]) -> str:
-    found = statistics.median(each.found for each in samples)
+    found = statistics.median(sample.found for sample in samples)
     return f", {found:.0%} found" if row.op == PUT_FULL else ""
 
 
 def _summary(results: Sequence[Result]) -> str:
-    missed = [f"{each.row.title} ({each.row.mode})" for each in results if not each.met]
+    missed = [f"{result.row.title} ({result.row.mode})" for result in results if not result.met]
     text = f"{len(results) - len(missed)} of {len(results)} goals are met."
     return text + (f" Not met: {'; '.join(missed)}." if missed else "")

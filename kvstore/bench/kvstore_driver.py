@@ -138,7 +138,10 @@ class KVStoreDriver(StoreDriver):
     def _is_free(self) -> bool:
         """Return whether the used memory is hardly more than the existing objects need."""
         status = self.plain.status()
-        objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)
+        objects = sum(
+            namespace.objects * OBJECT_BYTES_MORE + namespace.size
+            for namespace in status.namespaces
+        )
         pool = status.size if self._pool_bytes is None else self._pool_bytes
         return status.used <= objects + pool * SETTLED_PART
 

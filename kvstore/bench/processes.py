@@ -275,8 +275,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def connects(host: str, port: int) -> bool:
-    with socket.socket() as asked:
-        return asked.connect_ex((host, port)) == 0
+    with socket.socket() as sock:
+        return sock.connect_ex((host, port)) == 0
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:

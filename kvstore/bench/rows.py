@@ -150,7 +150,7 @@ def choose(patterns: str, rows: Sequence[ComparisonCase]) -> list[ComparisonCase
         some = {
             row
             for row in rows
-            if any(fnmatch.fnmatchcase(row.id, each) for each in (pattern, f"{pattern}/*"))
+            if any(fnmatch.fnmatchcase(row.id, name) for name in (pattern, f"{pattern}/*"))
         }
         if not some:
             ids = ", ".join(row.id for row in rows)

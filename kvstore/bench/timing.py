@@ -74,7 +74,7 @@ def processor_seconds(pid: int) -> float:
     # The clock id that glibc's clock_getcpuclockid makes.
     used = time.clock_gettime((~pid << 3) | _ALL_THREADS)
     threads = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for each in threads for child in each.read_text().split()]
+    children = [int(child) for thread in threads for child in thread.read_text().split()]
     return used + sum(map(processor_seconds, children))
 
 

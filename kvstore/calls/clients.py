@@ -219,8 +219,8 @@ class Grants(NamedTuple):
     capabilities: bytes = b""
     """``CAPABILITY_BYTES`` per extent, for writing it; may be empty."""
     header_macs: bytes = b""
-    """``STAMP_BYTES`` per extent: the header MAC, which the client writes after the header; may be
-    empty."""
+    """``HEADER_MAC_BYTES`` per extent: the header MAC, which the client writes after the header;
+    may be empty."""
 
 
 class PutEnd(NamedTuple):
@@ -284,8 +284,8 @@ class CommitReply(NamedTuple):
     outcome: Annotated[int, IntRange(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     header_mac: SixteenOrEmpty = b""
-    """``STAMP_BYTES``: the header MAC, which the client writes until the allocation's deadline; may
-    be empty."""
+    """``HEADER_MAC_BYTES``: the header MAC, which the client writes until the allocation's
+    deadline; may be empty."""
 
 
 class Renew(NamedTuple):

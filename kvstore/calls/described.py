@@ -48,4 +48,4 @@ def types_of(kind: Any) -> dict[str, Any]:
 @functools.cache
 def _classes(module: str) -> dict[str, list[ast.stmt]]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {each.name: each.body for each in tree.body if isinstance(each, ast.ClassDef)}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}

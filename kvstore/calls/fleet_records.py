@@ -280,10 +280,10 @@ def compare_descriptions(
         if ranks:
             is_told = "shards" in ours and "shards" in theirs  # otherwise each rank has its own
             gone = {"tensor_parallel", "shards", *(() if is_told else ("weights", "files"))}
-            ours, theirs = (_without(each, gone, {"page_bytes"}) for each in (ours, theirs))
+            ours, theirs = (_without(record, gone, {"page_bytes"}) for record in (ours, theirs))
         if blocks:
             gone_of_groups = {"block_tokens", "page_bytes"}
-            ours, theirs = (_without(each, set(), gone_of_groups) for each in (ours, theirs))
+            ours, theirs = (_without(record, set(), gone_of_groups) for record in (ours, theirs))
         cuts = [cut for cut in (ranks, blocks) if cut]
     return DescriptionDiff(differences(ours, theirs), cuts)
 
@@ -291,10 +291,12 @@ def compare_descriptions(
 def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
     """Return the difference in ranks; None: equal, or no setting helps."""
     mine, other = (
-        f"tp_shards={each['shards']}" if "shards" in each else each.get("tensor_parallel")
-        for each in (ours, theirs)
+        f"tp_shards={record['shards']}" if "shards" in record else record.get("tensor_parallel")
+        for record in (ours, theirs)
     )
-    sizes = _counts(each.get("shards", each.get("tensor_parallel")) for each in (ours, theirs))
+    sizes = _counts(
+        record.get("shards", record.get("tensor_parallel")) for record in (ours, theirs)
+    )
     if mine == other or not sizes or _has_kind("Mamba", ours, theirs):
         return None
     number = lcm(*sizes)
@@ -309,13 +311,13 @@ def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferenc
 def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
     """Return the difference in block sizes; None: equal, or no setting helps."""
     mine, other = (
-        _counts(each.get("block_tokens") for each in _groups(side)) for side in (ours, theirs)
+        _counts(group.get("block_tokens") for group in _groups(side)) for side in (ours, theirs)
     )
     uncut = any(_has_kind(kind, ours, theirs) for kind in ("Mamba", "MLA"))
     number = gcd(*mine, *other)
     if uncut or mine == other or len(mine) != len(other) or number == 1:
         return None
-    names = [" and ".join(map(str, sorted(set(each)))) for each in (mine, other)]
+    names = [" and ".join(map(str, sorted(set(record)))) for record in (mine, other)]
     larger = [name for name in names if name != str(number)]
     where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
     setting = f'"block_tokens": {number} in {where}'
@@ -335,7 +337,7 @@ def _without(
         ]
     if "tensor_parallel" in fields and isinstance(left.get("attention"), list):
         left["attention"] = [
-            [each for each in manner if not str(each).startswith("num_kv_heads=")]
+            [record for record in manner if not str(record).startswith("num_kv_heads=")]
             if isinstance(manner, list) else manner
             for manner in left["attention"]
         ]  # fmt: skip
@@ -345,19 +347,19 @@ def _without(
 def _groups(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the cache groups; empty: none, or described in another way."""
     groups = description.get("groups")
-    is_list = isinstance(groups, list) and all(isinstance(each, dict) for each in groups)
+    is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
     return list(groups or ()) if is_list else []
 
 
 def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
-    groups = [group for each in descriptions for group in _groups(each)]
+    groups = [group for description in descriptions for group in _groups(description)]
     return any(kind in str(group.get("kind")) for group in groups)
 
 
 def _counts(values: Iterable[object]) -> list[int]:
     """Return the values if all of them are counts; otherwise an empty list."""
     found = list(values)
-    counts = [each for each in found if type(each) is int and 0 < each <= BLOCK_TOKENS_MAX]
+    counts = [record for record in found if type(record) is int and 0 < record <= BLOCK_TOKENS_MAX]
     return counts if len(counts) == len(found) else []
 
 

@@ -134,7 +134,7 @@ CAPABILITY_BYTES = 32
 """Expiry, wipe sequence number and MAC of a capability, which a client sends unchanged to the
 extent's node (``kvstore.runtime.tcp_protocol``)."""
 
-STAMP_BYTES = 16
+HEADER_MAC_BYTES = 16
 """A header MAC, which a client writes unchanged after the header (``kvstore.memory.header``)."""
 
 NO_PLACEMENTS = Placements((), (), (), (), (), ())

@@ -178,7 +178,7 @@ def guarantee_error(tenant: str, wanted: int, missing: int) -> NoSpaceError:
 
 def guarantee_warning(status: ClusterStatus) -> str:
     """Return a warning if the pool is smaller than the guarantees of its tenants; otherwise ""."""
-    guaranteed = sum(each.guarantee_bytes for each in status.tenants)
+    guaranteed = sum(tenant.guarantee_bytes for tenant in status.tenants)
     size = status.size
     if not size or guaranteed <= size:
         return ""

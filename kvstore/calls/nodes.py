@@ -71,7 +71,7 @@ class NodeJoin(NamedTuple):
     protocol: int
     resume_epoch: int
     """The epoch to resume after a broken stream. A master that no longer has these segments refuses
-    with ``SegmentGoneError``. 0: a new join; the node has fenced every older grant."""
+    with ``SegmentUnmountedError``. 0: a new join; the node has fenced every older grant."""
     segments: Annotated[Sequence[SegmentOffer], RowCount(NODE_SEGMENTS_MAX)]
     highest_epoch: int = 0
     """The highest epoch that the node has joined or that its memory records. A master with a lower

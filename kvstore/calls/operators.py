@@ -81,17 +81,17 @@ class NodeStatus(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of its memory."""
-        return sum(each.size for each in self.segments)
+        return sum(segment.size for segment in self.segments)
 
     @property
     def used(self) -> int:
         """Bytes that are not free."""
-        return sum(each.used for each in self.segments)
+        return sum(segment.used for segment in self.segments)
 
     @property
     def largest_free(self) -> int:
         """Bytes of its largest free extent, which limits the size of new objects."""
-        return max((each.largest_free for each in self.segments), default=0)
+        return max((segment.largest_free for segment in self.segments), default=0)
 
     @property
     def transports(self) -> list[str]:
@@ -196,7 +196,7 @@ class ClusterStatus(NamedTuple):
 
     def nodes_by_segment(self) -> dict[int, str]:
         """Return the node name of each segment."""
-        return {each.segment_id: node.name for node in self.nodes for each in node.segments}
+        return {segment.segment_id: node.name for node in self.nodes for segment in node.segments}
 
     def with_page(self, page: ClusterStatus) -> ClusterStatus:
         """Return this status with the rows of the next batch; sorted once that batch is the

@@ -129,7 +129,7 @@ def translate_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]
     """Return the arguments of ``kvstore-master``, and the ignored flags. Flags of
     ``kvstore-master`` are kept, with hyphens or underscores."""
     given = dict(_flags(arguments))
-    known = {each.key: each.flag for each in settings(MasterConfig)}
+    known = {setting.key: setting.flag for setting in settings(MasterConfig)}
     known |= _OF_EVERY_COMMAND
     own = {"--host": EVERY_INTERFACE, "--port": PORT}
     own |= {known[name]: value for name, value in given.items() if name in known}

@@ -178,7 +178,7 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
     with Client(config=config) as client:
         status = client.status()
     size, free = status.size, status.size - status.used
-    there = sum(each.objects for each in status.namespaces if each.name == NAMESPACE)
+    there = sum(namespace.objects for namespace in status.namespaces if namespace.name == NAMESPACE)
     shown = shown_place(config.master)
     pool = min(wanted, int(free * FREE_PART))
     if pool < POOL_BYTES_MIN:
@@ -187,8 +187,9 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
             f"need {size_text(POOL_BYTES_MIN / FREE_PART)}, and the benchmark evicts nothing",
             advice="Leave out --master: the benchmark then starts its own store.",
         )
+    objects = sum(namespace.objects for namespace in status.namespaces)
     told = (
-        f"The store at {shown} holds {sum(each.objects for each in status.namespaces)} objects; "
+        f"The store at {shown} holds {objects} objects; "
         f"{size_text(free)} of {size_text(size)} are free. The benchmark fills {size_text(pool)} "
         f"of that with objects of the namespace {NAMESPACE}, and removes all objects of that "
         f"namespace ({there} now) before and after. Other clients are slower meanwhile, and have "

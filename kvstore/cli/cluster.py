@@ -73,7 +73,7 @@ def drain(
             check_room(client.status(), node)
         with progress(f"emptying {node}", wanted=not invocation.as_json) as report:
             done = drain_node(
-                client, node, evict=evict, discard=discard, wait_s=wait_s, told=report
+                client, node, evict=evict, discard=discard, wait_s=wait_s, on_progress=report
             )
     if invocation.as_json:
         print_json(asdict(done))

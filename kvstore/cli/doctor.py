@@ -83,7 +83,7 @@ def _checks(
 
 
 def _of_settings(config_path: str | None) -> list[Finding]:
-    found = [of_row("error", error=each) for each in unknown_settings(config_path)]
+    found = [of_row("error", error=setting) for setting in unknown_settings(config_path)]
     return found or [ok("no unknown ones")]
 
 

@@ -64,7 +64,7 @@ def events(
 
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
-    places = [each if "://" in each else scheme + each for each in at] or _leaders(
+    places = [place if "://" in place else scheme + place for place in at] or _leaders(
         invocation, scheme
     )
     token = read_token(http_token_file) if http_token_file else http_token_given()
@@ -76,15 +76,15 @@ def events(
             click.echo(f"kvstore: {why}; trying again (--http names other ports)", err=True)
         said = why
 
-    for told in follow(
-        places, namespace=namespace, whole=snapshot, since=since, token=token, cacert=cacert,
+    for event in follow(
+        places, namespace=namespace, snapshot=snapshot, since=since, token=token, cacert=cacert,
         auth=invocation.config.auth, failed=failed,
     ):  # fmt: skip
         said = ""
         if invocation.as_json:
-            print_json({"event": told.name, "id": told.position, **told.data})
+            print_json({"event": event.name, "id": event.position, **event.data})
         else:
-            click.echo("\t".join(_cells(told)))
+            click.echo("\t".join(_cells(event)))
         sys.stdout.flush()
 
 
@@ -104,17 +104,17 @@ def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
             yield scheme + (http.address or join_address(http.host, HTTP_PORT))
 
 
-def _cells(told: StreamEvent) -> list[str]:
-    data = told.data
+def _cells(event: StreamEvent) -> list[str]:
+    data = event.data
     if "key" not in data:
-        return [told.name, *(str(value) for value in data.values())]
+        return [event.name, *(str(value) for value in data.values())]
     space: str = data["namespace"]
     cells = [
-        told.name,
+        event.name,
         name_text(space),
         key_text(bytes.fromhex(data["key"])),
     ]
-    if told.name == "stored":
+    if event.name == "stored":
         above = data["parent"]
         cells += [size_text(data["size"]), key_text(bytes.fromhex(above)) if above else "-"]
     return cells

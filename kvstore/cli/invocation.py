@@ -28,7 +28,9 @@ CONNECTION: Final = {
 OF_SOME: Final = ("memory", "namespace", "replicas")
 """Settings that are options of some commands only."""
 
-EVERYWHERE: Final = tuple(each.key for each in settings(ClientConfig) if each.key not in OF_SOME)
+EVERYWHERE: Final = tuple(
+    setting.key for setting in settings(ClientConfig) if setting.key not in OF_SOME
+)
 """Settings that are options of ``kvstore`` and of every command with a client."""
 
 

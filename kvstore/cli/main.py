@@ -116,8 +116,8 @@ def cli(context: click.Context, /, **options: object) -> None:
     context.obj = options
 
 
-for each in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
-    cli.add_command(each)
+for command in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
+    cli.add_command(command)
 
 
 def main() -> NoReturn:

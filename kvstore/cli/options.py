@@ -62,10 +62,10 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
         common: list[tuple[str, str]] = []
-        for each in self.get_params(ctx):
-            record = each.get_help_record(ctx)
-            if record is not None and isinstance(each, click.Option):
-                is_common = isinstance(each, Common) or each is self.get_help_option(ctx)
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                is_common = isinstance(param, Common) or param is self.get_help_option(ctx)
                 (common if is_common else own).append(record)
         for title, records in (("Options", own), ("Common options", common)):
             if records:
@@ -166,7 +166,7 @@ def _values_of(
         if metavar == "FILE":
             return [CompletionItem(incomplete, type="file")]
         words = [each for each in metavar.split("|") if each.islower()]
-        return [CompletionItem(each) for each in words if each.startswith(incomplete)]
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
     return values
 

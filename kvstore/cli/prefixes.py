@@ -49,7 +49,7 @@ def prefixes(invocation: Invocation, count: int) -> None:
         ]
         print_json({**plain(found), "branches": branches})
         return
-    for line in lines(found.branches, nodes, whole=not sys.stdout.isatty()):
+    for line in lines(found.branches, nodes, full=not sys.stdout.isatty()):
         click.echo(line)
     if not found.branches:
         click.echo("No chain is stored.")
@@ -58,10 +58,10 @@ def prefixes(invocation: Invocation, count: int) -> None:
 
 
 def lines(
-    branches: Sequence[Branch], nodes: Mapping[int, str], *, whole: bool = False
+    branches: Sequence[Branch], nodes: Mapping[int, str], *, full: bool = False
 ) -> Iterator[str]:
     """Yield a line per branch, indented under the branch that it continues, and the number of
-    omitted continuations. ``whole``: keys are not shortened."""
+    omitted continuations. ``full``: keys are not shortened."""
     below: list[list[int]] = [[] for _ in branches]
     roots: list[int] = []
     for index, row in enumerate(branches):
@@ -78,15 +78,15 @@ def lines(
         if row.namespace != namespace:
             namespace = row.namespace
             yield f"{name_text(namespace)}:"
-        yield f"{indent}  {_line(row, nodes, whole=whole)}"
+        yield f"{indent}  {_line(row, nodes, full=full)}"
         hidden = row.children - len(below[index])
         if hidden > 0:
             waiting.append((index, level + 2, hidden))
-        waiting += [(each, level + 1, 0) for each in reversed(below[index])]
+        waiting += [(branch, level + 1, 0) for branch in reversed(below[index])]
 
 
-def _line(row: Branch, nodes: Mapping[int, str], *, whole: bool) -> str:
-    text = key_text if whole else _short
+def _line(row: Branch, nodes: Mapping[int, str], *, full: bool) -> str:
+    text = key_text if full else _short
     keys = text(row.last) if row.blocks == 1 else f"{text(row.first)} … {text(row.last)}"
     return ", ".join(
         [

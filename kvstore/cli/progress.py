@@ -13,12 +13,12 @@ import click
 def progress(what: str, *, wanted: bool) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to call with the progress and the total."""
     if not wanted or not sys.stderr.isatty():
-        yield lambda done, whole: None
+        yield lambda done, total: None
         return
     with click.progressbar(length=1, label=what, file=sys.stderr) as bar:
 
-        def report(done: int, whole: int) -> None:
-            bar.length = whole
-            bar.update(min(done, whole) - bar.pos)
+        def report(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(min(done, total) - bar.pos)
 
         yield report

@@ -63,8 +63,8 @@ def translate_arguments(arguments: Sequence[str]) -> list[str]:
         decode = decode or _paired(given, "decoder")
     return [
         *others,
-        *(word for each in prefill for word in ("--prefill", each)),
-        *(word for each in decode for word in ("--decode", each)),
+        *(word for url in prefill for word in ("--prefill", url)),
+        *(word for url in decode for word in ("--decode", url)),
     ]
 
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def _named(given: list[list[str]] | None) -> list[str]:
     """Return the engines of ``--prefill`` or ``--decode``. A number, or ``none``, is the bootstrap
     port of the preceding engine."""
-    words = [word for several in given or [] for each in several for word in each.split(",")]
+    words = [word for several in given or [] for url in several for word in url.split(",")]
     return [_address(word) for word in words if not word.isdigit() and word.lower() != "none"]
 
 

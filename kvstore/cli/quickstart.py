@@ -133,10 +133,10 @@ def spare_memory() -> int:
 def free_port(host: str, port: int) -> int:
     """Return ``port``, or a higher port, that is free together with the next one, for the lane; 0:
     none. Another process may take it before it is used."""
-    for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
+    for candidate in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
         try:
-            with listen(host, each), listen(host, each + 1):
-                return each
+            with listen(host, candidate), listen(host, candidate + 1):
+                return candidate
         except OSError:
             continue
     return 0

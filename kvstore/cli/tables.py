@@ -111,17 +111,17 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         right = ("bytes", "guaranteed", "at most", "pinned", "objects", "evicted", "by others",
                  "refused")  # fmt: skip
         tenants = table_of("\ntenant", right=tuple(f"\n{each}" for each in right))
-        for each in found.tenants:
+        for tenant in found.tenants:
             tenants.add_row(
-                name_text(each.name) if each.name else "(none)",
-                size_text(each.bytes),
-                size_text(each.guarantee_bytes),
-                size_text(each.limit_bytes) if each.limit_bytes else "-",
-                size_text(each.pinned),
-                str(each.objects),
-                str(each.evicted_by_own),
-                str(each.evicted_by_others),
-                str(each.refused),
+                name_text(tenant.name) if tenant.name else "(none)",
+                size_text(tenant.bytes),
+                size_text(tenant.guarantee_bytes),
+                size_text(tenant.limit_bytes) if tenant.limit_bytes else "-",
+                size_text(tenant.pinned),
+                str(tenant.objects),
+                str(tenant.evicted_by_own),
+                str(tenant.evicted_by_others),
+                str(tenant.refused),
             )
         yield tenants
 

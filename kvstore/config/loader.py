@@ -126,7 +126,7 @@ def http_token_given() -> str:
     return os.environ.get(HTTP_TOKEN_VARIABLE, "").strip()
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 """Warnings already logged by this process."""
 
 
@@ -134,8 +134,8 @@ def _complain(unknown: list[ConfigError], *, strict: bool) -> None:
     for error in unknown:
         if strict:
             raise error
-        if (text := str(error)) not in _told:
-            _told.add(text)
+        if (text := str(error)) not in _logged:
+            _logged.add(text)
             log.warning("unknown setting, ignored: %s", text)
 
 
@@ -186,7 +186,7 @@ def _from_file(
                 origin=str(path),
             )
         unknown += [  # all sections: all kinds share one file
-            unknown_setting(key, f"{path} [{name}]", [each.key for each in settings(other)])
+            unknown_setting(key, f"{path} [{name}]", [setting.key for setting in settings(other)])
             for key in section
             if key not in other.model_fields
         ]

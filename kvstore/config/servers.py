@@ -228,7 +228,7 @@ class MasterConfig(HttpConfig):
         if self.events and not self.http_port:
             raise InvalidSettingError("needs a port for HTTP", "Drop --http-port 0.", key="events")
         addresses = self.events_at.split(",") if self.events_at else []
-        if len(addresses) > 2 or not all("://" in each for each in addresses):
+        if len(addresses) > 2 or not all("://" in address for address in addresses):
             raise InvalidSettingError(
                 f"is {self.events!r}",
                 "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",

@@ -158,9 +158,9 @@ def _addresses(value: object) -> object:
     """Split addresses at commas or blanks; a repeated flag is a tuple of texts."""
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
         return value
-    found = [_place(word) for each in value for word in each.replace(",", " ").split()]
+    found = [_place(word) for text in value for word in text.replace(",", " ").split()]
     if len(set(found)) != len(found):
         raise InvalidSettingError("must name each once")
     return tuple(found)
@@ -225,12 +225,12 @@ def _metadata_server(value: str) -> str:
         return value
     raise InvalidSettingError(
         "names no metadata server",
-        f"Write {P2P}, or one of: {', '.join(f'{each}://HOST:PORT' for each in METADATA_KINDS)}.",
+        f"Write {P2P}, or one of: {', '.join(f'{kind}://HOST:PORT' for kind in METADATA_KINDS)}.",
     )
 
 
 def _device_name(value: str) -> str:
-    if value and not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in value.split(",")):
+    if value and not all(re.fullmatch(r"[\w.:-]+", text, re.ASCII) for text in value.split(",")):
         raise InvalidSettingError(
             "must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1."
         )

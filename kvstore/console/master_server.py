@@ -125,11 +125,11 @@ def _routes(
     routes = [
         Route("GET", path, access.require_known_host(way)) for path, way in dashboard.page().items()
     ]
-    for each in endpoints:
-        guard = access.require_write if each.is_trusted else access.require_read
-        if each.is_of_all:
+    for endpoint in endpoints:
+        guard = access.require_write if endpoint.is_trusted else access.require_read
+        if endpoint.is_of_all:
             guard = access.require_all_namespaces
-        routes.append(Route(each.method, each.path, guard(each.handle)))
+        routes.append(Route(endpoint.method, endpoint.path, guard(endpoint.handle)))
     return routes
 
 

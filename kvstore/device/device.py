@@ -64,7 +64,7 @@ class Device:
             if not self._wait(event, deadline, stoppable=True):
                 raise DeadlineExceededError(
                     f"the work before the copy had not ended on {self.name} by the deadline",
-                    settled=1,
+                    quiesced=1,
                 )
 
     def copy(self, way: Direction, copies: CopyList, locked: LockedSegment | None = None) -> Event:
@@ -129,7 +129,7 @@ class Device:
             if stop is not None:
                 stop.check()
             if stoppable and self._is_closed:
-                raise ClosedError("the client is closed", settled=1)
+                raise ClosedError("the client is closed", quiesced=1)
             if uptime() >= deadline:
                 return False
             time.sleep(nap)
@@ -141,5 +141,5 @@ class Device:
             f"{self.name} did not finish copies; this client does not use it any more",
             advice="Check the kernel's log for errors of the device, and restart the process.",
             device=self.name,
-            settled=0,
+            quiesced=0,
         )

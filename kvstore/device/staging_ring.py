@@ -47,7 +47,7 @@ class StagingRing:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
                     advice="Copy fewer tensors at once.",
-                    settled=1,
+                    quiesced=1,
                 )
             time.sleep(min(remaining, CHECK_INTERVAL_S))
 
@@ -75,7 +75,7 @@ class StagingRing:
     def _prepare(self) -> None:
         """Allocate the memory at the first call. The caller holds the lock."""
         if self._is_closed:
-            raise ClosedError("the client is closed", settled=1)
+            raise ClosedError("the client is closed", quiesced=1)
         if self._memory is None:
             memory = self._memory = self._driver.locked_memory(self._size)
             size = self.slot_bytes

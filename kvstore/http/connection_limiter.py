@@ -120,9 +120,9 @@ async def serving_connections(
             ssl_shutdown_timeout=CUT_S if tls else None,
         )
         try:
-            for each in server.sockets:
+            for sock in server.sockets:
                 # asyncio uses one number for the kernel's queue and for the accepts per step.
-                with socket.socket(fileno=os.dup(each.fileno())) as same:
+                with socket.socket(fileno=os.dup(sock.fileno())) as same:
                     same.listen(BACKLOG)
             yield server
         finally:
@@ -180,7 +180,7 @@ class ConnectionLimiter:
             return web.Response(status=CLIENT_LEFT)
         try:
             encodings = request.headers.getall("Content-Encoding", [])
-            if any(each.lower() != "identity" for each in encodings):
+            if any(encoding.lower() != "identity" for encoding in encodings):
                 return web.Response(status=415, text=_ENCODED)
             return await handler(request)
         finally:

@@ -87,7 +87,7 @@ class _Process(ProcessCollector):
         found = list(super().collect())
         yield from found
         name = "process_open_fds"
-        if self._open_files is not None and all(each.name != name for each in found):
+        if self._open_files is not None and all(family.name != name for family in found):
             yield GaugeMetricFamily(
                 name, "Number of open file descriptors.", value=self._open_files
             )

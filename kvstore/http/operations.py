@@ -107,14 +107,14 @@ def _query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
     return _checked(lambda: kind.model_validate(given), "the address")
 
 
-def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
+def _checked(read: Callable[[], QuestionT], subject: str) -> QuestionT:
     try:
         return read()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:64]
         raise InvalidArgumentError(
-            f"{place or whole}: {first['msg'].removeprefix('Value error, ')}"
+            f"{place or subject}: {first['msg'].removeprefix('Value error, ')}"
         ) from None
 
 
@@ -201,7 +201,7 @@ def endpoint(
 
     def described(answer: AnswerT) -> AnswerT:
         signature = inspect.signature(answer, eval_str=True)
-        _, *taken = (each.annotation for each in signature.parameters.values())
+        _, *taken = (parameter.annotation for parameter in signature.parameters.values())
         told = [signature.return_annotation, *get_args(signature.return_annotation)]
         answer.__dict__["endpoint"] = Operation(
             method, path, " ".join((answer.__doc__ or "").split()), answers, answer,
@@ -218,9 +218,9 @@ def endpoints_of(owner: object) -> list[Operation]:
     """Return the endpoints of an object; those of a class serve only as descriptions."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [
-        each.endpoint._replace(response=getattr(owner, name))
-        for name, each in vars(kind).items()
-        if hasattr(each, "endpoint")
+        var.endpoint._replace(response=getattr(owner, name))
+        for name, var in vars(kind).items()
+        if hasattr(var, "endpoint")
     ]
 
 

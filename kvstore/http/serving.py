@@ -98,19 +98,22 @@ def bind(host: str, port: int, *, is_given: bool, flag: str = "--http-port") -> 
     """
     patience = time.monotonic() + TAKEN_S
     while True:
-        for each in range(port, port + (1 if is_given else PORTS)):
+        for candidate in range(port, port + (1 if is_given else PORTS)):
             try:
-                listener = listen(host, each)
+                listener = listen(host, candidate)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise StartupError(
-                    f"HTTP cannot listen on {join_address(host, each)}: {error.strerror or error}",
+                    f"HTTP cannot listen on {join_address(host, candidate)}: "
+                    f"{error.strerror or error}",
                     advice="Give --host an address of this host.",
                 ) from None
-            if each != port:
+            if candidate != port:
                 log.warning(
-                    "http_port_taken wanted=%d port=%d: choose one with --http-port", port, each
+                    "http_port_taken wanted=%d port=%d: choose one with --http-port",
+                    port,
+                    candidate,
                 )
             return listener
         if time.monotonic() >= patience:

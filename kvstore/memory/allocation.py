@@ -176,7 +176,7 @@ def _in_threads(
     yield work(first)
     with ThreadPoolExecutor(threads, "kvstore-reserve") as pool:
         try:
-            for done in as_completed([pool.submit(work, each) for each in others]):
+            for done in as_completed([pool.submit(work, other) for other in others]):
                 yield done.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -57,7 +57,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvstore.calls import STAMP_BYTES
+from kvstore.calls import HEADER_MAC_BYTES
 from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key, Namespace
 
 HEADER_BYTES: Final = 1024
@@ -162,11 +162,11 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
     return len(packed)
 
 
-def write_header_mac(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
+def write_header_mac(buffer: memoryview | bytearray, end: int, header_mac: bytes) -> None:
     """Writes the MAC (empty: none) after the header in ``buffer``, which ends at ``end``, if it
     fits."""
-    if end + len(stamp) <= HEADER_BYTES:
-        buffer[end : end + len(stamp)] = stamp
+    if end + len(header_mac) <= HEADER_BYTES:
+        buffer[end : end + len(header_mac)] = header_mac
 
 
 def header_mac_offset(header: Header) -> int:
@@ -249,7 +249,7 @@ def scan_part(
             continue
         if accepts is not None:
             end = header_mac_offset(header)
-            if not accepts(start + at, header, raw[end : end + STAMP_BYTES]):
+            if not accepts(start + at, header, raw[end : end + HEADER_MAC_BYTES]):
                 continue
         yield start + at, header
 

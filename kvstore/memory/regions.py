@@ -39,14 +39,14 @@ class Regions:
 
     def take(self, start: int) -> Region | None:
         """Removes and returns the region at ``start``; None: there is none."""
-        found = [each for each in self._regions if each.start == start]
-        self._regions = [each for each in self._regions if each.start != start]
+        found = [region for region in self._regions if region.start == start]
+        self._regions = [region for region in self._regions if region.start != start]
         return found[0] if found else None
 
     def overlap(self, region: Region) -> bool:
         after = bisect_right(self._regions, region.start, key=_start)
         beside = self._regions[max(0, after - 1) : after + 1]
-        return any(each.overlaps(region.start, region.stop) for each in beside)
+        return any(other.overlaps(region.start, region.stop) for other in beside)
 
     def holding(self, start: int, length: int) -> Region | None:
         """The region that contains all of these bytes; None: there is none."""

@@ -136,7 +136,7 @@ def free_node_name(base: str, owner: layout.SegmentOwner, avoid: Collection[str]
     fresh = next(name for name in names if name not in avoid)
     free = ""
     for name in (_numbered(base, number) for number in sorted(known)):
-        paths = [f"{each}/{SHM_PREFIX}{name}" for each in places]
+        paths = [f"{place}/{SHM_PREFIX}{name}" for place in places]
         if name in avoid or any(_is_taken(path) for path in paths):
             continue
         found = [left for path in paths if (left := read_left(path)) is not None]
@@ -161,7 +161,7 @@ def _numbers(base: str, places: Collection[str]) -> set[int]:
     for directory in places:
         with contextlib.suppress(OSError):
             found = map(pattern.fullmatch, os.listdir(directory))
-            numbers.update(int(each[1] or 1) for each in found if each)
+            numbers.update(int(match_[1] or 1) for match_ in found if match_)
     return numbers
 
 

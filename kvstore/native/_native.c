@@ -70,7 +70,7 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
         return -1;
     }
     uint64_t total = 0;
-    batch->room = (uint64_t)batch->memory.len;
+    batch->segment_bytes = (uint64_t)batch->memory.len;
     int ended = take_rows(batch, rows, &total);
     if (ended)
         return ended;
@@ -356,17 +356,17 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"call_back", call_back, METH_VARARGS, NULL},
+    {"revoke_writes", revoke_writes, METH_VARARGS, NULL},
     {"exchange", exchange, METH_VARARGS, NULL},
     {"get_many", get_many, METH_VARARGS, NULL},
     {"overlap", overlap, METH_O, NULL},
     {"pack_keys", pack_keys, METH_O, NULL},
     {"read_objects", read_objects, METH_VARARGS, NULL},
     {"write_objects", write_objects, METH_VARARGS, NULL},
-    {"seal", seal, METH_VARARGS, NULL},
+    {"issue_capabilities", issue_capabilities, METH_VARARGS, NULL},
     {"serve", serve, METH_VARARGS, NULL},
     {"siphash", siphash_of, METH_VARARGS, NULL},
-    {"stamp", stamp, METH_VARARGS, NULL},
+    {"compute_header_macs", compute_header_macs, METH_VARARGS, NULL},
     {"tcp_read", tcp_read, METH_VARARGS, NULL},
     {"tcp_write", tcp_write, METH_VARARGS, NULL},
     {"xxh3_64", xxh3_64, METH_VARARGS, NULL},

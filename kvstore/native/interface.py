@@ -10,9 +10,9 @@ CLOCK: Final = 7
 """Linux's number of the clock of ``kvstore.runtime.clock.uptime``."""
 
 BatchEnd = int
-"""Reason why a batch was not completed: ``GONE``, ``LATE`` or ``OUTSIDE``."""
+"""Reason why a batch was not completed: ``UNMOUNTED``, ``LATE`` or ``OUTSIDE``."""
 
-GONE: Final = 1
+UNMOUNTED: Final = 1
 """The segment has another generation than the batch."""
 LATE: Final = 2
 OUTSIDE: Final = 3
@@ -38,14 +38,14 @@ REFUSED: Final = 8
 CAPABILITY_BYTES: Final = 32
 """Expiry, wipe sequence number and MAC of a capability (``kvstore.runtime.tcp_protocol``)."""
 
-STAMP_BYTES: Final = 16
+HEADER_MAC_BYTES: Final = 16
 """A header MAC (``kvstore.memory.header``)."""
 
-ORDERS_BYTES: Final = 8 << 18
-"""A table of ``call_back``. At 5,000 wipes a second a put of 10 ms hits another extent's slot once
-in 5,000 times, and its client retries."""
+WIPE_TABLE_BYTES: Final = 8 << 18
+"""A table of ``revoke_writes``. At 5,000 wipes a second a put of 10 ms hits another extent's slot
+once in 5,000 times, and its client retries."""
 
-ASKED_BYTES: Final = 8 * (1 + 4096)
+WRITES_BYTES: Final = 8 * (1 + 4096)
 """The number of extents that a connection is writing, and the offset of each."""
 
 Buffers = list[memoryview]
@@ -56,5 +56,5 @@ extent (empty: none)."""
 
 WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes, bytes]
 """As ``ReadRow``, with the payload's source (None: it is in place); then the parent's key (empty: a
-root), the descriptor, and the capability, followed by the header MAC (``STAMP_BYTES``) if there is
-one."""
+root), the descriptor, and the capability, followed by the header MAC (``HEADER_MAC_BYTES``) if
+there is one."""

@@ -54,10 +54,10 @@ _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of the rest, call id, kind, length of the name."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
-"""A mount as in ``seal``: key, generation, expiry."""
+"""A mount as in ``issue_capabilities``: key, generation, expiry."""
 
-_STAMPED: Final = struct.Struct("<8s5Q")
-_STAMP_TAG: Final = b"KVhead\0\1"
+_HEADER_MAC_INPUT: Final = struct.Struct("<8s5Q")
+_HEADER_MAC_TAG: Final = b"KVhead\0\1"
 """Prefix of the MAC's input; offset, size, version, namespace and key follow."""
 
 _ORDER_BITS: Final = 18
@@ -153,7 +153,7 @@ def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
 def _check_may_continue(memory: memoryview, generation: int, deadline: float) -> None:
     """Raise _EndedEarlyError after a new mount of the segment or the deadline."""
     if memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] != generation:
-        raise _EndedEarlyError(interface.GONE)
+        raise _EndedEarlyError(interface.UNMOUNTED)
     if uptime() >= deadline:
         raise _EndedEarlyError(interface.LATE)
 
@@ -196,7 +196,9 @@ def get_many(
 def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
     """Return the indices of two buffers that share a byte, or None."""
     spans = sorted(
-        (address_of(each), len(each), index) for index, each in enumerate(buffers) if len(each)
+        (address_of(buffer), len(buffer), index)
+        for index, buffer in enumerate(buffers)
+        if len(buffer)
     )
     for (start, size, index), (after, _, other) in pairwise(spans):
         if start + size > after:
@@ -296,7 +298,7 @@ def _classify_error(error: OSError | RefusedTransferError) -> tuple[int, int]:
 
 def tcp_read(
     stream: Stream, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
-    deadline: float, stall_s: float, spin_s: float, sealed: bool, /,
+    deadline: float, stall_s: float, spin_s: float, with_capabilities: bool, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
     """As ``read_objects``, in one request over an open connection to a data server.
 
@@ -305,7 +307,7 @@ def tcp_read(
         size: of the segment, bytes.
         rows: at most ``RANGES_MAX``; none without buffers.
         stall_s: ``TIMED_OUT`` also after this time without a byte in either direction.
-        sealed: whether the connection requires the rows' capabilities.
+        with_capabilities: whether the connection requires the rows' capabilities.
 
     Returns:
         ``ANSWERED``, the outcome of polling, 1, and the outcomes. Or the error, the errno or
@@ -336,14 +338,14 @@ def tcp_read(
     except _EndedEarlyError:
         return interface.REFUSED, TransferStatus.INVALID_RANGE, 1, None
     ranges = [(row[0], HEADER_BYTES + row[1]) for row in rows]
-    extents = [_extent(row) for row in rows] if sealed else None
-    how, number, settled = request(stream, Op.READ, ranges, extents, receive, deadline)
-    return how, number, settled, outcomes if how == interface.ANSWERED else None
+    extents = [_extent(row) for row in rows] if with_capabilities else None
+    how, number, quiesced = request(stream, Op.READ, ranges, extents, receive, deadline)
+    return how, number, quiesced, outcomes if how == interface.ANSWERED else None
 
 
 def tcp_write(
     stream: Stream, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
-    stall_s: float, spin_s: float, sealed: bool, /,
+    stall_s: float, spin_s: float, with_capabilities: bool, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
     """As ``write_objects`` over such a connection; at most ``RANGES_MAX`` / 3 rows."""
     del stall_s, spin_s
@@ -366,7 +368,7 @@ def tcp_write(
     ranges: list[tuple[int, int]] = []
     for offset, length, *_ in rows:
         ranges += [(offset, len(WIPE)), (offset + HEADER_BYTES, length), (offset, HEADER_BYTES)]
-    extents = [_extent(row) for row in rows for _ in range(3)] if sealed else None
+    extents = [_extent(row) for row in rows for _ in range(3)] if with_capabilities else None
     return *request(stream, Op.WRITE, ranges, extents, send, deadline), None
 
 
@@ -425,7 +427,7 @@ def receive_status(stream: Stream, deadline: float) -> None:
         raise RefusedTransferError(status)
 
 
-def seal(
+def issue_capabilities(
     mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
     holder: int, order: int, rights: int, /,
 ) -> bytes:  # fmt: skip
@@ -452,17 +454,19 @@ def seal(
             raise ValueError("a mount has 32 bytes")
         key, generation, expires_ms = _MOUNT.unpack(mount)
         length = HEADER_BYTES + size
-        signed = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
+        signed = protocol.pack_capability_input(
+            generation, holder, offset, length, expires_ms, order, rights
+        )
         made.append(protocol.pack_capability(expires_ms, order, siphash(key, signed)))
     return b"".join(made)
 
 
-def stamp(
+def compute_header_macs(
     mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
     epochs: Sequence[int], counters: Sequence[int], namespaces: Sequence[str], keys: Sequence[Key],
     /,
 ) -> bytes:  # fmt: skip
-    """Compute header MACs (``kvstore.memory.header``), ``STAMP_BYTES`` for each.
+    """Compute header MACs (``kvstore.memory.header``), ``HEADER_MAC_BYTES`` for each.
 
     Args:
         mounts: by segment its MAC key, 16 bytes. The MACs of other segments are zeros.
@@ -478,12 +482,16 @@ def stamp(
     for segment, (*numbers, namespace, key) in zip(segments, rows, strict=True):
         secret = mounts.get(segment)
         if secret is None:
-            made.append(bytes(interface.STAMP_BYTES))
+            made.append(bytes(interface.HEADER_MAC_BYTES))
             continue
         name = namespace.encode()
         if len(name) > NAMESPACE_BYTES_MAX or len(key) > KEY_BYTES_MAX:
             raise ValueError("a namespace or key is too long")
-        made.append(siphash(secret, _STAMPED.pack(_STAMP_TAG, *numbers, len(name)) + name + key))
+        made.append(
+            siphash(
+                secret, _HEADER_MAC_INPUT.pack(_HEADER_MAC_TAG, *numbers, len(name)) + name + key
+            )
+        )
     return b"".join(made)
 
 
@@ -499,7 +507,7 @@ class CapabilityVerifier(NamedTuple):
     def check(self, record: protocol.CapabilityRange, op: Op) -> None:
         """Raise RefusedTransferError unless it permits ``op`` on the range to this holder."""
         extent = record.extent_offset, record.extent_length
-        signed = protocol.sealed(
+        signed = protocol.pack_capability_input(
             self.generation, self.holder, *extent, record.expires_ms, record.wipe_seq, record.rights
         )
         if not hmac.compare_digest(record.mac, self.mac(self.key, signed)):
@@ -518,32 +526,32 @@ class CapabilityVerifier(NamedTuple):
         Raises:
             RefusedTransferError: a capability is older than a wipe request for its extent.
         """
-        asked, orders = self.writes_in_progress.cast("Q"), self.wipe_seqs.cast("Q")
+        writes, wipe_seqs = self.writes_in_progress.cast("Q"), self.wipe_seqs.cast("Q")
         for index, record in enumerate(records, 1):
-            asked[index] = record.extent_offset
-        asked[0] = len(records)
-        if any(record.wipe_seq < orders[_slot(record.extent_offset)] for record in records):
+            writes[index] = record.extent_offset
+        writes[0] = len(records)
+        if any(record.wipe_seq < wipe_seqs[_slot(record.extent_offset)] for record in records):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
 
     def end_write(self) -> None:
         self.writes_in_progress.cast("Q")[0] = 0
 
 
-def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None:
+def revoke_writes(wipe_seqs: memoryview, offsets: Sequence[int], order: int, /) -> None:
     """Revoke the write capabilities for these extents that are older than the wipe request.
 
     Requests in progress continue: ``writes_in_progress`` of ``serve`` names them.
 
     Args:
-        orders: ``ORDERS_BYTES``, initially zeros: the last wipe sequence number of each extent, by
-            a hash of its offset.
+        wipe_seqs: ``WIPE_TABLE_BYTES``, initially zeros: the last wipe sequence number of each
+            extent, by a hash of its offset.
 
     Raises:
-        ValueError: ``orders`` has another size.
+        ValueError: ``wipe_seqs`` has another size.
     """
-    if orders.nbytes != interface.ORDERS_BYTES:
-        raise ValueError("no table of orders")
-    words = orders.cast("Q")
+    if wipe_seqs.nbytes != interface.WIPE_TABLE_BYTES:
+        raise ValueError("no table of wipe sequence numbers")
+    words = wipe_seqs.cast("Q")
     for offset in offsets:
         if offset < 0:
             raise OverflowError("an offset below 0")
@@ -559,7 +567,7 @@ def _slot(offset: int) -> int:
 def serve(
     stream: Stream, file: int, memory: memoryview, generation: int, cut: bytearray,
     counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int,
-    orders: memoryview, asked: memoryview, /,
+    wipe_seqs: memoryview, writes: memoryview, /,
 ) -> tuple[int, int]:  # fmt: skip
     """Serve the requests of an open connection until it ends.
 
@@ -571,24 +579,28 @@ def serve(
         idle_s: how long a connection may wait for its next request.
         key: of the segment, for checks of capabilities; empty: none are required.
         holder: of the capabilities.
-        orders: as for ``call_back``; unused without ``key``.
-        asked: ``ASKED_BYTES``, in which others read what is being written; unused without ``key``.
+        wipe_seqs: as for ``revoke_writes``; unused without ``key``.
+        writes: ``WRITES_BYTES``, in which others read what is being written; unused without
+            ``key``.
 
     Returns:
         The end of the connection, and the errno or, for ``REFUSED``, the ``Status`` to send.
     """
     del file
-    sealed = CapabilityVerifier(key, generation, holder, siphash, orders, asked) if key else None
+    verifier = (
+        CapabilityVerifier(key, generation, holder, siphash, wipe_seqs, writes) if key else None
+    )
     bounds = counts, stall_s, idle_s
-    return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, sealed)
+    return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, verifier)
 
 
 def serve_ranges(
     stream: Stream, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
     cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
-    sealed: CapabilityVerifier | None,
+    verifier: CapabilityVerifier | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """As ``serve``; ``held`` accesses extents that ``memory`` lacks. ``sealed``: None: a token."""
+    """As ``serve``; ``held`` accesses extents that ``memory`` lacks. ``verifier``: None: a
+    token."""
     words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
     counted = memoryview(counts).cast("Q")
     copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
@@ -598,11 +610,11 @@ def serve_ranges(
 
     def check() -> None:
         if cut[0] or words[0] != generation:
-            raise RefusedTransferError(TransferStatus.GONE)
+            raise RefusedTransferError(TransferStatus.UNMOUNTED)
 
     try:
-        while (asked := _next_request(stream, soon, idle_s, sealed)) is not None:
-            op, ranges, until = asked
+        while (message := _next_request(stream, soon, idle_s, verifier)) is not None:
+            op, ranges, until = message
 
             def in_time(until: float = until) -> float:
                 return min(soon(), until)
@@ -622,8 +634,8 @@ def serve_ranges(
                 if held is not None:
                     check()
                     held.write(parts, in_time())
-            if sealed is not None:
-                sealed.end_write()  # before the client may know
+            if verifier is not None:
+                verifier.end_write()  # before the client may know
             if ahead:
                 stream.send(ahead, in_time())
             with _counting:
@@ -635,13 +647,13 @@ def serve_ranges(
     except (OSError, RefusedTransferError) as error:
         return _classify_error(error)
     finally:
-        if sealed is not None:
-            sealed.end_write()
+        if verifier is not None:
+            verifier.end_write()
     return interface.ENDED, 0
 
 
 def _next_request(
-    stream: Stream, soon: Callable[[], float], idle_s: float, sealed: CapabilityVerifier | None
+    stream: Stream, soon: Callable[[], float], idle_s: float, verifier: CapabilityVerifier | None
 ) -> tuple[Op, list[tuple[int, int]], float] | None:
     """Return operation, ranges and deadline, or None. Raises RefusedTransferError."""
     raw = bytearray(protocol.REQUEST_BYTES)
@@ -659,15 +671,15 @@ def _next_request(
     if request is None:
         raise RefusedTransferError(TransferStatus.BAD_REQUEST)
     op, count = request
-    raw = bytearray(count * (protocol.RECORD_BYTES if sealed else protocol.RANGE_BYTES))
+    raw = bytearray(count * (protocol.RECORD_BYTES if verifier else protocol.RANGE_BYTES))
     stream.receive([memoryview(raw)], soon())
-    if sealed is None:
+    if verifier is None:
         return op, protocol.unpack_ranges(raw), math.inf
     records = protocol.unpack_records(raw)
     for record in records:
-        sealed.check(record, op)
+        verifier.check(record, op)
     if op is Op.WRITE:
-        sealed.begin_write(records)
+        verifier.begin_write(records)
     ranges = [(record.offset, record.length) for record in records]
     return op, ranges, min(record.expires_ms for record in records) / 1000
 

@@ -13,7 +13,7 @@
 #define KEY_MAX 256
 #define DESCRIPTOR_MAX 320
 #define CAPABILITY_BYTES 32 /* u64 expiry, u64 order, MAC: capability.h */
-#define STAMP_BYTES 16      /* of a header, behind its capability in a row: capability.h */
+#define HEADER_MAC_BYTES 16      /* of a header, behind its capability in a row: capability.h */
 static const uint8_t MAGIC[8] = "KVextnt\x01";
 
 #define PIECE_BYTES (256 << 10) /* before each, a look at clock and generation */
@@ -23,7 +23,7 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 #define THREADS_MAX 16
 
 /* How a batch ended, and what became of a row (kvstore.native.interface says what they mean). */
-enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
+enum { DONE = 0, UNMOUNTED = 1, LATE = 2, OUTSIDE = 3 };
 enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
 
 /* As kvstore.runtime.clock.uptime, in nanoseconds. */
@@ -53,7 +53,7 @@ typedef struct {
     uint64_t offset, size, epoch, counter;
     const uint8_t *key, *parent, *descriptor; /* the last two: writes only */
     size_t key_size, parent_size, descriptor_size;
-    const uint8_t *capability; /* of CAPABILITY_BYTES, of none, or with a stamp behind it */
+    const uint8_t *capability; /* of CAPABILITY_BYTES, of none, or with a header MAC behind it */
     size_t capability_size;
     Part *parts;
     size_t part_count;
@@ -67,13 +67,13 @@ typedef struct {
 
 typedef struct {
     Py_buffer memory; /* of the segment, where it is mapped */
-    uint64_t room;    /* bytes of the segment */
+    uint64_t segment_bytes;
     const char *name;
     Py_ssize_t name_size;
     uint64_t generation, seed;
     int64_t deadline_ns;
     int verify, write, streams;
-    int sealed; /* over tcp: whether the request shows the rows' capabilities */
+    int with_capabilities; /* over tcp: whether the request shows the rows' capabilities */
     Row *rows;
     size_t row_count;
     Part *parts;
@@ -86,16 +86,16 @@ typedef struct {
 static int interrupted(const Batch *batch) {
     const uint8_t *word = (const uint8_t *)batch->memory.buf + GENERATION_OFFSET;
     if (__atomic_load_n((const uint64_t *)word, __ATOMIC_ACQUIRE) != batch->generation)
-        return GONE;
+        return UNMOUNTED;
     return now_ns() >= batch->deadline_ns ? LATE : DONE;
 }
 
-/* WHOLE: as kvstore.native.object_headers.header_of, the row's header is at `place`; otherwise STALE. Reads shared
+/* WHOLE: as kvstore.native.object_headers.header_of, the row's header is at `header`; otherwise STALE. Reads shared
  * memory once, into `row->found`: what is checked is what is kept. */
-static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
+static int check_header(Row *row, const uint8_t *header, const Batch *batch, uint64_t *checksum) {
     uint8_t *head = row->found;
-    if (place != head)
-        memcpy(head, place, FIXED_BYTES);
+    if (header != head)
+        memcpy(head, header, FIXED_BYTES);
     READ_ONCE();
     size_t name = load16(head + 20), key = load16(head + 22);
     size_t parent = load16(head + 24), descriptor = load16(head + 26);
@@ -106,8 +106,8 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
         load64(head + 32) != row->size || load64(head + 40) != row->epoch ||
         load64(head + 48) != row->counter)
         return STALE;
-    if (place != head)
-        memcpy(head + FIXED_BYTES, place + FIXED_BYTES, end - FIXED_BYTES);
+    if (header != head)
+        memcpy(head + FIXED_BYTES, header + FIXED_BYTES, end - FIXED_BYTES);
     READ_ONCE();
     if (memcmp(head + FIXED_BYTES, batch->name, name) ||
         memcmp(head + FIXED_BYTES + name, row->key, key) ||
@@ -119,18 +119,18 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
     return WHOLE;
 }
 
-/* Bytes of the header that the row's write leaves, without its stamp. */
+/* Bytes of the header that the row's write leaves, without its MAC. */
 static size_t checked_size(const Batch *batch, const Row *row) {
     return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
 }
 
-/* Bytes of its stamp: a header that fills its place has none. */
-static size_t stamp_size(const Batch *batch, const Row *row) {
-    int is_stamped = row->capability_size == CAPABILITY_BYTES + STAMP_BYTES;
-    return is_stamped && checked_size(batch, row) + STAMP_BYTES <= HEADER_BYTES ? STAMP_BYTES : 0;
+/* Bytes of its MAC: a header without room for it has none. */
+static size_t header_mac_size(const Batch *batch, const Row *row) {
+    int has_header_mac = row->capability_size == CAPABILITY_BYTES + HEADER_MAC_BYTES;
+    return has_header_mac && checked_size(batch, row) + HEADER_MAC_BYTES <= HEADER_BYTES ? HEADER_MAC_BYTES : 0;
 }
 
-/* As kvstore.native.object_headers.write_header; sets `*size` to the bytes of the header and its stamp. */
+/* As kvstore.native.object_headers.write_header; sets `*size` to the bytes of the header and its MAC. */
 static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
     uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
                          (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};
@@ -151,36 +151,36 @@ static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch
     *size = (size_t)(at - head);
     uint64_t sum = xxh3(head + CHECKED_FROM, *size - CHECKED_FROM, batch->seed ^ row->offset);
     memcpy(head + 8, &sum, 8);
-    size_t stamp = stamp_size(batch, row);
-    memcpy(at, row->capability + CAPABILITY_BYTES * (stamp > 0), stamp);
-    *size += stamp;
+    size_t header_mac = header_mac_size(batch, row);
+    memcpy(at, row->capability + CAPABILITY_BYTES * (header_mac > 0), header_mac);
+    *size += header_mac;
 }
 
 /* Hashes a payload that stays in the segment: a caller reads it there, or has put it there. */
-static int hash_payload(const Batch *batch, const Row *row, const uint8_t *place, Xxh3 *state) {
+static int hash_payload(const Batch *batch, const Row *row, const uint8_t *payload, Xxh3 *state) {
     size_t left = (size_t)row->size;
     while (left) {
         size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
         int ended = interrupted(batch);
         if (ended)
             return ended;
-        xxh3_feed(state, NULL, place, size);
-        place += size;
+        xxh3_feed(state, NULL, payload, size);
+        payload += size;
         left -= size;
     }
     return DONE;
 }
 
-/* Copies a payload between the segment (`place`) and the row's parts; hashes it if `state` is given. */
-static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3 *state) {
+/* Copies a payload between the segment (`payload`) and the row's parts; hashes it if `state` is given. */
+static int move_payload(const Batch *batch, const Row *row, uint8_t *payload, Xxh3 *state) {
     if (!row->copied)
-        return hash_payload(batch, row, place, state);
+        return hash_payload(batch, row, payload, state);
     for (size_t index = 0; index < row->part_count; index++) {
         uint8_t *part = row->parts[index].at;
         size_t left = row->parts[index].size;
         while (left) {
             size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
-            uint8_t *to = batch->write ? place : part, *from = batch->write ? part : place;
+            uint8_t *to = batch->write ? payload : part, *from = batch->write ? part : payload;
             int ended = interrupted(batch);
             if (ended)
                 return ended;
@@ -189,7 +189,7 @@ static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3
             else
                 memcpy(to, from, size);
             part += size;
-            place += size;
+            payload += size;
             left -= size;
         }
     }
@@ -197,34 +197,34 @@ static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3
 }
 
 static int read_row(const Batch *batch, Row *row) {
-    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
+    uint8_t *header = (uint8_t *)batch->memory.buf + row->offset;
     uint64_t checksum = 0;
     int ended = interrupted(batch);
     if (ended)
         return ended;
-    row->status = check_header(row, place, batch, &checksum);
+    row->status = check_header(row, header, batch, &checksum);
     if (row->status != WHOLE || (!row->copied && !batch->verify))
         return DONE;
     Xxh3 state;
     if (batch->verify)
         xxh3_begin(&state);
-    ended = move_payload(batch, row, place + HEADER_BYTES, batch->verify ? &state : NULL);
+    ended = move_payload(batch, row, header + HEADER_BYTES, batch->verify ? &state : NULL);
     if (!ended && batch->verify && xxh3_end(&state) != checksum)
         row->status = CORRUPT;
     return ended;
 }
 
 static int write_row(const Batch *batch, Row *row) {
-    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
+    uint8_t *header = (uint8_t *)batch->memory.buf + row->offset;
     int ended = interrupted(batch);
     if (ended)
         return ended;
-    memset(place, 0, FIXED_BYTES); /* first: a valid header promises a whole payload */
+    memset(header, 0, FIXED_BYTES); /* first: a valid header promises a whole payload */
     atomic_thread_fence(memory_order_seq_cst);
     Xxh3 state;
     xxh3_begin(&state);
     state.streams = batch->streams;
-    ended = move_payload(batch, row, place + HEADER_BYTES, &state);
+    ended = move_payload(batch, row, header + HEADER_BYTES, &state);
     if (ended)
         return ended;
     if (state.streams)
@@ -236,7 +236,7 @@ static int write_row(const Batch *batch, Row *row) {
     if (ended)
         return ended;
     atomic_thread_fence(memory_order_seq_cst);
-    memcpy(place, head, size);
+    memcpy(header, head, size);
     return DONE;
 }
 
@@ -304,7 +304,7 @@ static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
  * or hash. */
 static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
     Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 9 : 7, buffers = 0;
-    size_t capability_max = CAPABILITY_BYTES + (batch->write ? STAMP_BYTES : 0);
+    size_t capability_max = CAPABILITY_BYTES + (batch->write ? HEADER_MAC_BYTES : 0);
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *row = PyList_GET_ITEM(rows, index);
         if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != width) {
@@ -327,7 +327,7 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
         PyErr_NoMemory();
         return -1;
     }
-    uint64_t room = batch->room;
+    uint64_t segment_bytes = batch->segment_bytes;
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *source = PyList_GET_ITEM(rows, index);
         Row *row = &batch->rows[index];
@@ -341,8 +341,9 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
             (take_bytes(source, 6, KEY_MAX, &row->parent, &row->parent_size) ||
              take_bytes(source, 7, DESCRIPTOR_MAX, &row->descriptor, &row->descriptor_size)))
             return -1;
-        if (row->offset < SUPERBLOCK_BYTES || row->offset > room || room - row->offset < HEADER_BYTES ||
-            room - row->offset - HEADER_BYTES < row->size)
+        if (row->offset < SUPERBLOCK_BYTES || row->offset > segment_bytes ||
+            segment_bytes - row->offset < HEADER_BYTES ||
+            segment_bytes - row->offset - HEADER_BYTES < row->size)
             return OUTSIDE;
         batch->row_count++;
         *total += row->copied || batch->write || batch->verify ? row->size : 0;

@@ -70,10 +70,10 @@ static int polled(int64_t spin_until) {
 }
 
 /* Receives until `*received` >= `wanted`; polls until `*spin_until` if that is > 0 (see polls_again). */
-static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *received,
+static int receive_some(int fd, char *into, size_t size, size_t wanted, size_t *received,
                         int64_t *spin_until, int64_t deadline_ns) {
     while (*received < wanted) {
-        ssize_t count = recv(fd, into + *received, room - *received, MSG_DONTWAIT);
+        ssize_t count = recv(fd, into + *received, size - *received, MSG_DONTWAIT);
         if (count > 0) {
             *received += (size_t)count;
         } else if (!count) {

@@ -7,7 +7,7 @@
 #define RANGE_BYTES 16  /* u64 offset, u64 length; RECORD_BYTES with a capability */
 #define STATUS_BYTES 8  /* magic, u32 status */
 #define RANGES_MAX 4096
-#define ASKED_BYTES (8 * (1 + RANGES_MAX))
+#define WRITES_BYTES (8 * (1 + RANGES_MAX))
 static const uint8_t TCP_MAGIC[4] = "KVdt";
 enum { OP_READ = 1, OP_WRITE = 2 };
 enum { STATUS_OK = 0, STATUS_GONE = 3, STATUS_INVALID_RANGE = 4, STATUS_BAD_REQUEST = 5, STATUS_NOT_ALLOWED = 6 };
@@ -185,7 +185,7 @@ static void put64(uint8_t **at, uint64_t value) {
 static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t offset, uint64_t length) {
     put64(at, offset);
     put64(at, length);
-    if (!batch->sealed)
+    if (!batch->with_capabilities)
         return;
     uint8_t capability[CAPABILITY_BYTES] = {0};
     size_t shown = row->capability_size < CAPABILITY_BYTES ? row->capability_size : CAPABILITY_BYTES;
@@ -201,7 +201,7 @@ static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t
 
 /* Makes the request for all rows, of `*size` bytes; NULL: no memory. */
 static uint8_t *make_request(const Batch *batch, size_t *size) {
-    size_t width = batch->sealed ? RECORD_BYTES : RANGE_BYTES;
+    size_t width = batch->with_capabilities ? RECORD_BYTES : RANGE_BYTES;
     uint8_t *request = malloc(REQUEST_HEAD + 3 * width * batch->row_count);
     if (!request)
         return NULL;
@@ -215,7 +215,7 @@ static uint8_t *make_request(const Batch *batch, size_t *size) {
         put_range(&at, batch, row, row->offset, FIXED_BYTES);
         if (row->size)
             put_range(&at, batch, row, row->offset + HEADER_BYTES, row->size);
-        put_range(&at, batch, row, row->offset, checked_size(batch, row) + stamp_size(batch, row));
+        put_range(&at, batch, row, row->offset, checked_size(batch, row) + header_mac_size(batch, row));
     }
     *size = (size_t)(at - request);
     uint16_t words[2] = {batch->write ? OP_WRITE : OP_READ, 0};
@@ -365,13 +365,13 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
 }
 
 /* Makes the result of slow.tcp_read and tcp_write. */
-static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *rows, double deadline,
+static PyObject *exchange_rows(Batch *batch, int fd, uint64_t segment_bytes, PyObject *rows, double deadline,
                                double stall, double spin) {
     PyObject *results = NULL;
     uint8_t *request = NULL;
     uint64_t total = 0;
     size_t request_size = 0;
-    batch->room = room;
+    batch->segment_bytes = segment_bytes;
     if (!PyList_CheckExact(rows)) {
         PyErr_SetString(PyExc_TypeError, "rows come in a list");
         return NULL;
@@ -380,7 +380,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         PyErr_SetString(PyExc_ValueError, "too long a namespace");
         return NULL;
     }
-    int ended = take_rows(batch, rows, &total), status = ANSWERED, settled = 1;
+    int ended = take_rows(batch, rows, &total), status = ANSWERED, quiesced = 1;
     Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline), .stall_ns = as_ns(stall), .looked_ns = now_ns()};
     if (ended > 0)
         results = Py_BuildValue("iiiO", REFUSED, STATUS_INVALID_RANGE, 1, Py_None);
@@ -398,16 +398,16 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
     wire.thread = PyEval_SaveThread();
     int64_t spin_until = 0;
     if (batch->write) {
-        settled = 0;
+        quiesced = 0;
         status = send_rows(&wire, batch, request, request_size);
         int number = wire.number;
         if (!status || (status == BROKEN && (number == EPIPE || number == ECONNRESET))) {
             if (!status && spin > 0)
                 spin_until = now_ns() + (int64_t)(spin * 1e9);
-            int said = receive_status(&wire, &spin_until); /* says also why the server has hung up */
-            settled = said == ANSWERED || said == REFUSED;
-            if (!status || said == REFUSED || said == SIGNALLED)
-                status = said;
+            int answer = receive_status(&wire, &spin_until); /* says also why the server has hung up */
+            quiesced = answer == ANSWERED || answer == REFUSED;
+            if (!status || answer == REFUSED || answer == SIGNALLED)
+                status = answer;
             else
                 wire.number = number;
         }
@@ -426,7 +426,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         goto done;
     PyObject *found = status || batch->write ? Py_NewRef(Py_None) : outcomes(batch);
     if (found)
-        results = Py_BuildValue("iiiN", status, status ? wire.number : polled(spin_until), settled, found);
+        results = Py_BuildValue("iiiN", status, status ? wire.number : polled(spin_until), quiesced, found);
 done:
     free(request);
     release_batch(batch);
@@ -440,7 +440,7 @@ static PyObject *tcp_read(PyObject *self, PyObject *args) {
     PyObject *stream, *rows;
     (void)self;
     if (!PyArg_ParseTuple(args, "OKKs#Opdddp", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &batch.verify, &deadline, &stall, &spin, &batch.sealed))
+                          &batch.verify, &deadline, &stall, &spin, &batch.with_capabilities))
         return NULL;
     batch.seed = seed;
     int fd;
@@ -454,7 +454,7 @@ static PyObject *tcp_write(PyObject *self, PyObject *args) {
     PyObject *stream, *rows;
     (void)self;
     if (!PyArg_ParseTuple(args, "OKKs#Odddp", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &deadline, &stall, &spin, &batch.sealed))
+                          &deadline, &stall, &spin, &batch.with_capabilities))
         return NULL;
     batch.seed = seed;
     int fd;
@@ -473,8 +473,8 @@ typedef struct {
     uint64_t *counts; /* reads, bytes of those, writes, bytes of those */
     const uint8_t *key; /* of the segment: every range needs a capability; NULL: none does */
     uint64_t holder;    /* of the capabilities */
-    uint64_t *orders;   /* the last order to wipe of each extent: slow.call_back */
-    uint64_t *asked;    /* the number of extents that are being written, and their offsets */
+    uint64_t *wipe_seqs;   /* the last wipe sequence number of each extent: revoke_writes */
+    uint64_t *writes;    /* the number of extents that are being written, and their offsets */
     int64_t expires_ns; /* when the first capability of the present request ends */
 } Served;
 
@@ -571,7 +571,7 @@ static int receive_ranges(Served *served, const uint64_t *ranges, size_t count) 
             return ended;
     }
     if (served->key) /* before the client may know */
-        __atomic_store_n(served->asked, 0, __ATOMIC_RELEASE);
+        __atomic_store_n(served->writes, 0, __ATOMIC_RELEASE);
     uint8_t ok[STATUS_BYTES] = {0};
     memcpy(ok, TCP_MAGIC, 4);
     struct iovec part = {ok, sizeof ok};
@@ -588,7 +588,7 @@ static int refused(Served *served, int status) {
  * has not expired, for an extent around its range, with a right for `op`; to write, one that is not older
  * than the last order to wipe the extent. Leaves the ranges alone, one behind the other.
  *
- * A write is noted in `asked` before the orders are read, and who makes an order known reads `asked`
+ * A write is noted in `writes` before the wipe sequence numbers are read, and who publishes a wipe reads `writes`
  * after that: so either this refuses the write, or the other one finds it, and ends it. */
 static int take_records(Served *served, uint64_t *ranges, size_t count, int op) {
     uint64_t now_ms = (uint64_t)now_ns() / 1000000, first_ms = UINT64_MAX;
@@ -597,28 +597,28 @@ static int take_records(Served *served, uint64_t *ranges, size_t count, int op) 
         uint8_t mac[SIPHASH_BYTES];
         memcpy(record, (const uint8_t *)ranges + RECORD_BYTES * index, RECORD_BYTES);
         uint64_t offset = record[0], length = record[1];
-        Sealed sealed = {.generation = served->generation, .holder = served->holder, .offset = record[2],
-                         .length = record[3], .expires_ms = record[4], .order = record[5],
+        CapabilityInput input = {.generation = served->generation, .holder = served->holder, .offset = record[2],
+                         .length = record[3], .expires_ms = record[4], .wipe_seq = record[5],
                          .rights = record[6]};
-        seal_extent(served->key, &sealed, mac);
-        if (!same_mac(mac, (const uint8_t *)&record[7]) || sealed.expires_ms <= now_ms ||
-            !(sealed.rights & (uint64_t)op) ||
-            offset - sealed.offset > sealed.length || /* also if it begins before: that wraps */
-            length > sealed.length - (offset - sealed.offset))
+        capability_mac(served->key, &input, mac);
+        if (!same_mac(mac, (const uint8_t *)&record[7]) || input.expires_ms <= now_ms ||
+            !(input.rights & (uint64_t)op) ||
+            offset - input.offset > input.length || /* also if it begins before: that wraps */
+            length > input.length - (offset - input.offset))
             return 0;
-        first_ms = sealed.expires_ms < first_ms ? sealed.expires_ms : first_ms;
+        first_ms = input.expires_ms < first_ms ? input.expires_ms : first_ms;
         if (op == OP_WRITE)
-            served->asked[1 + index] = sealed.offset;
+            served->writes[1 + index] = input.offset;
     }
     if (op == OP_WRITE) {
-        __atomic_store_n(served->asked, count, __ATOMIC_RELEASE);
+        __atomic_store_n(served->writes, count, __ATOMIC_RELEASE);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
     for (size_t index = 0; index < count; index++) {
         uint64_t record[RECORD_BYTES / 8];
         memcpy(record, (const uint8_t *)ranges + RECORD_BYTES * index, RECORD_BYTES);
         if (op == OP_WRITE &&
-            record[5] < __atomic_load_n(order_of(served->orders, record[2]), __ATOMIC_RELAXED))
+            record[5] < __atomic_load_n(wipe_seq_of(served->wipe_seqs, record[2]), __ATOMIC_RELAXED))
             return 0;
         ranges[2 * index] = record[0];
         ranges[2 * index + 1] = record[1];
@@ -681,7 +681,7 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};
-    Py_buffer memory, cut, counts, orders, asked;
+    Py_buffer memory, cut, counts, wipe_seqs, writes;
     unsigned long long generation, holder;
     double stall, idle;
     PyObject *stream;
@@ -689,7 +689,7 @@ static PyObject *serve(PyObject *self, PyObject *args) {
     Py_ssize_t key_size;
     (void)self;
     if (!PyArg_ParseTuple(args, "Oiw*Kw*w*ddy#Kw*w*", &stream, &served.file, &memory, &generation, &cut,
-                          &counts, &stall, &idle, &key, &key_size, &holder, &orders, &asked))
+                          &counts, &stall, &idle, &key, &key_size, &holder, &wipe_seqs, &writes))
         return NULL;
     PyObject *result = NULL;
     uint64_t *ranges = malloc((key_size ? RECORD_BYTES : RANGE_BYTES) * RANGES_MAX);
@@ -708,13 +708,13 @@ static PyObject *serve(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "a key has 16 bytes");
         goto done;
     }
-    if (key_size && (orders.len != ORDERS_BYTES || (uintptr_t)orders.buf % 8 || asked.len < ASKED_BYTES ||
-                     (uintptr_t)asked.buf % 8)) {
-        PyErr_SetString(PyExc_ValueError, "no table of orders, or of what is asked");
+    if (key_size && (wipe_seqs.len != WIPE_TABLE_BYTES || (uintptr_t)wipe_seqs.buf % 8 || writes.len < WRITES_BYTES ||
+                     (uintptr_t)writes.buf % 8)) {
+        PyErr_SetString(PyExc_ValueError, "no table of wipe sequence numbers, or of writes in progress");
         goto done;
     }
-    served.orders = orders.buf;
-    served.asked = asked.buf;
+    served.wipe_seqs = wipe_seqs.buf;
+    served.writes = writes.buf;
     served.key = key_size ? (const uint8_t *)key : NULL;
     served.holder = holder;
     served.memory = memory.buf;
@@ -729,7 +729,7 @@ static PyObject *serve(PyObject *self, PyObject *args) {
     while (!status) {
         status = serve_request(&served, ranges, &is_idle);
         if (served.key)
-            __atomic_store_n(served.asked, 0, __ATOMIC_RELEASE);
+            __atomic_store_n(served.writes, 0, __ATOMIC_RELEASE);
         if (!status)
             quiet_since = now_ns();
         else if (status == TIMED_OUT && is_idle && !*served.cut)
@@ -742,8 +742,8 @@ done:
     PyBuffer_Release(&memory);
     PyBuffer_Release(&cut);
     PyBuffer_Release(&counts);
-    PyBuffer_Release(&orders);
-    PyBuffer_Release(&asked);
+    PyBuffer_Release(&wipe_seqs);
+    PyBuffer_Release(&writes);
     return result;
 }
 

@@ -39,7 +39,7 @@ from kvstore.errors import (
     DrainedError,
     KVStoreError,
     ProtocolError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.limits import (
@@ -87,7 +87,8 @@ class NodeAgent:
 
     def __init__(
         self, *, name: str, host: str, master: str, segment: Medium, server: DataServer,
-        address: str, engine: EngineServer | None = None, handover: DescriptorServer | None = None,
+        address: str, engine: EngineServer | None = None,
+        descriptor_server: DescriptorServer | None = None,
         owner: SegmentOwner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
@@ -98,7 +99,7 @@ class NodeAgent:
             name: unique among the master's nodes.
             host: ``kvstore.runtime.host.host_id()``.
             master: ``host:port``; several of them, separated by commas; or ``etcd://...``.
-            segment, server, engine, handover: the caller closes them after ``run``.
+            segment, server, engine, descriptor_server: the caller closes them after ``run``.
             address: of ``server``, for clients.
             owner: the cluster of this node, by its settings.
             joined: called at each join that is not a resumption.
@@ -112,7 +113,7 @@ class NodeAgent:
         self._server = server
         self._address = address
         self._engine = engine
-        self._handover = handover
+        self._descriptor_server = descriptor_server
         self._owner = owner or SegmentOwner()
         self._joined = joined
         self._waiting = waiting
@@ -171,7 +172,7 @@ class NodeAgent:
             try:
                 master = await self._masters.find()
                 await self._session(master)
-            except SegmentGoneError as error:
+            except SegmentUnmountedError as error:
                 log.info("node_not_resumed node=%s reason=%s", self._name, error.message)
                 self._epoch = 0
                 await asyncio.to_thread(self._fence)
@@ -212,7 +213,7 @@ class NodeAgent:
         """Runs one stream, from the join to its end.
 
         Raises:
-            SegmentGoneError: the master does not know this segment; fence, then join again.
+            SegmentUnmountedError: the master does not know this segment; fence, then join again.
             KVStoreError: the stream ended, or the master rejected the node.
         """
         segment = self._segment
@@ -222,7 +223,9 @@ class NodeAgent:
                 address=self._address,
                 fresh=self._fresh,
                 engine=None if self._engine is None else self._engine.address,
-                descriptor_socket="" if self._handover is None else self._handover.name,
+                descriptor_socket=""
+                if self._descriptor_server is None
+                else self._descriptor_server.name,
                 takes_capabilities=self._server.takes_capabilities,
                 encrypts=self._server.encrypts,
             )
@@ -416,8 +419,8 @@ class NodeAgent:
                 case MasterHeartbeat(repair=repair, rejected_holders=rejected):
                     if ended := self._server.reject_holders(rejected):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
-                    if self._handover is not None:
-                        self._handover.reject_holders(rejected)
+                    if self._descriptor_server is not None:
+                        self._descriptor_server.reject_holders(rejected)
                     if repair:
                         self._repair()
                 case MasterClaimsAck():

@@ -19,12 +19,13 @@ from kvstore.transport.tcp_server import DataServer
 
 
 def answers_of(
-    agent: NodeAgent, segment: Medium, server: DataServer, handover: DescriptorServer | None,
+    agent: NodeAgent, segment: Medium, server: DataServer,
+    descriptor_server: DescriptorServer | None,
     credentials: Credentials | None, requests: Limiter[object] | None = None,
 ) -> ProcessStatus:  # fmt: skip
     """
     Args:
-        handover: hands out descriptors of the memory; None: nothing does.
+        descriptor_server: hands out descriptors of the memory; None: nothing does.
         credentials: the node's identity; None: no authentication.
         requests: that of the port for HTTP; None: it has none.
     """
@@ -36,7 +37,7 @@ def answers_of(
 
     async def page() -> bytes:
         until = None if credentials is None else credentials.validity().until
-        values = _values(agent, segment, server, handover)
+        values = _values(agent, segment, server, descriptor_server)
         values |= exposition.of_identity("node", until)
         refused = {} if requests is None else {requests.name: requests.refusals()}
         values |= exposition.of_shares(
@@ -48,7 +49,10 @@ def answers_of(
 
 
 def _values(
-    agent: NodeAgent, segment: Medium, server: DataServer, handover: DescriptorServer | None
+    agent: NodeAgent,
+    segment: Medium,
+    server: DataServer,
+    descriptor_server: DescriptorServer | None,
 ) -> dict[str, Rows]:
     counted = server.counters()
     cluster = segment.owner.cluster
@@ -64,10 +68,12 @@ def _values(
         },
         "kvstore_node_bad_requests_total": {(): counted.bad_requests},
         "kvstore_node_refused_capabilities_total": {(): counted.refused_capabilities},
-        "kvstore_node_descriptors_sent_total": {} if handover is None else {(): handover.handed},
+        "kvstore_node_descriptors_sent_total": {}
+        if descriptor_server is None
+        else {(): descriptor_server.handed},
         "kvstore_node_descriptor_requests_refused_total": {}
-        if handover is None
-        else {(): handover.refused},
+        if descriptor_server is None
+        else {(): descriptor_server.refused},
         "kvstore_node_stalls_total": {(): counted.stalls},
         "kvstore_node_requests_total": {("read",): counted.reads, ("write",): counted.writes},
         "kvstore_node_moved_bytes_total": {

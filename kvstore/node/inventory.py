@@ -68,7 +68,7 @@ class HeaderVerifier:
     def _sign(self, offset: int, header: Header) -> bytes:
         name, key, _, size, epoch, counter, _, _ = header
         columns = [offset], [size], [epoch], [counter], [name], [key]
-        return steps.stamp({0: self.key}, [0], *columns)
+        return steps.compute_header_macs({0: self.key}, [0], *columns)
 
 
 def build_inventory(segment: Medium, given_up: Collection[Attempt] = ()) -> list[Found]:
@@ -103,15 +103,15 @@ def resolve_overlaps(
     ``is_intact`` decides whether an object that covers the start of an older one is kept."""
     kept: list[Found] = []
     lost: list[Found] = []
-    for each in found:
-        offset, header = each
+    for row in found:
+        offset, header = row
         while kept and kept[-1][0] + extent_bytes(kept[-1][1].payload_size) > offset:
             if _version(kept[-1][1]) >= _version(header) and is_intact(kept[-1]):
-                lost.append(each)
+                lost.append(row)
                 break
             lost.append(kept.pop())
         else:
-            kept.append(each)
+            kept.append(row)
     return kept, lost
 
 
@@ -142,11 +142,11 @@ def is_payload_intact(segment: Medium, found: Found) -> bool:
 def verified(segment: Medium, found: list[Found]) -> list[Found]:
     """The objects whose payload matches the checksum. Wipes and logs the headers of the others."""
     good: list[Found] = []
-    for each in found:
-        if is_payload_intact(segment, each):
-            good.append(each)
+    for row in found:
+        if is_payload_intact(segment, row):
+            good.append(row)
             continue
-        offset, header = each
+        offset, header = row
         log.warning(
             "corrupt_object_wiped node=%s namespace=%s key=%s offset=%d",
             segment.node,

@@ -150,9 +150,9 @@ def run(
             stack.callback(server.stop)
             if not segment.traits.is_cleared and server.takes_capabilities:
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
-            handover = _start_descriptor_server(config, segment)
-            if handover is not None:
-                stack.callback(handover.close)
+            descriptor_server = _start_descriptor_server(config, segment)
+            if descriptor_server is not None:
+                stack.callback(descriptor_server.close)
             engine = _start_engine(config, segment)
             if engine is not None:
                 stack.callback(engine.close)
@@ -169,7 +169,7 @@ def run(
                         segment,
                         server,
                         engine,
-                        handover,
+                        descriptor_server,
                         parent,
                         served,
                         copying,
@@ -192,7 +192,7 @@ def run(
 
 async def _serve(
     config: NodeConfig, segment: Medium, server: DataServer, engine: EngineServer | None,
-    handover: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
+    descriptor_server: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
     copying: ReplicaCopier | None, listener: socket.socket | None, access: AccessControl,
     secured: HttpSecurity, credentials: Credentials | None,
 ) -> bool:  # fmt: skip
@@ -216,7 +216,7 @@ async def _serve(
 
     agent = NodeAgent(
         name=segment.node, host=host_id(), master=config.master, segment=segment, server=server,
-        address=address, engine=engine, handover=handover,
+        address=address, engine=engine, descriptor_server=descriptor_server,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined, waiting=waiting, repair=(lambda: None) if copying is None else copying.wake,
         credentials=credentials,
@@ -233,13 +233,15 @@ async def _serve(
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
                 requests = request_limiter()
-                answers = answers_of(agent, segment, server, handover, credentials, requests)
+                answers = answers_of(
+                    agent, segment, server, descriptor_server, credentials, requests
+                )
                 serves = serving(
                     listener, answers, access=access, secured=secured, requests=requests
                 )
                 await stack.enter_async_context(serves)
-            if handover is not None:
-                await stack.enter_async_context(handover.serving())
+            if descriptor_server is not None:
+                await stack.enter_async_context(descriptor_server.serving())
             sd_notify.ready(f"serves {size_text(segment.size)} as node {segment.node}")
             await agent.run()
     finally:

@@ -44,16 +44,16 @@ class PrefixAffinity:
     def remember(self, prints: Prints, address: str) -> None:
         """Record that the instance at ``address`` begins to compute or load these blocks."""
         # The root last, so that the tail of a chain is forgotten first.
-        for each in reversed(list(islice(prints, self._blocks_max))):
-            self._last[each] = address
-            self._last.move_to_end(each)
+        for key in reversed(list(islice(prints, self._blocks_max))):
+            self._last[key] = address
+            self._last.move_to_end(key)
         while len(self._last) > self._blocks_max:
             self._last.popitem(last=False)
 
     def longest(self, prints: Prints, addresses: Collection[str]) -> str | None:
         """Return the address with the longest prefix of the prompt; None: none had a block."""
-        for each in reversed(prints):
-            address = self._last.get(each)
+        for key in reversed(prints):
+            address = self._last.get(key)
             if address is not None and address in addresses:
                 return address
         return None

@@ -178,7 +178,7 @@ def _ids(value: object) -> list[int] | None:
     # Compares the exact type, because bool is a subclass of int.
     if not isinstance(value, list) or not value:
         return None
-    return value if all(type(each) is int and each >= 0 for each in value) else None
+    return value if all(type(token) is int and token >= 0 for token in value) else None
 
 
 def _scores(body: Body) -> bool:

@@ -53,48 +53,48 @@ class _FailedAttempt(NamedTuple):
 
 
 async def decode(
-    parts: ProxyContext, asked: RequestContext, request: web.Request
+    parts: ProxyContext, context: RequestContext, request: web.Request
 ) -> web.StreamResponse:
     """Return the client's response, or an error. A relayed response has been sent by then."""
-    sent = asked.raw
-    if asked.token_ids is not None or asked.stored is not None:
-        body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
+    sent = context.raw
+    if context.token_ids is not None or context.stored is not None:
+        body = bodies.for_decode(context.route, context.body, context.token_ids, context.stored)
         sent = bodies.dump(body)
     tried: list[str] = []
     suspects: list[InFlightRequest] = []
     failed: _FailedAttempt | None = None
     while len(tried) <= RETRIES and not (failed and failed.is_final):
         turn = parts.instances.choose(
-            "decode", clock_ms(), without=tried, prints=asked.prefix_fingerprints
+            "decode", clock_ms(), without=tried, prints=context.prefix_fingerprints
         )
         if turn is None:
             break
         with turn:
-            asked.decode = turn.instance.address
-            asked.retries = len(tried)
+            context.decode = turn.instance.address
+            context.retries = len(tried)
             if tried:
                 parts.metrics.retries.labels("decode").inc()
             tried.append(turn.instance.address)
-            outcome = await _attempt(parts, asked, request, turn, sent, suspects)
+            outcome = await _attempt(parts, context, request, turn, sent, suspects)
         if isinstance(outcome, web.StreamResponse):
             return outcome
         failed = outcome
-    return failed.response if failed is not None else no_decoder(asked)
+    return failed.response if failed is not None else no_decoder(context)
 
 
-def no_decoder(asked: RequestContext) -> web.Response:
+def no_decoder(context: RequestContext) -> web.Response:
     """Return the response for no usable decoder."""
     return error_response(
         503,
         "no decoder is usable now",
         "no_decoder",
-        headers={REQUEST_ID: asked.request_id, "Retry-After": str(RETRY_AFTER_S)},
+        headers={REQUEST_ID: context.request_id, "Retry-After": str(RETRY_AFTER_S)},
     )
 
 
 async def _attempt(
     parts: ProxyContext,
-    asked: RequestContext,
+    context: RequestContext,
     request: web.Request,
     turn: InFlightRequest,
     sent: bytes,
@@ -103,18 +103,18 @@ async def _attempt(
     try:
         async with parts.engines.stream(
             turn.instance.address,
-            asked.route.path,
-            headers=asked.engine_headers(),
+            context.route.path,
+            headers=context.engine_headers(),
             data=sent,
             first_byte_timeout_s=FIRST_BYTE_TIMEOUT_S,
         ) as (answer, first):
             if answer.status >= 500:
-                return await _refused(asked, turn, answer, first, suspects)
+                return await _refused(context, turn, answer, first, suspects)
             turn.succeeded()
             turn.instance.on_response(clock_ms())
             for suspect in suspects:
                 suspect.failed(clock_ms())
-            return await _relay(parts, asked, request, turn, answer, first)
+            return await _relay(parts, context, request, turn, answer, first)
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
@@ -122,20 +122,20 @@ async def _attempt(
                 clock_ms(), refused=error.failure == "refused", reason=error
             )
             if turn.forced:
-                return _FailedAttempt(no_decoder(asked))
-        log.warning("decode_failed id=%s reason=%s", asked.request_id, error)
+                return _FailedAttempt(no_decoder(context))
+        log.warning("decode_failed id=%s reason=%s", context.request_id, error)
         late = error.failure == "timeout"
         response = error_response(
             504 if late else 502,
             "the decoder did not answer in time" if late else "the decoder does not answer",
             "upstream_error",
-            headers={REQUEST_ID: asked.request_id},
+            headers={REQUEST_ID: context.request_id},
         )
         return _FailedAttempt(response, is_final=late)
 
 
 async def _refused(
-    asked: RequestContext,
+    context: RequestContext,
     turn: InFlightRequest,
     answer: ClientResponse,
     first: bytes,
@@ -144,7 +144,7 @@ async def _refused(
     """Return the outcome for an engine's own error, relayed if no other decoder succeeds."""
     log.warning(
         "decode_failed id=%s reason=%s: status %d",
-        asked.request_id, turn.instance.address, answer.status,
+        context.request_id, turn.instance.address, answer.status,
     )  # fmt: skip
     if answer.status == SUSPECT and not turn.is_probe:
         suspects.append(turn)
@@ -158,7 +158,7 @@ async def _refused(
                 break
     except EngineError:
         pass  # the part that arrived is enough
-    headers = _headers(asked, answer)
+    headers = _headers(context, answer)
     headers.popall("Content-Length", None)
     return _FailedAttempt(
         web.Response(status=answer.status, headers=headers, body=bytes(content[:ERROR_BYTES_MAX]))
@@ -166,17 +166,17 @@ async def _refused(
 
 
 async def _relay(
-    parts: ProxyContext, asked: RequestContext, request: web.Request, turn: InFlightRequest,
+    parts: ProxyContext, context: RequestContext, request: web.Request, turn: InFlightRequest,
     answer: ClientResponse, first: bytes,
 ) -> web.StreamResponse:  # fmt: skip
     """Relay the response byte for byte, each chunk when it arrives. Raises only CancelledError."""
-    response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
+    response = web.StreamResponse(status=answer.status, headers=_headers(context, answer))
     last = first
     try:
         await _sent(response.prepare(request))
-        asked.first_byte_ms = asked.since_ms
-        parts.metrics.first_byte_seconds.labels(asked.route.name).observe(
-            asked.first_byte_ms / 1000
+        context.first_byte_ms = context.since_ms
+        parts.metrics.first_byte_seconds.labels(context.route.name).observe(
+            context.first_byte_ms / 1000
         )
         if first:
             await _sent(response.write(first))
@@ -187,9 +187,9 @@ async def _relay(
         await _sent(response.write_eof())
     except EngineError as error:
         turn.failed(clock_ms())
-        asked.broken = True
+        context.broken = True
         parts.metrics.broken_streams.inc()
-        log.warning("stream_broken id=%s reason=%s", asked.request_id, error)
+        log.warning("stream_broken id=%s reason=%s", context.request_id, error)
         if answer.content_type != "text/event-stream":
             _cut(request, response)
             return response
@@ -200,7 +200,7 @@ async def _relay(
         except _ClientDisconnectedError:
             _cut(request, response)
     except _ClientDisconnectedError as error:
-        log.info("client_left id=%s reason=%s", asked.request_id, error)
+        log.info("client_left id=%s reason=%s", context.request_id, error)
         _cut(request, response)
     return response
 
@@ -229,12 +229,12 @@ def _cut(request: web.Request, response: web.StreamResponse) -> None:
         request.transport.abort()
 
 
-def _headers(asked: RequestContext, answer: ClientResponse) -> CIMultiDict[str]:
+def _headers(context: RequestContext, answer: ClientResponse) -> CIMultiDict[str]:
     headers: CIMultiDict[str] = CIMultiDict()
     for key, value in answer.headers.items():
         if key.lower() not in _NOT_RELAYED:
             headers.add(key, value)
-    headers[REQUEST_ID] = asked.request_id
+    headers[REQUEST_ID] = context.request_id
     return headers
 
 

@@ -32,7 +32,7 @@ class HealthChecks:
             await asyncio.sleep(max(0.0, started + INTERVAL_S - loop.time()))
 
     async def round(self) -> None:
-        await asyncio.gather(*(self.check(each) for each in self._instances))
+        await asyncio.gather(*(self.check(instance) for instance in self._instances))
 
     async def check(self, instance: Instance) -> None:
         """Check one instance. Never raises."""

@@ -114,7 +114,7 @@ class Instance:
         """Record a failed connection (``refused``: no process listens there). Several in a row make
         the instance unhealthy; a single one may be chance."""
         self.refuses = refused
-        recent = [each for each in self._unconnected if now_ms - each < REFUSALS_MS]
+        recent = [instance for instance in self._unconnected if now_ms - instance < REFUSALS_MS]
         self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
         if len(self._unconnected) == REFUSALS_MAX:
             self._fail(reason)
@@ -203,14 +203,14 @@ class Instances:
         return iter(list(self._all.values()))
 
     def of(self, role: Role) -> list[Instance]:
-        return [each for each in self._all.values() if each.role == role]
+        return [instance for instance in self._all.values() if instance.role == role]
 
     def at(self, address: str, role: Role | None = None) -> list[Instance]:
         """Return the instances at an address, in one role or in any."""
         return [
-            each
-            for each in self._all.values()
-            if each.address == address and role in (None, each.role)
+            instance
+            for instance in self._all.values()
+            if instance.address == address and role in (None, instance.role)
         ]
 
     def add(self, role: Role, address: str) -> tuple[Instance, bool]:
@@ -241,7 +241,9 @@ class Instances:
 
     def usable(self, role: Role, now_ms: int, *, without: Collection[str] = ()) -> list[Instance]:
         return [
-            each for each in self.of(role) if each.address not in without and each.usable(now_ms)
+            instance
+            for instance in self.of(role)
+            if instance.address not in without and instance.usable(now_ms)
         ]
 
     def last_resort(
@@ -254,9 +256,9 @@ class Instances:
         if role == "prefill" or self.usable(role, now_ms):
             return []
         return [
-            each
-            for each in self.of(role)
-            if each.address not in without and each.usable_ignoring_health(now_ms)
+            instance
+            for instance in self.of(role)
+            if instance.address not in without and instance.usable_ignoring_health(now_ms)
         ]
 
     def choose(
@@ -289,4 +291,4 @@ class Instances:
         return InFlightRequest(self, chosen, now_ms, forced=forced)
 
     def views(self, now_ms: int) -> list[InstanceView]:
-        return [each.view(now_ms) for each in self._all.values()]
+        return [instance.view(now_ms) for instance in self._all.values()]

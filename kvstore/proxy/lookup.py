@@ -130,7 +130,7 @@ class StoreLookup:
 
     async def _read(self) -> None:
         read = await self._client._carry_out(read_records, [self._fleet])
-        found = [each for each in read if records.is_usable(each)]
+        found = [record for record in read if records.is_usable(record)]
         if len(found) != len(self._records):
             log.info("fleet_read records=%d unusable=%d", len(found), len(read) - len(found))
         self._records = found

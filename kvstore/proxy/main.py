@@ -100,11 +100,11 @@ async def _serve(config: ProxyConfig) -> int:
                 log=logging.getLogger("kvstore.proxy.http"),
             )
         )
-        _greet(config, server)
-        ends = [start_task("end", each.wait()) for each in (stopped, broken)]
+        _print_startup(config, server)
+        ends = [start_task("end", instance.wait()) for instance in (stopped, broken)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for each in ends:
-            each.cancel()
+        for end in ends:
+            end.cancel()
         await _end(parts, server)
     log.info("proxy_stopped")
     return 0 if broken.error is None else EXIT_BROKEN
@@ -152,7 +152,7 @@ def _application(
     return app
 
 
-def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
+def _print_startup(config: ProxyConfig, server: asyncio.Server) -> None:
     port = server.sockets[0].getsockname()[1]
     only = (
         "; this host only, use --host to serve others"
@@ -202,7 +202,7 @@ async def _healthz(parts: ProxyContext, request: web.Request) -> web.Response:
         status = "stopping"
     elif parts.instances.usable("decode", now_ms):
         status = "ok"
-    elif not all(each.refuses for each in parts.instances.last_resort("decode", now_ms)):
+    elif not all(instance.refuses for instance in parts.instances.last_resort("decode", now_ms)):
         status = "no healthy decoder"
     return web.json_response(
         {

@@ -29,13 +29,13 @@ CANNOT_REST_MS: Final = 60_000
 """Time after which an engine that cannot render is tried again: it may have been upgraded."""
 
 
-async def render(parts: ProxyContext, asked: RequestContext) -> bool:
-    """Set ``asked.token_ids`` if the request has exactly one prompt, of text or token ids alone.
+async def render(parts: ProxyContext, context: RequestContext) -> bool:
+    """Set ``context.token_ids`` if the request has exactly one prompt, of text or token ids alone.
 
     Returns: Whether an engine rejected the request as wrong, so that a prefiller is useless.
     """
-    asked.token_ids = bodies.given_ids(asked.route, asked.body)
-    if asked.token_ids is not None or not bodies.can_be_rendered(asked.route, asked.body):
+    context.token_ids = bodies.given_ids(context.route, context.body)
+    if context.token_ids is not None or not bodies.can_be_rendered(context.route, context.body):
         return False
     instance = _renderer(parts)
     if instance is None:
@@ -45,21 +45,21 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
         answer = await parts.engines.post(
             "POST",
             instance.address,
-            asked.route.path + "/render",
-            data=asked.raw,
-            headers=asked.engine_headers("-render"),
+            context.route.path + "/render",
+            data=context.raw,
+            headers=context.engine_headers("-render"),
             timeout_ms=TIMEOUT_MS,
         )
     except EngineError as error:
         if error.is_unconnected:
             instance.on_connect_failed(clock_ms(), refused=error.failure == "refused", reason=error)
         parts.metrics.renders.labels("failed").inc()
-        log.warning("render_failed id=%s reason=%s", asked.request_id, error)
+        log.warning("render_failed id=%s reason=%s", context.request_id, error)
         return False
     if answer.is_ok:
         instance.on_response(clock_ms())
-        asked.token_ids = bodies.ids_of_rendered(asked.route, answer.json())
-        parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
+        context.token_ids = bodies.ids_of_rendered(context.route, answer.json())
+        parts.metrics.renders.labels("done" if context.token_ids is not None else "refused").inc()
         return False
     said = bodies.error_message(answer.json())
     # A 404 with a message means a missing model; without one, a missing route.
@@ -72,7 +72,7 @@ async def render(parts: ProxyContext, asked: RequestContext) -> bool:
     log.log(
         logging.INFO if is_wrong else logging.WARNING,
         "render_%s id=%s instance=%s status=%d said=%r",
-        outcome, asked.request_id, instance.address, answer.status, (said or "")[:SAID_MAX],
+        outcome, context.request_id, instance.address, answer.status, (said or "")[:SAID_MAX],
     )  # fmt: skip
     return is_wrong
 

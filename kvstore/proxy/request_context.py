@@ -142,7 +142,7 @@ def request_id_of(request: web.Request) -> str:
 
 
 def headers_for_engines(request: web.Request) -> CIMultiDict[str]:
-    named = {each.strip().lower() for each in request.headers.get("Connection", "").split(",")}
+    named = {name.strip().lower() for name in request.headers.get("Connection", "").split(",")}
     headers: CIMultiDict[str] = CIMultiDict()
     for key, value in request.headers.items():
         if key.lower() not in _HOP_HEADERS and key.lower() not in named:

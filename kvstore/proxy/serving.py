@@ -52,15 +52,15 @@ async def serve(
     """
     request_id = request_id_of(request)
     arrived_ms = clock_ms()
-    asked: RequestContext | None = None
+    context: RequestContext | None = None
     status = CLIENT_LEFT
     with parts.counting_request():
         try:
-            asked = await _read_request(parts, route, request, request_id, arrived_ms)
+            context = await _read_request(parts, route, request, request_id, arrived_ms)
             with parts.slot():
-                answer = await _answer(parts, asked, request)
+                answer = await _answer(parts, context, request)
             status = answer.status
-            if asked.broken:
+            if context.broken:
                 status = 502  # in the log and in the metrics; the client saw the engine's status
             elif request.transport is None or request.transport.is_closing():
                 status = CLIENT_LEFT
@@ -70,7 +70,7 @@ async def serve(
             return error.response
         finally:
             parts.metrics.requests.labels(route.name, status).inc()
-            _log(route, request_id, asked, status, clock_ms() - arrived_ms)
+            _log(route, request_id, context, status, clock_ms() - arrived_ms)
 
 
 class _RejectedError(Exception):
@@ -126,29 +126,29 @@ async def _read_request(
 
 
 async def _answer(
-    parts: ProxyContext, asked: RequestContext, request: web.Request
+    parts: ProxyContext, context: RequestContext, request: web.Request
 ) -> web.StreamResponse:
     now_ms = clock_ms()
     if not parts.instances.usable("decode", now_ms):
         able = parts.instances.last_resort("decode", now_ms)
         if not able:
-            return no_decoder(asked)
-        if all(each.refuses for each in able):  # tries these, but without a prefiller
-            asked.prefill = "skipped:no_decoder"
-            return await decode(parts, asked, request)
-    refused = await render(parts, asked)
-    if asked.token_ids is not None and parts.config.affinity == "prefix":
-        asked.prefix_fingerprints = fingerprints(
-            asked.token_ids, salt=bodies.salt_of(asked.body) or ""
+            return no_decoder(context)
+        if all(instance.refuses for instance in able):  # tries these, but without a prefiller
+            context.prefill = "skipped:no_decoder"
+            return await decode(parts, context, request)
+    refused = await render(parts, context)
+    if context.token_ids is not None and parts.config.affinity == "prefix":
+        context.prefix_fingerprints = fingerprints(
+            context.token_ids, salt=bodies.salt_of(context.body) or ""
         )
-    await prefill(parts, asked, refused=refused)
-    return await decode(parts, asked, request)
+    await prefill(parts, context, refused=refused)
+    return await decode(parts, context, request)
 
 
 def _log(
-    route: EngineRoute, request_id: str, asked: RequestContext | None, status: int, total_ms: int
+    route: EngineRoute, request_id: str, context: RequestContext | None, status: int, total_ms: int
 ) -> None:
-    if asked is None:
+    if context is None:
         log.info(
             "request id=%s route=%s status=%d total_ms=%d",
             request_id, route.name, status, total_ms,
@@ -158,8 +158,9 @@ def _log(
         "request id=%s route=%s status=%d tokens=%s prefill=%s prefill_ms=%d stored=%s decode=%s "
         "retries=%d first_byte_ms=%s total_ms=%d",
         request_id, route.name, status,
-        "?" if asked.token_ids is None else len(asked.token_ids),
-        asked.prefill or "-", asked.prefill_ms, "-" if asked.stored is None else asked.stored,
-        asked.decode or "-", asked.retries,
-        "-" if asked.first_byte_ms is None else asked.first_byte_ms, total_ms, extra=EACH,
+        "?" if context.token_ids is None else len(context.token_ids),
+        context.prefill or "-", context.prefill_ms,
+        "-" if context.stored is None else context.stored,
+        context.decode or "-", context.retries,
+        "-" if context.first_byte_ms is None else context.first_byte_ms, total_ms, extra=EACH,
     )  # fmt: skip

@@ -50,7 +50,7 @@ class CancelToken:
     def check(self) -> None:
         """Raise ClosedError if the call was cancelled."""
         if self.is_set:
-            raise ClosedError("the call was cancelled", settled=1)
+            raise ClosedError("the call was cancelled", quiesced=1)
 
     @contextmanager
     def cancellable_wait(self) -> Iterator[None]:

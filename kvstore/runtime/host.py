@@ -46,8 +46,10 @@ def places_of(masters: str) -> tuple[str, ...]:
     """
     if masters.startswith(ETCD_SCHEME):
         place = parse_etcd(masters)
-        return tuple(f"{ETCD_SCHEME}{_placed(each)}/{place.prefix}" for each in place.endpoints)
-    return tuple(_placed(each) for each in masters.split(","))
+        return tuple(
+            f"{ETCD_SCHEME}{_placed(endpoint)}/{place.prefix}" for endpoint in place.endpoints
+        )
+    return tuple(_placed(master) for master in masters.split(","))
 
 
 def _placed(address: str) -> str:

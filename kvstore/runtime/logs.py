@@ -73,7 +73,7 @@ def configure(level: str, form: str = "text") -> None:
 
 def form_in_use() -> str:
     """Return the log format of this process (one of ``FORMATS``), for its children."""
-    is_json = any(each.name == HANDLER + "json" for each in logging.getLogger().handlers)
+    is_json = any(handler.name == HANDLER + "json" for handler in logging.getLogger().handlers)
     return "json" if is_json else "text"
 
 
@@ -126,7 +126,7 @@ class LogWriter:
         self._formatter = formatter or LineFormatter()
         self._fd = fd
         self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
-        self._told = 0
+        self._reported = 0
         self._is_cut = False
         """Whether the last line was written partially."""
         from kvstore.runtime.tasks import start_thread  # not above: it imports asyncio
@@ -163,19 +163,19 @@ class LogWriter:
     def _report_suppressed(self) -> None:
         """Write a line with the number of dropped lines, once possible."""
         dropped = self.dropped
-        if dropped == self._told:
+        if dropped == self._reported:
             return
         said = self._formatter.format(
             logging.makeLogRecord(
                 {
                     "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
                     "msg": "log_lines_dropped count=%d: they could not be written",
-                    "args": (dropped - self._told,),
+                    "args": (dropped - self._reported,),
                 }
             )
         )  # fmt: skip
         if self._write(said.encode() + b"\n"):
-            self._told = dropped
+            self._reported = dropped
 
     def _write(self, piece: bytes) -> bool:
         if self._is_cut:

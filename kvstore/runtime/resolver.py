@@ -155,7 +155,7 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
         answer = None
     if answer is not None and answer.addresses:
         return ResolvedAddresses(
-            [_with_port(each, port) for each in answer.addresses], is_old=False
+            [_with_port(address, port) for address in answer.addresses], is_old=False
         )
     failure = None if answer is None else answer.failure
     if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):

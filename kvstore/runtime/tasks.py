@@ -199,7 +199,7 @@ class Job(Generic[AnyResult]):
             finally:
                 del error  # it refers to this frame
         if self.is_cancelled:
-            raise ClosedError("the call was cancelled", settled=1)
+            raise ClosedError("the call was cancelled", quiesced=1)
         return cast("AnyResult", self._result)
 
     def _try_start(self) -> bool:

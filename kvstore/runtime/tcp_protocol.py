@@ -38,11 +38,11 @@ A holder is an authenticated identity. Its clients prove that they have the hold
 segment (``holder_key``), which the master sends to no other identity. A record is a range with its
 capability: offset, length; offset and length of its extent; expiry in ms of the node's clock
 (``kvstore.runtime.clock.uptime``); wipe sequence number; rights; MAC. The MAC is SipHash-2-4 (128
-bits) over the output of ``sealed``, with the segment's token as key, so a capability is for one
-holder, mount and extent.
+bits) over the output of ``pack_capability_input``, with the segment's token as key, so a capability
+is for one holder, mount and extent.
 
 The wipe sequence number is the last one at the issue of the capability. A later wipe request for
-the extent revokes the right to write: ``pure_python.call_back``.
+the extent revokes the right to write: ``pure_python.revoke_writes``.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _HOLDER: Final = struct.Struct("<QQ")
 _REQUEST: Final = struct.Struct("<4sHHI")
 _STATUS: Final = struct.Struct("<4sI")
 _RECORD: Final = struct.Struct("<7Q16s")
-_SEALED: Final = struct.Struct("<8s7Q")
+_CAPABILITY_INPUT: Final = struct.Struct("<8s7Q")
 _CAPABILITY: Final = struct.Struct("<2Q16s")
 
-_SEAL_TAG: Final = b"KVcap\0\0\2"
+_CAPABILITY_TAG: Final = b"KVcap\0\0\2"
 _HOLDER_TAG: Final = b"holder"
 
 HELLO_BYTES: Final = _HELLO.size
@@ -91,7 +91,7 @@ class TransferStatus(enum.IntEnum):
     """The server has no free connection; try again later."""
     DENIED = 2
     """Wrong token or proof; or a token instead of a required capability."""
-    GONE = 3
+    UNMOUNTED = 3
     """No such segment here, or it was mounted again since."""
     INVALID_RANGE = 4
     BAD_REQUEST = 5
@@ -192,11 +192,13 @@ def prove(key: bytes, nonce: bytes, hello: bytes) -> bytes:
     return hmac.digest(key, nonce + hello, "sha256")[:PROOF_BYTES]
 
 
-def sealed(
+def pack_capability_input(
     generation: int, holder: int, offset: int, length: int, expires_ms: int, order: int, rights: int
 ) -> bytes:
     """Return the bytes that the MAC of a capability signs."""
-    return _SEALED.pack(_SEAL_TAG, generation, holder, offset, length, expires_ms, order, rights)
+    return _CAPABILITY_INPUT.pack(
+        _CAPABILITY_TAG, generation, holder, offset, length, expires_ms, order, rights
+    )
 
 
 def pack_capability(expires_ms: int, order: int, mac: bytes) -> bytes:

@@ -137,7 +137,7 @@ class WatchedFile(Generic[T]):
             self._seen, self._since, self._again_at = marks, now, now
         before_ns = time.time_ns() - int(REST_S * 1e9)
         is_at_rest = now - self._since >= REST_S or all(
-            each and each[0] < before_ns for each in marks
+            mark and mark[0] < before_ns for mark in marks
         )
         value, used = self._used
         if marks == used or now < self._again_at or not is_at_rest:

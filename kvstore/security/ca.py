@@ -109,7 +109,7 @@ def file_name(name: str) -> str:
 def content_of(leaf: IssuedCertificate, command: str) -> bytes:
     """Return the content of an identity's file. ``command``: the command line, for people."""
     # The text must not look like a part of the file. URIs cannot: they have no spaces.
-    command = "".join(each if each.isprintable() else "?" for each in command)
+    command = "".join(char if char.isprintable() else "?" for char in command)
     text = (
         f"{leaf.identity.uri}\n"
         f"Valid until {leaf.until:%Y-%m-%d %H:%M} UTC. Holds a key: keep its mode at 600.\n"

@@ -264,6 +264,6 @@ def inspect(path: str) -> dict[str, Any]:
         "until": f"{leaf.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}",
         "hosts": names_of(leaf, x509.DNSName) + names_of(leaf, x509.IPAddress),
         "signed_by": common_name(leaf.issuer),
-        "trusts": [common_name(each.subject) for each in authorities],
+        "trusts": [common_name(authority.subject) for authority in authorities],
         "problems": problems,
     }

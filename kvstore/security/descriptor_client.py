@@ -31,7 +31,7 @@ class NoDescriptorError(Exception):
         self.is_for_now = is_for_now
 
 
-def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
+def request_descriptor(segment: SegmentInfo, handle: DescriptorHandle) -> int:
     """Return a file descriptor of the segment's memory, owned by the caller: read-write or
     read-only.
 
@@ -40,11 +40,11 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
     Raises:
         NoDescriptorError
     """
-    if not handover.rights & MapRight.READ:
+    if not handle.rights & MapRight.READ:
         raise NoDescriptorError(WHY[DescriptorStatus.NO_RIGHT])
-    if not handover.socket.startswith(SOCKET_PREFIX) or "/" in handover.socket:
-        raise NoDescriptorError(f"{handover.socket!r} is no name of a node's socket")
-    path = f"{SHM_DIRECTORY}/{handover.socket}"
+    if not handle.socket.startswith(SOCKET_PREFIX) or "/" in handle.socket:
+        raise NoDescriptorError(f"{handle.socket!r} is no name of a node's socket")
+    path = f"{SHM_DIRECTORY}/{handle.socket}"
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -61,27 +61,27 @@ def request_descriptor(segment: SegmentInfo, handover: DescriptorHandle) -> int:
                 is_for_now=True,
             ) from None
         try:
-            return _ask(sock, segment, handover)
+            return _ask(sock, segment, handle)
         except TimeoutError:
             raise NoDescriptorError(f"its node did not answer within {ANSWER_S} s") from None
         except OSError as error:
             why = error.strerror or str(error)
             raise NoDescriptorError(
-                f"its node ended the handover: {why}", is_for_now=True
+                f"its node ended the connection: {why}", is_for_now=True
             ) from None
 
 
-def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) -> int:
+def _ask(sock: socket.socket, segment: SegmentInfo, handle: DescriptorHandle) -> int:
     """Exchange the messages. Raises OSError, NoDescriptorError."""
     nonce = _taken(sock.recv(protocol.HEAD_BYTES + 1))
     hello = DescriptorHello(
         segment.uuid,
         segment.generation,
         segment.holder,
-        handover.rights,
+        handle.rights,
         secrets.token_bytes(protocol.NONCE_BYTES),
     )
-    raw = protocol.pack_hello(hello, handover.key, nonce)
+    raw = protocol.pack_hello(hello, handle.key, nonce)
     sock.send(raw)
     answer, ancillary, _, _ = sock.recvmsg(
         protocol.HEAD_BYTES + 1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
@@ -93,7 +93,7 @@ def _ask(sock: socket.socket, segment: SegmentInfo, handover: DescriptorHandle) 
     ]
     try:
         proof = _taken(answer)
-        if not protocol.is_of_node(proof, handover.key, raw):
+        if not protocol.is_of_node(proof, handle.key, raw):
             raise NoDescriptorError("the other end of its node's socket is not its node")
         if not fds:
             raise NoDescriptorError("no descriptor is left in this process", is_for_now=True)
@@ -114,5 +114,5 @@ def _taken(raw: bytes) -> bytes:
     head = protocol.unpack_head(raw)
     status, rest = head or (DescriptorStatus.BAD_REQUEST, b"")
     if status is not DescriptorStatus.OK:
-        raise NoDescriptorError(WHY[status], is_for_now=status is DescriptorStatus.GONE)
+        raise NoDescriptorError(WHY[status], is_for_now=status is DescriptorStatus.UNMOUNTED)
     return rest

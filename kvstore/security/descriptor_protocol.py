@@ -53,7 +53,7 @@ class DescriptorStatus(enum.IntEnum):
     OTHER_USER = 2
     DENIED = 3
     """A wrong proof."""
-    GONE = 4
+    UNMOUNTED = 4
     """Another segment, or mounted again since."""
     NO_RIGHT = 5
     """The identity cannot read any namespace."""
@@ -62,11 +62,11 @@ class DescriptorStatus(enum.IntEnum):
 
 
 WHY: Final = {
-    DescriptorStatus.BAD_REQUEST: "its node speaks another version of the handover",
+    DescriptorStatus.BAD_REQUEST: "its node speaks another version of descriptor passing",
     DescriptorStatus.OTHER_USER: "its node runs as another user; kvstore-node --shm-group lets a "
     "group in",
     DescriptorStatus.DENIED: "its node does not accept the proof of this client",
-    DescriptorStatus.GONE: "its node has mounted it anew",
+    DescriptorStatus.UNMOUNTED: "its node has mounted it anew",
     DescriptorStatus.NO_RIGHT: "this identity may read in no namespace",
     DescriptorStatus.NOT_ALL: "this identity may not read all namespaces, which its node asks for "
     "(--shm-clients)",

@@ -63,16 +63,16 @@ class DescriptorServer:
         self._refused: set[int] = set()
         """Holders revoked since the mount ``_refused_in``, whose keys end with it."""
         self._refused_in = segment.generation
-        self._lent = segment.share()
+        self._shared = segment.share()
         self.name: Final = socket_name(segment.shm_name)
         """Entry in ``/dev/shm``. It is ours while we own the segment of that name."""
         self._path = f"{SHM_DIRECTORY}/{self.name}"
         try:
             self._listener = _listening(self._path, group)
         except BaseException:
-            self._lent.close()
+            self._shared.close()
             raise
-        log.info("descriptor_server_started socket=%s fixed=%s", self.name, self._lent.is_fixed)
+        log.info("descriptor_server_started socket=%s fixed=%s", self.name, self._shared.is_fixed)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -100,7 +100,7 @@ class DescriptorServer:
         """Close the socket, not while ``serving``. Passed file descriptors stay valid."""
         unlink_own(self._path)
         self._listener.close()
-        self._lent.close()
+        self._shared.close()
 
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ class DescriptorServer:
         except OSError as error:
             if error.errno == errno.ECONNABORTED:
                 return
-            log.warning("handover_accept_failed error=%s", error)
+            log.warning("descriptor_accept_failed error=%s", error)
             loop.remove_reader(self._listener)
             self._again = loop.call_later(
                 ACCEPT_AGAIN_S, loop.add_reader, self._listener, self._accept
@@ -134,7 +134,7 @@ class DescriptorServer:
                 raw = await asyncio.get_running_loop().sock_recv(sock, protocol.HELLO_BYTES + 1)
             status, key, writes = self._authorize(raw, nonce)
             if status is DescriptorStatus.OK:
-                fd = self._lent.to_write if writes else self._lent.to_read
+                fd = self._shared.to_write if writes else self._shared.to_read
                 socket.send_fds(sock, [protocol.pack_answer(status, key, raw)], [fd])
                 self.handed += 1
             else:
@@ -152,7 +152,7 @@ class DescriptorServer:
             return DescriptorStatus.BAD_REQUEST, b"", False
         uuid, generation, holder, rights, _ = hello
         if uuid != segment.uuid or generation != segment.generation:
-            return DescriptorStatus.GONE, b"", False
+            return DescriptorStatus.UNMOUNTED, b"", False
         key = protocol.map_key(segment.token, uuid, generation, holder, rights)
         if holder in self._refused or not protocol.is_proven(raw, key, nonce):
             return DescriptorStatus.DENIED, b"", False

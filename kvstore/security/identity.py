@@ -67,10 +67,10 @@ class Identity(NamedTuple):
         if not self.name:
             return ""
         fields = [("id", self.number)] if self.number else []
-        fields += [("read", each) for each in self.reads]
-        fields += [("write", each) for each in self.writes]
+        fields += [("read", read) for read in self.reads]
+        fields += [("write", write) for write in self.writes]
         if NODE in self.roles and self.nodes != ALL:
-            fields += [("node", each) for each in self.nodes]
+            fields += [("node", node) for node in self.nodes]
         query = urlencode(fields, safe="*/", quote_via=quote)
         roles = "+".join(sorted(self.roles))
         return f"{SCHEME}{roles}/{quote(self.name, safe='')}" + (f"?{query}" if query else "")
@@ -81,7 +81,9 @@ class Identity(NamedTuple):
     def may_read_prefix(self, beginning: str) -> bool:
         """Return whether it may read all namespaces with this prefix."""
         patterns = self.reads if ENGINE in self.roles else ()
-        covers = any(each.endswith("*") and beginning.startswith(each[:-1]) for each in patterns)
+        covers = any(
+            pattern.endswith("*") and beginning.startswith(pattern[:-1]) for pattern in patterns
+        )
         return self.is_admin or NODE in self.roles or covers
 
     def may_write(self, namespace: str) -> bool:

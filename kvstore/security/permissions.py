@@ -209,9 +209,9 @@ def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterS
     the usage of nodes, but no counters of others."""
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
         return status
-    mine = [each for each in status.namespaces if who.may_read(each.name)]
-    tenants = [each for each in status.tenants if _is_of(who, each)]
-    nodes = [each._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for each in status.nodes]
+    mine = [namespace for namespace in status.namespaces if who.may_read(namespace.name)]
+    tenants = [tenant for tenant in status.tenants if _is_of(who, tenant)]
+    nodes = [node._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for node in status.nodes]
     return status._replace(nodes=nodes, namespaces=mine, tenants=tenants, counters=(), departed=())
 
 
@@ -219,4 +219,6 @@ def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:
     """Return whether this engine may use a namespace of the tenant. The unnamed tenant also has
     namespaces of others."""
     own = (*who.reads, *who.writes) if ENGINE in who.roles else ()
-    return any(patterns_overlap(pattern, each) for pattern in own for each in tenant.namespaces)
+    return any(
+        patterns_overlap(pattern, namespace) for pattern in own for namespace in tenant.namespaces
+    )

@@ -6,7 +6,7 @@ A transport knows no objects, leases or masters. Rules (``tests/conformance/test
 - Offsets and lengths are checked on both ends; an invalid one raises ``InvalidRangeError`` before
   any byte is copied.
 - A call exceeds its deadline by one chunk at most. A peer that dies, stops or is unreachable raises
-  ``NodeUnreachableError`` or ``DeadlineExceededError``, whose field ``settled`` is 1 when no byte
+  ``NodeUnreachableError`` or ``DeadlineExceededError``, whose field ``quiesced`` is 1 when no byte
   of this call can arrive in the segment any more. Otherwise, over tcp, the field ``connection`` is
   the number of the connection on which one can.
 - Several threads may call at once.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
-from kvstore.errors import SegmentGoneError
+from kvstore.errors import SegmentUnmountedError
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.interface import CORRUPT, STALE, ReadRow, WriteRow
 from kvstore.native.object_headers import header_of, write_header
@@ -50,13 +50,13 @@ class Transport(ABC):
         """Fill each copy's buffer. ``deadline`` is a ``uptime()`` value.
 
         Raises:
-            InvalidRangeError, NodeUnreachableError, SegmentGoneError, PermissionDeniedError,
+            InvalidRangeError, NodeUnreachableError, SegmentUnmountedError, PermissionDeniedError,
                 DeadlineExceededError: the buffers' contents are undefined afterwards.
         """
 
     @abstractmethod
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """Write each copy's buffer completely. Raises as ``read``; see ``settled`` above."""
+        """Write each copy's buffer completely. Raises as ``read``; see ``quiesced`` above."""
 
     def read_objects(
         self,
@@ -103,11 +103,12 @@ class Transport(ABC):
         self.write(segment, heads, deadline)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """Return all of a mapped segment, also mapped after ``close``. Raises SegmentGoneError."""
-        raise SegmentGoneError(
+        """Return all of a mapped segment, also mapped after ``close``. Raises
+        SegmentUnmountedError."""
+        raise SegmentUnmountedError(
             f"the memory of node {segment.node!r} is not in this address space",
             node=segment.node,
-            settled=1,
+            quiesced=1,
         )
 
     def readonly_memory(self, segment: SegmentInfo) -> memoryview | None:

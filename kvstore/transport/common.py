@@ -12,10 +12,10 @@ from kvstore.errors import (
     InvalidRangeError,
     KVStoreError,
     NodeUnreachableError,
-    SegmentGoneError,
+    SegmentUnmountedError,
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.native.interface import GONE, OUTSIDE, BatchEnd
+from kvstore.native.interface import OUTSIDE, UNMOUNTED, BatchEnd
 from kvstore.runtime.tcp_protocol import Extent
 
 if TYPE_CHECKING:
@@ -62,22 +62,22 @@ def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:
     )
 
 
-def segment_unmounted(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
-    return SegmentGoneError(
+def segment_unmounted(segment: SegmentInfo, *, quiesced: int = 1) -> SegmentUnmountedError:
+    return SegmentUnmountedError(
         f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted, or mounted again,",
         advice="Look the object up again.",
         node=segment.node,
-        settled=settled,
+        quiesced=quiesced,
     )
 
 
-def deadline_exceeded(segment: SegmentInfo, *, settled: int = 1) -> DeadlineExceededError:
+def deadline_exceeded(segment: SegmentInfo, *, quiesced: int = 1) -> DeadlineExceededError:
     return DeadlineExceededError(
         f"node {segment.node} ({segment.address or segment.host}) had not moved all bytes by the "
         "deadline",
         node=segment.node,
         address=segment.address,
-        settled=settled,
+        quiesced=quiesced,
     )
 
 
@@ -88,7 +88,7 @@ def not_encrypted(segment: SegmentInfo) -> NodeUnreachableError:
         "data_encryption of this client is tls",
         advice="Start that node with --data-encryption tls; or this client without it, if the "
         "network between them is trusted.",
-        node=segment.node, address=segment.address, transport="tcp", tried=0, settled=1,
+        node=segment.node, address=segment.address, transport="tcp", tried=0, quiesced=1,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
         return InvalidRangeError(
             f"an object is not within the segment of {segment.size} bytes", node=segment.node
         )
-    return segment_unmounted(segment) if how == GONE else deadline_exceeded(segment)
+    return segment_unmounted(segment) if how == UNMOUNTED else deadline_exceeded(segment)
 
 
 def feed(hasher: xxh3_64, data: memoryview) -> None:

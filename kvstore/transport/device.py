@@ -89,7 +89,7 @@ class DeviceMapping:
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
-        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._shared: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._returned: deque[weakref.ref[NDArray[np.uint8]]] = deque()
 
     @classmethod
@@ -165,7 +165,7 @@ class DeviceMapping:
         tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
             watch = weakref.ref(owner, self._returned.append)
-            self._lent[id(watch)] = watch
+            self._shared[id(watch)] = watch
         return DeviceView(tensor, owner, address)
 
     def close_if_unused(self) -> bool:
@@ -193,9 +193,9 @@ class DeviceMapping:
     def _is_last(self) -> bool:
         """Whether to close the memory now; True once. The caller holds the lock."""
         while self._returned:
-            self._lent.pop(id(self._returned[0]), None)
+            self._shared.pop(id(self._returned[0]), None)
             self._returned.popleft()
-        in_use = self._users or self._lent
+        in_use = self._users or self._shared
         is_last = self._is_ending and not in_use and not self._is_closed
         self._is_closed = self._is_closed or is_last
         return is_last
@@ -307,7 +307,7 @@ class DeviceTransport(Transport):
             ranges: offset and length of all ranges of the call.
 
         Raises:
-            As ``Transport.read``; SegmentGoneError, also at the end, if the owner has ended.
+            As ``Transport.read``; SegmentUnmountedError, also at the end, if the owner has ended.
         """
         attachment = self._attachment(segment)
         if attachment is None:
@@ -376,10 +376,14 @@ class DeviceTransport(Transport):
 
     def _drop(self, is_due: Callable[[bytes, DeviceMapping | None], bool]) -> None:
         with self._changing:
-            due = {uuid: each for uuid, each in self._attached.items() if is_due(uuid, each)}
+            due = {
+                uuid: attached
+                for uuid, attached in self._attached.items()
+                if is_due(uuid, attached)
+            }
             for uuid in due:
                 del self._attached[uuid]
-            self._ending += [each for each in due.values() if each is not None]
+            self._ending += [attached for attached in due.values() if attached is not None]
         for attachment in due.values():
             if attachment is not None:
                 attachment.end()
@@ -387,12 +391,12 @@ class DeviceTransport(Transport):
     def _close_unused(self) -> None:
         with self._changing:
             ending, self._ending = self._ending, []
-        left = [each for each in ending if not each.close_if_unused()]
+        left = [attached for attached in ending if not attached.close_if_unused()]
         with self._changing:
             self._ending += left
 
     def _closed_error(self) -> ClosedError:
-        return ClosedError("the transport was closed", settled=1)
+        return ClosedError("the transport was closed", quiesced=1)
 
 
 def _ranges_of(moves: Sequence[RangeCopy]) -> list[tuple[int, int]]:
@@ -403,7 +407,7 @@ def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:
     return NodeUnreachableError(
         f"the device's memory of node {segment.node!r} is not open in this process: {why}",
         node=segment.node,
-        settled=1,
+        quiesced=1,
     )
 
 
@@ -412,5 +416,5 @@ def _failed(segment: SegmentInfo, error: DeviceError) -> NodeUnreachableError:
         f"node {segment.node}: {error.message}",
         advice=error.advice,
         node=segment.node,
-        settled=error.fields.get("settled", 1),
+        quiesced=error.fields.get("quiesced", 1),
     )

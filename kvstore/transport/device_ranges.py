@@ -111,7 +111,7 @@ class DeviceRanges:
                 for window in in_progress:
                     self._finish(window, take, deadline)
             finally:
-                events = [each.event for each in in_progress if each.event is not None]
+                events = [pending.event for pending in in_progress if pending.event is not None]
                 self._wait_for_copies(events, deadline)
 
     def _begin(

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.calls import SegmentInfo
-from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
+from kvstore.errors import ClosedError, NodeUnreachableError, SegmentUnmountedError
 from kvstore.memory.mapping import Mapping
 from kvstore.native import steps
 from kvstore.native.interface import ReadRow, WriteRow
@@ -57,7 +57,7 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 class ShmTransport(Transport):
     """Reaches segments in this host's ``/dev/shm``: by file descriptor or by name. Threads: any.
 
-    Every failure is settled. A call holds the GIL, except in compiled primitives on large batches.
+    Every failure is quiesced. A call holds the GIL, except in compiled primitives on large batches.
     """
 
     name: str = "shm"
@@ -198,11 +198,11 @@ class ShmTransport(Transport):
             return self._mappings[uuid]
 
     def _mapped(self, segment: SegmentInfo) -> Mapping | None:
-        handover = segment.descriptor_socket if segment.holder else None
+        handle = segment.descriptor_socket if segment.holder else None
         try:
-            if handover is None:
+            if handle is None:
                 return Mapping.attach(segment.shm_name, segment.uuid)
-            return Mapping.of(request_descriptor(segment, handover), segment.uuid)
+            return Mapping.of(request_descriptor(segment, handle), segment.uuid)
         except NoDescriptorError as error:
             if not error.is_for_now:
                 self._again[segment.uuid] = uptime() + RETRY_S
@@ -229,13 +229,13 @@ class ShmTransport(Transport):
         try:
             for copy in moves:
                 _copy(segment, mapping, copy, deadline, is_write=is_write)
-        except SegmentGoneError:
+        except SegmentUnmountedError:
             if self._closed:
                 raise self._closed_error() from None
             raise
 
     def _closed_error(self) -> ClosedError:
-        return ClosedError("the transport was closed", settled=1)
+        return ClosedError("the transport was closed", quiesced=1)
 
 
 def _copy(
@@ -292,5 +292,5 @@ def _not_here(segment: SegmentInfo) -> NodeUnreachableError:
     return NodeUnreachableError(
         f"segment {segment.uuid.hex()} of node {segment.node!r} is not in this host's memory",
         node=segment.node,
-        settled=1,
+        quiesced=1,
     )

@@ -43,7 +43,7 @@ class _Connections:
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
         """The last one was used most recently, and is used next; nodes close old ones."""
-        self.lent: set[ClientConnection] = set()
+        self.in_use: set[ClientConnection] = set()
         self.waiting = 0
         self.returned: SimpleQueue[None] = SimpleQueue()
 
@@ -75,14 +75,14 @@ class TcpTransport(Transport):
         return bool(segment.address) and not self._closed
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
+        """As ``Transport.read``; also raises BusyError. ``quiesced`` is always 1."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
             for batch in _copy_batches(segment, moves):
                 connection.read(batch, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """As ``Transport.write``; also raises BusyError (settled)."""
+        """As ``Transport.write``; also raises BusyError (quiesced)."""
         check_moves(segment, moves)
         with self.lend(segment, deadline) as connection:
             for batch in _copy_batches(segment, moves):
@@ -115,9 +115,9 @@ class TcpTransport(Transport):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            lent = [connection for pool in self._pools.values() for connection in pool.lent]
+            in_use = [connection for pool in self._pools.values() for connection in pool.in_use]
         self._drop(self._keys())
-        for connection in lent:
+        for connection in in_use:
             connection.interrupt()
 
     def sweep(self) -> None:
@@ -126,7 +126,7 @@ class TcpTransport(Transport):
             for key, pool in list(self._pools.items()):
                 ended += [each for each in pool.idle if each.has_ended]
                 pool.idle = [each for each in pool.idle if each not in ended]
-                if not pool.idle and not pool.lent:
+                if not pool.idle and not pool.in_use:
                     del self._pools[key]
         for connection in ended:
             connection.close()
@@ -136,7 +136,7 @@ class TcpTransport(Transport):
 
     def close_after_fork(self) -> None:
         for pool in self._pools.values():
-            for connection in (*pool.idle, *pool.lent):
+            for connection in (*pool.idle, *pool.in_use):
                 connection.close_after_fork()
 
     @contextmanager
@@ -162,7 +162,7 @@ class TcpTransport(Transport):
     ) -> tuple[_Connections, ClientConnection]:
         while True:
             if self._closed:
-                raise ClosedError("the transport was closed", settled=1)
+                raise ClosedError("the transport was closed", quiesced=1)
             if stop is not None:
                 stop.check()
             with self._lock:
@@ -188,20 +188,20 @@ class TcpTransport(Transport):
         """Return a free connection, or a new one below the maximum. The caller holds the lock."""
         if pool.idle:
             connection = pool.idle.pop()
-        elif len(pool.lent) < self._connections_max:
+        elif len(pool.in_use) < self._connections_max:
             connection = ClientConnection(
                 segment, self._client_number, stall_s=self._stall_s, tls=self._tls
             )
         else:
             return None
-        pool.lent.add(connection)
+        pool.in_use.add(connection)
         return connection
 
     def _give_back(
         self, key: _PoolKey, pool: _Connections, connection: ClientConnection, *, is_usable: bool
     ) -> None:
         with self._lock:
-            pool.lent.discard(connection)
+            pool.in_use.discard(connection)
             is_kept = is_usable and not self._closed and self._pools.get(key) is pool
             if is_kept:
                 pool.idle.append(connection)

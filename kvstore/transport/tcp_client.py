@@ -225,14 +225,14 @@ class ClientConnection:
             is_new = False
             while True:
                 spins = self._gauge.should_poll()
-                status, number, settled, outcomes = exchange(stream, SPIN_S if spins else 0.0)
+                status, number, quiesced, outcomes = exchange(stream, SPIN_S if spins else 0.0)
                 if status != UNASKED:
                     break
                 if is_new:
                     raise ConnectionEndedError(0)  # a server that sends bytes before a request
                 self.close()
                 stream, is_new = self._connect(deadline), True
-            self._is_quiesced = bool(settled)
+            self._is_quiesced = bool(quiesced)
             if status == ANSWERED:
                 if spins:
                     self._gauge.record(number)
@@ -327,7 +327,7 @@ class ClientConnection:
                 f"{self._where} encrypts its data port, and this client has no identity",
                 advice="Set KVSTORE_AUTH to a certificate file (kvstore auth issue writes it).",
                 node=node,
-                settled=1,
+                quiesced=1,
             )
         if self._is_interrupted:
             raise ConnectionAbortedError("the transport was closed")
@@ -350,21 +350,21 @@ class ClientConnection:
                 "kvstore auth issue --role node --node 'PATTERN' NAME. Restart a "
                 "node after its identity has changed.",
                 node=node,
-                settled=1,
+                quiesced=1,
             )
         return stream
 
     def _explained(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         explained = self._explain(error, deadline)
-        if not explained.fields["settled"]:
+        if not explained.fields["quiesced"]:
             explained.fields["connection"] = self._number
         return explained
 
     def _explain(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         segment, where = self._segment, self._where
-        settled = int(self._is_quiesced)
+        quiesced = int(self._is_quiesced)
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
-            return deadline_exceeded(segment, settled=settled)
+            return deadline_exceeded(segment, quiesced=quiesced)
         if isinstance(error, NeedsTlsError):
             return self._description_error(
                 "requires TLS on its data port",
@@ -381,7 +381,7 @@ class ClientConnection:
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
                 advice="kvstore auth show FILE shows identity and problems of a certificate file.",
                 node=segment.node,
-                settled=settled,
+                quiesced=quiesced,
             )
         if not isinstance(error, RefusedTransferError):
             silent = isinstance(error, TimeoutError)
@@ -389,19 +389,19 @@ class ClientConnection:
             unreachable = self._unreachable(self._failed(error), advice if silent else "")
             unreachable.fields["silent_ms"] = round(self._stall_s * 1000) if silent else 0
             return unreachable
-        if error.status is TransferStatus.GONE:
-            return segment_unmounted(segment, settled=settled)
+        if error.status is TransferStatus.UNMOUNTED:
+            return segment_unmounted(segment, quiesced=quiesced)
         if error.status not in _REFUSALS:
             return self._protocol_error("does not speak this data protocol")
         kind, what, advice = _REFUSALS[error.status]
-        return kind(f"{where} {what}", advice=advice, node=segment.node, settled=settled)
+        return kind(f"{where} {what}", advice=advice, node=segment.node, quiesced=quiesced)
 
     def _unreachable(self, what: str, advice: str) -> NodeUnreachableError:
-        segment, settled = self._segment, int(self._is_quiesced)
+        segment, quiesced = self._segment, int(self._is_quiesced)
         return NodeUnreachableError(
             f"{self._where} {what}",
             advice=advice,
-            node=segment.node, address=segment.address, transport="tcp", settled=settled,
+            node=segment.node, address=segment.address, transport="tcp", quiesced=quiesced,
         )  # fmt: skip
 
     def _protocol_error(self, what: str) -> NodeUnreachableError:

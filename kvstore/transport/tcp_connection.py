@@ -20,7 +20,7 @@ from typing import Final
 from kvstore.errors import BusyError
 from kvstore.memory.medium import Medium
 from kvstore.native import steps
-from kvstore.native.interface import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
+from kvstore.native.interface import REFUSED, TIMED_OUT, WIPE_TABLE_BYTES, WRITES_BYTES
 from kvstore.native.pure_python import CapabilityVerifier, serve_ranges
 from kvstore.runtime import tcp_protocol as protocol
 from kvstore.runtime.clock import uptime
@@ -76,7 +76,7 @@ class ServerContext:
     tls: NodeTls | None = None
     """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
-    """By uuid, for ``call_back``; empty without capabilities. Replaced by a fence."""
+    """By uuid, for ``revoke_writes``; empty without capabilities. Replaced by a fence."""
     rejected_holders: frozenset[int] = frozenset()
     """Holders whose proofs are rejected."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
@@ -88,7 +88,7 @@ class ServerContext:
         """Starts a mount without wipe requests, of which no capabilities exist yet."""
         if self.capabilities:
             self.wipe_seqs = {
-                uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments
+                uuid: memoryview(mmap.mmap(-1, WIPE_TABLE_BYTES)) for uuid in self.segments
             }
 
     def count(self, **amounts: int) -> None:
@@ -156,7 +156,7 @@ class ServerConnection:
 
     def _serve(self) -> None:
         try:
-            segment, sealed = self._handshake()
+            segment, verifier = self._handshake()
         except (RefusedTransferError, OSError) as error:
             is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
             self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
@@ -168,7 +168,7 @@ class ServerConnection:
             return
         self._reply(TransferStatus.OK)
         try:
-            self._serve_requests(segment, sealed)
+            self._serve_requests(segment, verifier)
         except StalledError:
             self._context.count(stalls=1)
         except RefusedTransferError as refused:
@@ -179,19 +179,19 @@ class ServerConnection:
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: Medium, sealed: CapabilityVerifier) -> None:
+    def _serve_requests(self, segment: Medium, verifier: CapabilityVerifier) -> None:
         """Raises StalledError or RefusedTransferError."""
-        context, stream, generation = self._context, self._stream, sealed.generation
+        context, stream, generation = self._context, self._stream, verifier.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
                 stream, segment.fd, segment.memory, generation, self._cut, *bounds,
-                sealed.key, sealed.holder, sealed.wipe_seqs, sealed.writes_in_progress,
+                verifier.key, verifier.holder, verifier.wipe_seqs, verifier.writes_in_progress,
             )  # fmt: skip
         else:  # not in memory, or encrypted: the compiled primitives cannot serve it
             how, number = serve_ranges(
                 stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
-                *bounds, sealed if sealed.key else None,
+                *bounds, verifier if verifier.key else None,
             )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
@@ -215,13 +215,13 @@ class ServerConnection:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
-            raise RefusedTransferError(TransferStatus.GONE)
+            raise RefusedTransferError(TransferStatus.UNMOUNTED)
         if hello.holder:
             self._check_proof(segment, hello, bytes(raw))
         elif not hmac.compare_digest(hello.token, segment.token):
             raise RefusedTransferError(TransferStatus.DENIED)
         if hello.generation != segment.generation:
-            raise RefusedTransferError(TransferStatus.GONE)
+            raise RefusedTransferError(TransferStatus.UNMOUNTED)
         self.client, self.number, self.uuid = hello.client, hello.connection, hello.uuid
         try:
             self._context.limiter.keep(self, shown(hello.holder) if hello.holder else "")
@@ -232,7 +232,7 @@ class ServerConnection:
             return segment, CapabilityVerifier(
                 b"", hello.generation, 0, steps.siphash, nothing, nothing
             )
-        self._asked = memoryview(bytearray(ASKED_BYTES))
+        self._asked = memoryview(bytearray(WRITES_BYTES))
         return segment, CapabilityVerifier(
             segment.token, hello.generation, hello.holder, steps.siphash,
             self._context.wipe_seqs[hello.uuid], self._asked,
@@ -258,7 +258,7 @@ class ServerConnection:
         status = refused.status
         assert status is not None
         # After a takeover, connections of an older mount are normal; other refusals are not.
-        level = logging.DEBUG if status is TransferStatus.GONE else logging.WARNING
+        level = logging.DEBUG if status is TransferStatus.UNMOUNTED else logging.WARNING
         _log.log(
             level,
             "event=data_refused what=%s status=%s peer=%s",

@@ -155,7 +155,7 @@ class DataServer:
         wipe_seqs = self._context.wipe_seqs.get(uuid)
         if wipe_seqs is None or not offsets:
             return 0
-        steps.call_back(wipe_seqs, offsets, wipe_seq)
+        steps.revoke_writes(wipe_seqs, offsets, wipe_seq)
         extents = frozenset(offsets)
         chosen = [
             connection for connection in self._connections

@@ -909,8 +909,8 @@ class CommitReply(_message.Message):
     outcome: _builtins.int
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     header_mac: _builtins.bytes
-    """`STAMP_BYTES`: the header MAC, which the client writes until the allocation's deadline; may be
-    empty.
+    """`HEADER_MAC_BYTES`: the header MAC, which the client writes until the allocation's deadline;
+    may be empty.
     """
     def __init__(
         self,

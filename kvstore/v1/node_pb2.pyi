@@ -203,7 +203,7 @@ class NodeJoin(_message.Message):
     protocol: _builtins.int
     resume_epoch: _builtins.int
     """The epoch to resume after a broken stream. A master that no longer has these segments refuses
-    with `SegmentGoneError`. 0: a new join; the node has fenced every older grant.
+    with `SegmentUnmountedError`. 0: a new join; the node has fenced every older grant.
     """
     highest_epoch: _builtins.int
     """The highest epoch that the node has joined or that its memory records. A master with a lower

@@ -79,7 +79,7 @@ class RpcMethod(Generic[RequestT, ReplyT]):
 
 def _message(name: str) -> type[Message]:
     files = (admin_pb2, client_pb2, common_pb2)
-    return next(cast(type[Message], vars(each)[name]) for each in files if name in vars(each))
+    return next(cast(type[Message], vars(file)[name]) for file in files if name in vars(file))
 
 
 def encode_request(request: Request) -> bytes:

@@ -55,11 +55,11 @@ def identify_service(address: str, timeout_s: float = ASK_S) -> str:
     host, port = split_address(address, default_port=DEFAULT_PORT)
     answer = b""
     is_there = False
-    with contextlib.suppress(OSError), resolver.connect(host, port, until) as asked:
+    with contextlib.suppress(OSError), resolver.connect(host, port, until) as sock:
         is_there = True
-        asked.settimeout(max(until - uptime(), 0.001))
-        asked.sendall(_QUESTION)
-        answer = asked.recv(_ANSWER_BYTES)
+        sock.settimeout(max(until - uptime(), 0.001))
+        sock.sendall(_QUESTION)
+        answer = sock.recv(_ANSWER_BYTES)
     found = _read(answer)
     return TLS if not found and is_there and _has_tls(host, port, until) else found
 
@@ -69,9 +69,9 @@ def _has_tls(host: str, port: int, until: float) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with contextlib.suppress(OSError), resolver.connect(host, port, until) as asked:
-        asked.settimeout(max(until - uptime(), 0.001))
-        with context.wrap_socket(asked):
+    with contextlib.suppress(OSError), resolver.connect(host, port, until) as sock:
+        sock.settimeout(max(until - uptime(), 0.001))
+        with context.wrap_socket(sock):
             return True
     return False
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, PutOutcome
+from kvstore.calls import CAPABILITY_BYTES, HEADER_MAC_BYTES, PutOutcome
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
@@ -124,7 +124,7 @@ def unpack_grants(m: common_pb2.Grants) -> calls.Grants:
         segments = [number for at in starts for number in numbers[at + 1 : at + width : 2]]
         offsets = [number for at in starts for number in numbers[at + 2 : at + width : 2]]
     capabilities = _macs(m.capabilities, CAPABILITY_BYTES, len(segments))
-    header_macs = _macs(m.header_macs, STAMP_BYTES, len(segments))
+    header_macs = _macs(m.header_macs, HEADER_MAC_BYTES, len(segments))
     return calls.Grants(
         m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets,
         capabilities, header_macs,

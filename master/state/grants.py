@@ -220,13 +220,13 @@ class PendingGrants:
         """Return the lowest pending token; every put before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def quarantine(self, put: Grant, residue: StaleExtents, until_ms: int) -> None:
+    def quarantine(self, put: Grant, stale: StaleExtents, until_ms: int) -> None:
         """Keeps the extents of a put that has ended; its tenant holds them until then."""
         owner = self.tenants.owner(put)
         if owner is not None:
             self.tenants.on_quarantine(owner, put.extents, put.length)
-        self._quarantine[put.token] = until_ms, residue, owner
-        for segment, _ in residue.extents:
+        self._quarantine[put.token] = until_ms, stale, owner
+        for segment, _ in stale.extents:
             segment.quarantined_bytes += put.length
 
     def quarantined(self, token: int) -> StaleExtents | None:

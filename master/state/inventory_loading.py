@@ -40,7 +40,7 @@ class InventoryLoader:
     def segment_mounted(self, segment: MountedSegment) -> None:
         """Start the inventory of a mounted segment, before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
-        if segment.whole:
+        if segment.inventory_complete:
             self._watermarks.propagate_to(segment)
             return
         inventory = InventoryLoad(segment, segment.node.last_heartbeat_ms, absent_since)
@@ -97,7 +97,7 @@ class InventoryLoader:
 
     def _finish(self, now_ms: int, segment: MountedSegment, inventory: InventoryLoad) -> None:
         common = self._common
-        segment.whole = True
+        segment.inventory_complete = True
         self._common.space_freed()
         del self._inventories[segment]
         common.jobs.due |= ANSWER

@@ -152,7 +152,7 @@ class MasterState:
             background_jobs.CLAIM: self.returning.take_claims,
             background_jobs.ANSWER: self.asking.reply,
             background_jobs.EVICT: self.sweeping.evict_ahead,
-            background_jobs.SETTLE: self.sweeping.delete_unused,
+            background_jobs.DELETE_UNUSED: self.sweeping.delete_unused,
             background_jobs.SWEEP: self.sweeping.sweep,
             background_jobs.DRAW: self.chains.walk_on,
             background_jobs.SCAN: self.copying.scan,

@@ -23,7 +23,7 @@ from kvstore.errors import (
     DrainedError,
     InvalidArgumentError,
     NodeNameTakenError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.limits import check_cluster, check_protocol
@@ -126,7 +126,7 @@ class Membership:
 
         Raises:
             NodeNameTakenError: another live node has that name.
-            SegmentGoneError: nothing to resume; the node must fence, then join again.
+            SegmentUnmountedError: nothing to resume; the node must fence, then join again.
             DrainedError: nothing to resume; the node must leave.
             UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
@@ -191,7 +191,7 @@ class Membership:
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
         """Return the node with that name and exactly these segments. Raise DrainedError if it was
-        dismissed, SegmentGoneError if there is no stream to resume."""
+        dismissed, SegmentUnmountedError if there is no stream to resume."""
         if not self._dismissed.keys().isdisjoint(uuids):
             raise _drained_error(join.name)
         # A delayed join may arrive after a later one: its generations are older. An interrupted
@@ -201,12 +201,13 @@ class Membership:
             known is not None
             and join.resume_epoch == self._epoch
             and all(
-                segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                segment.inventory_complete
+                and segment.offer.generation == generations[segment.offer.uuid]
                 for segment in self.segments[known.name]
             )
         ):
             return known
-        raise SegmentGoneError(
+        raise SegmentUnmountedError(
             f"node {join.name} has no stream to resume here", advice="Join again."
         )
 
@@ -268,10 +269,10 @@ class Membership:
                 self._log_event("node_reachable", node)
             node.unreachable = error
 
-    def on_shm_entry_report(self, node: JoinedNode, *, is_gone: bool) -> None:
-        if is_gone and not node.shm_entry_missing:
+    def on_shm_entry_report(self, node: JoinedNode, *, is_missing: bool) -> None:
+        if is_missing and not node.shm_entry_missing:
             self._log_event("node_shm_entry_missing", node)
-        node.shm_entry_missing = is_gone
+        node.shm_entry_missing = is_missing
 
     def leave(self, node: JoinedNode) -> None:
         if node.session is not None:
@@ -306,7 +307,9 @@ class Membership:
         self._alive = None
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = SegmentGoneError(f"node {node.name} counts as dead ({reason})", node=node.name)
+            error = SegmentUnmountedError(
+                f"node {node.name} counts as dead ({reason})", node=node.name
+            )
             self.effects.append(CloseSession(node.session, error))
             node.session = None
         if reason == "left":
@@ -327,7 +330,7 @@ class Membership:
     def _take_over(self, node: JoinedNode, session: int) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = SegmentGoneError("the node has opened another stream", node=node.name)
+            error = SegmentUnmountedError("the node has opened another stream", node=node.name)
             self.effects.append(CloseSession(node.session, error))
         node.session = session
         self._by_session[session] = node

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from kvstore.calls.tenants import TenantRule
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repair_queue
-from kvstore.master.state.background_jobs import SETTLE, SWEEP, BackgroundJobs
+from kvstore.master.state.background_jobs import DELETE_UNUSED, SWEEP, BackgroundJobs
 from kvstore.master.state.candidates import EvictionCandidates, SweepCursor
 from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.expiry_index import ExpiryIndex
@@ -62,7 +62,7 @@ class MemoryPool:
         self.forest.tenants = self.pins.tenants = self.tenants
         self.lifetimes = ExpiryIndex()
         """The ends of objects with a TTL."""
-        self.unsettled: deque[ObjectRecord] = deque()
+        self.maybe_unused: deque[ObjectRecord] = deque()
         """Records at which ``delete_if_unused`` must continue after a long chain."""
         self._sizes: dict[int, int] = {}
         nowhere = repair_queue.placeholder_segment()
@@ -252,17 +252,17 @@ class MemoryPool:
         return None
 
     def _delete_later(self, record: ObjectRecord) -> None:
-        self.unsettled.append(record)
-        self._jobs.due |= SETTLE
+        self.maybe_unused.append(record)
+        self._jobs.due |= DELETE_UNUSED
 
     def continue_deleting(self, steps: int) -> None:
-        """Continues with ``unsettled``, for about ``steps`` records."""
+        """Continues with ``maybe_unused``, for about ``steps`` records."""
         steps_max = self.forest.steps + steps
-        while self.unsettled and self.forest.steps < steps_max:
-            record = self.unsettled.popleft()
+        while self.maybe_unused and self.forest.steps < steps_max:
+            record = self.maybe_unused.popleft()
             if self.forest.get(record.namespace, record.key) is record:
                 self.delete_if_unused(record)
-        self._jobs.note(SETTLE, bool(self.unsettled))
+        self._jobs.note(DELETE_UNUSED, bool(self.maybe_unused))
 
     def remove(self, record: ObjectRecord, steps_max: int) -> None:
         """Removes an object, whose extents stay allocated. Once ``forest.steps`` has reached

@@ -48,11 +48,13 @@ class _DepartedNode:
 
     def reports(self) -> bool:
         """Return whether some of its memory has returned and its inventory is incomplete."""
-        return any(segment.alive and not segment.whole for segment in self.back.values())
+        return any(
+            segment.alive and not segment.inventory_complete for segment in self.back.values()
+        )
 
     def is_back(self) -> bool:
         return len(self.back) == len(self.memory) and all(
-            segment.alive and segment.whole for segment in self.back.values()
+            segment.alive and segment.inventory_complete for segment in self.back.values()
         )
 
 

@@ -79,7 +79,7 @@ class NodeMessageHandler:
             ):
                 node.ahead_ms = clock_ms - now_ms
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
-                self._membership.on_shm_entry_report(node, is_gone=shm_entry_missing)
+                self._membership.on_shm_entry_report(node, is_missing=shm_entry_missing)
                 self._apply_membership_changes(now_ms)
                 repair = self._replication.has_work_for(node, now_ms)
                 common.effect(SendToNode(session, calls.MasterHeartbeat(number, repair)))
@@ -198,7 +198,9 @@ class NodeMessageHandler:
             self._inventories.segment_mounted(segment)
             self._common.forest.missing.segment_mounted(segment)
         if members.lost or members.mounted:
-            ready_ms = max((s.usable_at_ms for s in members.mounted if s.whole), default=0)
+            ready_ms = max(
+                (s.usable_at_ms for s in members.mounted if s.inventory_complete), default=0
+            )
             self._replication.nodes_changed(now_ms, ready_ms)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()

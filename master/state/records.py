@@ -70,7 +70,7 @@ class MountedSegment:
         self.alive = True
         self.died_ms = NEVER_MS
         """When the segment died; ``NEVER_MS`` if it lives, or had no readers left when it died."""
-        self.whole = offer.fresh
+        self.inventory_complete = offer.fresh
         """Whether all objects from before its mounting are known; else its inventory follows."""
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.zeroes = offer.takes_capabilities
@@ -103,7 +103,7 @@ class MountedSegment:
 
     def usable(self, now_ms: int) -> bool:
         """Whether extents of the segment may be granted now."""
-        return self.whole and self.usable_at_ms <= now_ms and not self.unready
+        return self.inventory_complete and self.usable_at_ms <= now_ms and not self.unready
 
     @property
     def capacity(self) -> int:

@@ -58,7 +58,7 @@ class RemovalWatermarks:
         number = self._newest.counter + 1 if self._newest.epoch == common.epoch else 1
         self._newest = Version(common.epoch, number)
         for segment in common.pool.segments.values():
-            if segment.whole:
+            if segment.inventory_complete:
                 common.effects += common.reclaim.keep_removal_watermark(segment, self._newest)
 
     def propagate_to(self, segment: MountedSegment) -> None:

@@ -105,15 +105,15 @@ class StateContext:
     def reply_when_wiped(
         self,
         now_ms: int,
-        gone: list[StaleExtents],
+        stale: list[StaleExtents],
         reply: AnyReply,
         earlier: Sequence[WipeRequest] = (),
     ) -> AnyReply | DeferredReply:
-        """Replies once the headers of ``gone`` are wiped and the ``earlier`` requests are done. The
-        extents of ``gone`` are free one lease later."""
+        """Replies once the headers of ``stale`` are wiped and the ``earlier`` requests are done.
+        The extents of ``stale`` are free one lease later."""
         reply_id = self.new_reply_id()
         free_at_ms = now_ms + self.rules.lease_ms
-        effects, waits = self.reclaim.wipe(gone, free_at_ms, reply_id, reply, earlier)
+        effects, waits = self.reclaim.wipe(stale, free_at_ms, reply_id, reply, earlier)
         self.effects += effects
         return DeferredReply(reply_id) if waits else reply
 

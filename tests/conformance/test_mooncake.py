@@ -105,7 +105,7 @@ def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
     assert mover.can_reach(closed)
     with pytest.raises(NodeUnreachableError, match="which replies") as caught:
         mover.read(closed, [RangeCopy(MIB, empty(16))], soon())
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
     assert not mover.can_reach(closed)
     assert mover.can_reach(info), "others are"
     mover.read(info, [RangeCopy(MIB, empty(16))], soon())
@@ -219,7 +219,7 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     free = take_all_chunks(mover)
     with pytest.raises(DeadlineExceededError) as caught:
         mover.write(peer.info, [RangeCopy(MIB, written)], uptime() + 0.2)
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
     for memory in (written, read):
         mover.register(memory)
     mover.write(peer.info, [RangeCopy(MIB, written)], soon())

@@ -32,7 +32,7 @@ from kvstore.errors import (
     InvalidRangeError,
     NodeUnreachableError,
     PermissionDeniedError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.limits import Key, Namespace
@@ -412,7 +412,7 @@ def test_a_fence_ends_it(peer: Peer, way: TransportVariant) -> None:
     way.carry(writes(before, values([100])))
     after = peer.ask("bump")
     for transfer in (writes(before, values([200])), reads(before, [100])[0]):
-        with pytest.raises(SegmentGoneError):
+        with pytest.raises(SegmentUnmountedError):
             way.carry(transfer)
     way.transport.forget(before)
     transfer, targets = reads(after, [100])
@@ -459,7 +459,7 @@ def test_a_node_that_dies_or_freezes(
     else:
         assert isinstance(caught.value, DeadlineExceededError)
     if verb == "read":
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
     if how == "stop":
         peer.resume()
         way.carry(writes(segment, some))

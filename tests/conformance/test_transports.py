@@ -27,7 +27,7 @@ from kvstore.errors import (
     InvalidRangeError,
     NodeUnreachableError,
     PermissionDeniedError,
-    SegmentGoneError,
+    SegmentUnmountedError,
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native import pure_python
@@ -289,7 +289,7 @@ def test_a_deadline_that_has_passed(shared_peer: Peer, transport: Transport) -> 
     for action in (transport.read, transport.write):
         with pytest.raises(DeadlineExceededError) as caught:
             action(shared_peer.info, [RangeCopy(MIB, empty(16))], uptime() - 1)
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
 
 
 def test_calls_from_several_threads(shared_peer: Peer, transport: Transport) -> None:
@@ -316,9 +316,9 @@ def test_an_older_mount_is_gone(peer: Peer, transport: Transport) -> None:
     new = peer.ask("bump")
     assert new.generation > old.generation
     for action in (transport.write, transport.read):
-        with pytest.raises(SegmentGoneError) as caught:
+        with pytest.raises(SegmentUnmountedError) as caught:
             action(old, [RangeCopy(MIB, empty(16))], soon())
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
     read = empty(16)
     transport.read(new, [RangeCopy(MIB, read)], soon())
     assert read == noise(16)
@@ -327,7 +327,7 @@ def test_an_older_mount_is_gone(peer: Peer, transport: Transport) -> None:
 def test_a_writer_that_outlives_a_takeover_stops(peer: Peer, transport: Transport) -> None:
     """The generation changes in the middle of a write: its end never lands."""
     hasher = acting(lambda: peer.ask("bump"))
-    with pytest.raises((SegmentGoneError, NodeUnreachableError)):
+    with pytest.raises((SegmentUnmountedError, NodeUnreachableError)):
         transport.write(peer.info, [RangeCopy(MIB, noise(LARGE_BYTES), hasher)], soon())
     end = empty(MIB)
     transport.read(peer.ask("info"), [RangeCopy(LARGE_BYTES, end)], soon())
@@ -344,10 +344,10 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
         transport.read(peer.info, moves, soon())
         assert read == written
         return
-    gone = SegmentGoneError if transport.name == "device" else NodeUnreachableError
+    gone = SegmentUnmountedError if transport.name == "device" else NodeUnreachableError
     with pytest.raises(gone) as caught:
         transport.read(peer.info, moves, soon())
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
     with pytest.raises(gone):
         transport.read(peer.info, [RangeCopy(MIB, read[:16])], soon())
 
@@ -358,16 +358,16 @@ def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transp
         transport.write(peer.info, moves, soon())
         return
     if transport.name == "device":
-        with pytest.raises(SegmentGoneError) as gone:
+        with pytest.raises(SegmentUnmountedError) as gone:
             transport.write(peer.info, moves, soon())
-        assert gone.value.fields["settled"] == 1
+        assert gone.value.fields["quiesced"] == 1
         return
     with pytest.raises(NodeUnreachableError) as caught:
         transport.write(peer.info, moves, soon())
-    assert caught.value.fields["settled"] == 0
+    assert caught.value.fields["quiesced"] == 0
     with pytest.raises(NodeUnreachableError) as caught:
         transport.write(peer.info, [RangeCopy(MIB, noise(16))], soon())
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -383,10 +383,10 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
         return
     with pytest.raises(DeadlineExceededError) as caught:
         action(peer.info, moves, start + 0.3)
-    assert caught.value.fields["settled"] == (1 if verb == "read" else 0)
+    assert caught.value.fields["quiesced"] == (1 if verb == "read" else 0)
     with pytest.raises(DeadlineExceededError) as caught:
         action(peer.info, [RangeCopy(MIB, empty(16))], start + 0.5)
-    assert caught.value.fields["settled"] == 1, "a connection without a hello carries no bytes"
+    assert caught.value.fields["quiesced"] == 1, "a connection without a hello carries no bytes"
     assert 0.5 <= uptime() - start < 4.0
     peer.resume()
     action(peer.info, [RangeCopy(MIB, empty(16))], soon())
@@ -498,7 +498,7 @@ def test_nobody_there(shared_peer: Peer, transport: Transport) -> None:
     for action in (transport.write, transport.read):
         with pytest.raises(NodeUnreachableError) as caught:
             action(info, [RangeCopy(MIB, empty(16))], soon())
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:99999"])
@@ -510,7 +510,7 @@ def test_an_address_that_is_none(shared_peer: Peer, tcp: TcpTransport, address: 
 
 def test_another_segment_there(shared_peer: Peer, tcp: TcpTransport) -> None:
     info = shared_peer.info._replace(uuid=bytes(16))
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         tcp.read(info, [RangeCopy(MIB, empty(16))], soon())
 
 
@@ -520,7 +520,7 @@ def test_a_wrong_token_is_refused(shared_peer: Peer, tcp: TcpTransport) -> None:
     for action in (tcp.read, tcp.write):
         with pytest.raises(PermissionDeniedError) as caught:
             action(info, [RangeCopy(MIB, empty(16))], soon())
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
     assert shared_peer.counters()["refused_hellos"] == before + 2
 
 
@@ -559,7 +559,7 @@ def test_a_call_waits_for_a_connection_no_longer_than_its_deadline(shared_peer: 
     def second() -> None:
         with pytest.raises(DeadlineExceededError) as caught:
             transport.read(shared_peer.info, [RangeCopy(MIB, empty(16))], soon(0.05))
-        assert caught.value.fields["settled"] == 1
+        assert caught.value.fields["quiesced"] == 1
 
     transport.read(shared_peer.info, [RangeCopy(MIB, empty(2 * MIB), acting(second))], soon())
     transport.read(shared_peer.info, [RangeCopy(MIB, empty(16))], soon())
@@ -597,7 +597,7 @@ def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -
     read = empty(4096)
     transport.read(info, [RangeCopy(MIB, read)], soon())
     assert read == noise(4096)
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.memory(info._replace(generation=info.generation + 1))
     transport.close()
     assert view == noise(4096)

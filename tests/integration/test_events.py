@@ -61,7 +61,7 @@ class Reader:
                     self.seen.append(told.name)
                     if told.name == "cleared":
                         self.objects.clear()
-                    self.is_whole = told.name == "whole"
+                    self.is_whole = told.name == "complete"
                 self.place = told.position
 
     def stop(self, client: Client) -> None:
@@ -130,7 +130,7 @@ def test_what_is_stored_removed_and_evicted_is_told(
             until(lambda: filtered.objects == listed(other, "other"))
         client.clear()
         agree(reader, client)
-        assert reader.seen == ["cleared", "whole"]
+        assert reader.seen == ["cleared", "complete"]
 
 
 def test_a_question_that_makes_no_sense(port: int) -> None:

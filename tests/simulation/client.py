@@ -309,7 +309,7 @@ class Client:
             if memory is not None:
                 await self._shm(transfer, memory, deadline)
             elif "tcp" not in self.config.transports:
-                raise NodeUnreachableError("no transport reaches it", settled=1)
+                raise NodeUnreachableError("no transport reaches it", quiesced=1)
             elif transfer.write:
                 await self._tcp_write(transfer, deadline)
             else:
@@ -348,7 +348,7 @@ class Client:
         except TimedOutError:
             if until == deadline:
                 raise
-            raise NodeUnreachableError("no connection in time", settled=1, silent_ms=1) from None
+            raise NodeUnreachableError("no connection in time", quiesced=1, silent_ms=1) from None
         return number
 
     async def _next(self, end: End, deadline: float) -> Any:
@@ -367,7 +367,7 @@ class Client:
                 if left_us <= stall_us:
                     raise
             if len(end.outgoing) == sent:
-                raise NodeUnreachableError("no byte moved", settled=0, silent_ms=1)
+                raise NodeUnreachableError("no byte moved", quiesced=0, silent_ms=1)
 
     async def _tcp_write(self, transfer: Transfer, deadline: float) -> None:
         segment = transfer.segment
@@ -391,15 +391,15 @@ class Client:
                 raise segment_unmounted(segment)
             end.close()
         except NodeUnreachableError as stalled:
-            if not stalled.fields["settled"]:
+            if not stalled.fields["quiesced"]:
                 stalled.fields["connection"] = number
             raise
         except BrokenStreamError:
             raise NodeUnreachableError(
-                "the connection broke", settled=int(not number), connection=number
+                "the connection broke", quiesced=int(not number), connection=number
             ) from None
         except TimedOutError:
-            late = deadline_exceeded(segment, settled=int(not number))
+            late = deadline_exceeded(segment, quiesced=int(not number))
             late.fields["connection"] = number
             raise late from None
         finally:
@@ -422,7 +422,7 @@ class Client:
                     if move.hasher is not None:
                         move.hasher.update(piece)
         except BrokenStreamError:
-            raise NodeUnreachableError("the connection broke", settled=1) from None
+            raise NodeUnreachableError("the connection broke", quiesced=1) from None
         except TimedOutError:
             raise deadline_exceeded(segment) from None
         finally:

@@ -17,7 +17,7 @@ from kvstore.calls import (
     SegmentOffer,
 )
 from kvstore.client.flows import copy_objects
-from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
+from kvstore.errors import KVStoreError, SegmentUnmountedError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
@@ -113,7 +113,7 @@ class Node:
             started_us = self.process.scheduler.now_us
             try:
                 await self._session()
-            except SegmentGoneError:
+            except SegmentUnmountedError:
                 self._epoch = 0
                 self._fence()
                 continue

@@ -176,7 +176,7 @@ def test_finds_what_is_served_before_it_is_verified() -> None:
 
 
 class MasterWithoutQuarantine(MasterState):
-    """Believes that every put that is given up is settled, and needs no quarantine."""
+    """Believes that every put that is given up is quiesced, and needs no quarantine."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

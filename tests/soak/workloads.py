@@ -334,14 +334,14 @@ class ViewWorkload(Workload):
             view.lost_at = view.lost_at or time.monotonic()
             return
         before = lease.is_held
-        if view.told:
+        if view.reported:
             return
         if view.lost_at is not None and before:
             self.journal.broke(
                 "lease_risen", f"the lease of a view of {view.key!r} was lost "
                 f"{time.monotonic() - view.lost_at:.1f} s ago, and is held again: {lease!r}",
             )  # fmt: skip
-            view.lost_at, view.told = time.monotonic(), True
+            view.lost_at, view.reported = time.monotonic(), True
             return
         if not before:
             view.lost_at = view.lost_at or time.monotonic()
@@ -354,7 +354,7 @@ class ViewWorkload(Workload):
                 "view_changed", f"a view of {view.key!r} whose lease is held, of version "
                 f"{view.version:x}: {seen} {lease!r}",
             )  # fmt: skip
-            view.lost_at, view.told = time.monotonic(), True
+            view.lost_at, view.reported = time.monotonic(), True
         self.journal.count("view check", "held")
 
 
@@ -367,7 +367,7 @@ class _View:
         self.memory = memory
         self.version = version
         self.lost_at: float | None = None
-        self.told = False
+        self.reported = False
         """A violation: once is enough."""
 
 

@@ -177,7 +177,7 @@ def test_events_tell_what_is_there(cluster: Cluster) -> None:
         elif told.name == "removed":
             there.remove(told.data["key"])
             break
-        elif told.name == "whole":
+        elif told.name == "complete":
             assert there == {"01", "02"}
             client.remove(b"\x02")
     assert there == {"01"}

@@ -26,7 +26,9 @@ def extent(
     """The extent of a payload of ``size`` bytes, with a capability for ``op``."""
     expires_ms = in_ms() if expires_ms is None else expires_ms
     mount = struct.pack("<16sQQ", token, generation, expires_ms)
-    capability = pure_python.seal({1: mount}, [1], [offset], [size], holder, order, op)
+    capability = pure_python.issue_capabilities(
+        {1: mount}, [1], [offset], [size], holder, order, op
+    )
     return Extent(offset, HEADER_BYTES + size, capability)
 
 

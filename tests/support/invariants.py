@@ -346,8 +346,8 @@ def _(it: Membership) -> None:
 @check_invariants.register
 def _(it: MemoryPool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
     """``others``: extents that no object owns, as (segment, offset, length)."""
-    _check_due(it._jobs, background_jobs.SETTLE, bool(it.unsettled))
-    check_invariants(it.forest, it.unsettled)
+    _check_due(it._jobs, background_jobs.DELETE_UNUSED, bool(it.maybe_unused))
+    check_invariants(it.forest, it.maybe_unused)
     check_invariants(it.pins)
     check_invariants(it.lifetimes)
     used: dict[int, list[tuple[int, int]]] = {key: [] for key in it.segments}
@@ -488,7 +488,7 @@ def _(it: ChainQueries) -> None:
 def _(it: InventoryLoader) -> None:
     _check_due(it._common.jobs, background_jobs.CLAIM, it._has_claims())
     mounted = [s for segments in it._common.membership.segments.values() for s in segments]
-    assert {s for s in mounted if not s.whole} == it._inventories.keys()
+    assert {s for s in mounted if not s.inventory_complete} == it._inventories.keys()
     assert {
         wiping.segment for wiping in it._common.reclaim.held_removals()
     } == it._inventories.keys()

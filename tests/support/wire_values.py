@@ -169,7 +169,7 @@ def grants(draw: st.DrawFn) -> calls.Grants:
     replicas = draw(st.integers(0, 8))
     segments, offsets = (draw(column(granted * replicas)) for _ in range(2))
     made = draw(macs(granted * replicas))
-    stamps = draw(macs(granted * replicas, calls.STAMP_BYTES))
+    stamps = draw(macs(granted * replicas, calls.HEADER_MAC_BYTES))
     tokens = draw(column(granted))
     places = tokens, segments, offsets
     return calls.Grants(draw(U64), draw(U64), outcomes, replicas, *places, made, stamps)

@@ -105,12 +105,12 @@ class EventListener:
         with self._stop.here():
             while not self._stopped.is_set():
                 try:
-                    for told in follow(
-                        self._segments(), under=self._under, whole=False, since=self._place,
-                        token=http_token_given(), auth=self._auth, heard=self._received,
+                    for event in follow(
+                        self._segments(), under=self._under, snapshot=False, since=self._place,
+                        token=http_token_given(), auth=self._auth, on_received=self._received,
                         failed=self._failed,
                     ):  # fmt: skip
-                        self._took(told)
+                        self._took(event)
                 except ClosedError:  # ``stop`` was called
                     break
                 except KVStoreError as error:  # the master refuses to serve events
@@ -151,17 +151,17 @@ class EventListener:
         self._failures += 1
         self._listening = False
 
-    def _took(self, told: StreamEvent) -> None:
-        if told.name == "removed":
-            group = self._groups.get(told.data["namespace"])
+    def _took(self, event: StreamEvent) -> None:
+        if event.name == "removed":
+            group = self._groups.get(event.data["namespace"])
             if group is not None:
                 with self._lock:
-                    self._blocks.append((group, bytes.fromhex(told.data["key"])))
+                    self._blocks.append((group, bytes.fromhex(event.data["key"])))
                 if len(self._blocks) > RECEIVED_MAX:
                     self._miss()
-        elif told.name != "stored":
+        elif event.name != "stored":
             self._miss()
-        self._place = told.position
+        self._place = event.position
 
     def _miss(self) -> None:
         with self._lock:

@@ -127,10 +127,10 @@ class FingerprintTracker:
         assert self._core is not None
         hellos = [each for each in self._core.call(function, *arguments) if each]
         self.is_outdated = False
-        errors = [each.error for each in hellos if each.error]
+        errors = [hello.error for hello in hellos if hello.error]
         if errors or not hellos:
             self.switch_off(f"its weights could not be identified: {(errors or ['no answer'])[0]}")
-        elif not all(each.prefix_caching for each in hellos):
+        elif not all(hello.prefix_caching for hello in hellos):
             self.switch_off(NO_PREFIX_CACHING)
         return hellos
 

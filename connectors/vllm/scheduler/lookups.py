@@ -149,7 +149,7 @@ class LookupThread:
             and (not known.done.is_set() or now - known.on_reply < FRESH_S)
         ):
             return known
-        lookup = PendingLookup([bytes(each) for each in hashes], expected_tokens, now)
+        lookup = PendingLookup([bytes(hash_) for hash_ in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._changed:
             if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):

@@ -209,7 +209,7 @@ class SchedulerLogic:
         salted = tracked.salted
         salted.keep(hashes)
         news = hashes[len(salted.source) :]
-        salted.made += (hashlib.sha256(salt + each).digest() for each in news)
+        salted.made += (hashlib.sha256(salt + new).digest() for new in news)
         salted.source += news
         return salted.made
 
@@ -420,7 +420,7 @@ class SchedulerLogic:
         """Take a reference to each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
-        block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
+        block_ids = list(dict.fromkeys(tracked for run in runs for tracked in run.block_ids))
         assert NULL_BLOCK not in block_ids
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self.pinned_blocks += len(block_ids)
@@ -568,9 +568,9 @@ class SchedulerLogic:
         """Handle adapter ids that now stand for different adapters."""
         self._outdate(
             [
-                each
-                for each in self._tracked.values()
-                if each.request.lora_request and each.request.lora_request.lora_int_id in ids
+                tracked
+                for tracked in self._tracked.values()
+                if tracked.request.lora_request and tracked.request.lora_request.lora_int_id in ids
             ]
         )
 

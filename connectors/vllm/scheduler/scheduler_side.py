@@ -331,19 +331,21 @@ class SchedulerSide:
         loading = self.decisions.loading
         if self.decisions.has_blocks_being_saved:
             told = core.call(self._on_worker, self._options, "finish_check")
-            self._identity.take_verdicts(dict(each for each in told if each))
+            self._identity.take_verdicts(dict(outcome for outcome in told if outcome))
             orders = TransferCommands(
                 self._identity.fingerprint, saves=self.decisions.take_ready_saves(),
                 draft=self._identity.draft,
             )  # fmt: skip
             core.call(self._on_worker, self._options, "order_saves", orders)
         if self.decisions.has_pinned or loading:
-            drained = [each for each in core.call(self._on_worker, self._options, "drain") if each]
-            for each in drained:
-                if each.report is not None:
-                    self.reported(each.report)
-            self.decisions.drained(set().union(*(each.saves for each in drained)))
-            if left := set().union(*(each.loads for each in drained)):
+            drained = [
+                outcome for outcome in core.call(self._on_worker, self._options, "drain") if outcome
+            ]
+            for outcome in drained:
+                if outcome.report is not None:
+                    self.reported(outcome.report)
+            self.decisions.drained(set().union(*(outcome.saves for outcome in drained)))
+            if left := set().union(*(outcome.loads for outcome in drained)):
                 log.warning("loads_stalled requests=%d", len(left))
                 return
         try:
@@ -380,9 +382,9 @@ class SchedulerSide:
 
     def _listen(self) -> None:
         groups = {name: group for group, names in self._namespaces.items() for name in names}
-        for each in self._listeners:
-            each.stop()
-        self._listeners = [each for each in self._listeners if each.is_alive]
+        for listener in self._listeners:
+            listener.stop()
+        self._listeners = [listener for listener in self._listeners if listener.is_alive]
         under = namespace_prefix(self._identity.last, tenant=self._config.tenant)
         self._listeners.append(EventListener(self._find_events, under, groups, self._config.auth))
 
@@ -395,10 +397,10 @@ class SchedulerSide:
         never waits."""
         if not self.events.wanted:
             return
-        heard = self._listeners[-1].take() if self._listeners else NOTHING
-        if heard.missed:
+        received = self._listeners[-1].take() if self._listeners else NOTHING
+        if received.missed:
             self.events.suspect_all()
-        self.events.suspect(heard.blocks)
+        self.events.suspect(received.blocks)
         if self._auditing is not None:
             if not self._auditing.done():
                 return
@@ -407,7 +409,7 @@ class SchedulerSide:
             else:
                 self.events.suspect(self._audited)
             self._auditing = None
-        if blocks := self.events.to_audit(time.monotonic(), listening=heard.listening):
+        if blocks := self.events.to_audit(time.monotonic(), listening=received.listening):
             namespaces, self._audited = self._namespaces, blocks
             self._auditing = self._lookups.run_on_thread(
                 lambda: audit(blocks, namespaces, self._stored)
@@ -458,19 +460,19 @@ class SchedulerSide:
             self._closed = True
             self._identity.announcer.stop()
             self._client.close()
-            for each in self._listeners:
-                each.stop()
+            for listener in self._listeners:
+                listener.stop()
             self._lookups.close()
             self._identity.announcer.join()
-            for each in self._listeners:
-                each.close()
+            for listener in self._listeners:
+                listener.close()
 
 
 def _files(path: str) -> Files:
     """Return the files in this folder; empty: it cannot be read here."""
     try:
         with os.scandir(path) as entries:
-            found = [(each.name, each.stat()) for each in entries]
+            found = [(entry.name, entry.stat()) for entry in entries]
     except OSError:
         return ()
     return tuple(sorted((name, it.st_ino, it.st_size, it.st_mtime_ns) for name, it in found))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvstore")
 
-ToldT = TypeVar("ToldT")
+IdentityT = TypeVar("IdentityT")
 
 FORMAT: Final = 3
 """Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
@@ -150,17 +150,19 @@ def draft_of(workers: Sequence[WorkerIdentity]) -> str:
 
     It is the same for all workers, because those that hold identical pages store them once.
     """
-    told = [
-        (each.method, each.layouts, each.weights, each.files, each.attention)
-        for each in (hello.draft for hello in workers) if each is not None
+    identities = [
+        (draft.method, draft.layouts, draft.weights, draft.files, draft.attention)
+        for draft in (hello.draft for hello in workers) if draft is not None
     ]  # fmt: skip
-    return digest(_once(told))[:16] if told else ""
+    return digest(_once(identities))[:16] if identities else ""
 
 
-def _once(told: list[ToldT]) -> list[ToldT]:
+def _once(identities: list[IdentityT]) -> list[IdentityT]:
     """Return one for all workers, if they are equal: those of an engine with shards, which loaded
     the same files."""
-    return told[:1] if all(each == told[0] for each in told) else told
+    return (
+        identities[:1] if all(identity == identities[0] for identity in identities) else identities
+    )
 
 
 def none_hash(algorithm: str) -> str:
@@ -226,7 +228,7 @@ def _origin(model: Any, load_format: str, loaded: Sequence[LoadedFiles]) -> str:
             f"{load_format}, or VLLM_PLUGINS leaves out kvstore"
         )
     if Path(model.model).exists():
-        return f"files {digest([each.digest() for each in loaded])[:32]}"
+        return f"files {digest([draft.digest() for draft in loaded])[:32]}"
     # A branch moves, so the commit identifies the loaded weights.
     commit = getattr(model.hf_config, "_commit_hash", None)
     return f"{model.model}@{commit or model.revision or 'main'}"
@@ -287,7 +289,7 @@ def _processor(model: Any) -> str:
         log.info("processor_not_loaded reason=%r", error)
     folder = Path(model.model)
     files = {name: folder / name for name in PROCESSOR_FILES}
-    return digest({name: each.read_text() for name, each in files.items() if each.is_file()})[:32]
+    return digest({name: file.read_text() for name, file in files.items() if file.is_file()})[:32]
 
 
 def _plain(value: object) -> object:

@@ -110,7 +110,7 @@ class WeightMonitor:
         Returns: Those of the "model", and those of a "draft" model if there is one.
         """
         self.stop()
-        self._samples = _digests(self._entry_of(whole=False))
+        self._samples = _digests(self._entry_of(full=False))
         weights = self._entry_of()
         self._known = _in_memory(weights)
         return weights
@@ -120,7 +120,7 @@ class WeightMonitor:
         0: samples differ from those of the last ``read``."""
         self.stop()
         try:
-            if _digests(self._entry_of(whole=False)) != self._samples:
+            if _digests(self._entry_of(full=False)) != self._samples:
                 return 0
         except Exception:  # of model code; the next ``read`` reports it
             log.exception("weights_not_sampled")
@@ -180,17 +180,19 @@ class WeightMonitor:
             torch.device("cpu") if first is None or not in_background else first.device
         ):
             return {
-                name: weights_of({name: each}, experts=experts, multiplies=not in_background, **how)
-                for name, each in models.items()
+                name: weights_of(
+                    {name: model}, experts=experts, multiplies=not in_background, **how
+                )
+                for name, model in models.items()
             }
 
 
 def _digests(weights: Mapping[str, WorkerWeights]) -> list[str]:
-    return [each.digest for each in weights.values()]
+    return [weight.digest for weight in weights.values()]
 
 
 def _in_memory(weights: Mapping[str, WorkerWeights]) -> list[str]:
-    return [each.in_memory for each in weights.values()]
+    return [weight.in_memory for weight in weights.values()]
 
 
 def identify(
@@ -217,30 +219,30 @@ def identify(
 
 
 def _fill_identity(
-    told: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
+    identity: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
     layers: Mapping[str, Any], live: WeightMonitor,
 ) -> None:  # fmt: skip
-    """Complete ``told`` with these weights, by model, and the formats of these layers."""
+    """Complete ``identity`` with these weights, by model, and the formats of these layers."""
     digests = _digests(weights)
-    told.weights = digests[0] if len(digests) == 1 else digest(digests)[:32]
-    told.attention = attention_of(layers)
-    unseen = [name for each in weights.values() for name in each.unseen]
+    identity.weights = digests[0] if len(digests) == 1 else digest(digests)[:32]
+    identity.attention = attention_of(layers)
+    unseen = [name for weight in weights.values() for name in weight.unseen]
     if unseen:
         log.info("weights_unseen count=%s first=%s", len(unseen), unseen[0])
     as_loaded = False
     if live.is_split:
-        told.attention = [
+        identity.attention = [
             [each for each in manner if not each.startswith("num_kv_heads=")]
-            for manner in told.attention
+            for manner in identity.attention
         ]
         is_dummy = live.vllm_config.load_config.load_format == "dummy"  # each rank has its own
-        loaded = live.loaded.setdefault(tuple(weights), told.weights)
-        as_loaded = told.weights == loaded and not is_dummy
+        loaded = live.loaded.setdefault(tuple(weights), identity.weights)
+        as_loaded = identity.weights == loaded and not is_dummy
     if as_loaded:
-        told.weights = "as loaded"
+        identity.weights = "as loaded"
     if as_loaded or unseen:
         models = {kind: model for kind, model in live.models().items() if kind in weights}
-        told.files = weights_id(live.vllm_config, models, name=live.name)
+        identity.files = weights_id(live.vllm_config, models, name=live.name)
 
 
 def draft_layers(live: WeightMonitor) -> set[str] | None:
@@ -249,8 +251,8 @@ def draft_layers(live: WeightMonitor) -> set[str] | None:
     models = live.models()
     if "draft" not in models or speculation(live.vllm_config) not in GUESSES:
         return None
-    shared = {id(each) for each in models["model"].modules()}
-    own = {id(each) for each in models["draft"].modules()} - shared
+    shared = {id(module) for module in models["model"].modules()}
+    own = {id(module) for module in models["draft"].modules()} - shared
     layers = live.vllm_config.compilation_config.static_forward_context
     return {name for name, layer in layers.items() if id(layer) in own}
 
@@ -259,7 +261,7 @@ def weights_of(
     models: Mapping[str, nn.Module],
     *,
     experts: bool,
-    whole: bool = True,
+    full: bool = True,
     multiplies: bool = True,
     stopped: Callable[[], bool] = lambda: False,
 ) -> WorkerWeights:
@@ -269,7 +271,7 @@ def weights_of(
         models: by the name that a model's tensors get in the digest.
         experts: whether to include the experts of a mixture. False if they are spread over engines,
             or move while engines run: each worker then has different ones.
-        whole: False: only samples of the weights.
+        full: False: only samples of the weights.
         multiplies: whether to read columns of weights that are in no tensor.
         stopped: checked before each tensor; once it is true, the result is meaningless.
     """
@@ -285,15 +287,15 @@ def weights_of(
                 continue
             seen.add(id(tensor))
             # Leaves out the wrapper that an engine with adapters puts around a layer.
-            full = f"{model_name}.{name}".replace(".base_layer", "")
-            told = f"{full} {tensor.dtype} {tuple(tensor.shape)}"
+            full_name = f"{model_name}.{name}".replace(".base_layer", "")
+            text = f"{full_name} {tensor.dtype} {tuple(tensor.shape)}"
             packed = getattr(module, PACKED, None)
-            words = summary(tensor, whole=whole) if tensor.numel() else packed
+            words = summary(tensor, full=full) if tensor.numel() else packed
             if words is None:
-                unseen.append(full)
+                unseen.append(full_name)
                 columns.add(len(pending))
                 words = _columns(module, tensor.device) if multiplies else None
-            pending.append((told, words))
+            pending.append((text, words))
         for name, module in model.named_modules():
             if any("Rotary" in each.__name__ for each in type(module).__mro__):
                 # Its factors may be chosen by a plain attribute.
@@ -337,8 +339,8 @@ def _cache_dtype(layer: Any) -> str:
 def adapter_digest(adapter: Any) -> str:
     """Return the digest of a loaded LoRA adapter (vLLM's ``LoRAModel``)."""
     digest = hashlib.sha256()
-    whole = getattr(adapter, "modules_to_save", None) or {}
-    for name, layer in sorted([*adapter.loras.items(), *whole.items()]):
+    full = getattr(adapter, "modules_to_save", None) or {}
+    for name, layer in sorted([*adapter.loras.items(), *full.items()]):
         digest.update(f"{name} {getattr(layer, 'scaling', '')}\0".encode())
         for tensor in _flat(each for _, each in sorted(vars(layer).items())):
             words = summary(tensor)
@@ -421,37 +423,37 @@ def _attributes(module: nn.Module) -> str:
     return f"{type(module).__name__} {plain}"
 
 
-def summary(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor | None:
+def summary(tensor: torch.Tensor, *, full: bool = True) -> torch.Tensor | None:
     """Return a summary of the tensor's contents, as words on its device; None: not readable.
 
     Args:
-        whole: False: only samples of its contents.
+        full: False: only samples of its contents.
     """
     try:
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [summary(getattr(tensor, name), whole=whole) for name in inner]
+        parts = [summary(getattr(tensor, name), full=full) for name in inner]
         return None if None in parts else torch.cat(parts)  # type: ignore[arg-type]
     except AttributeError:  # not a tensor that wraps others
         pass
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
     flat = _dense(tensor.detach()).view(torch.uint8)
-    if not whole:
-        return _sampled(flat, whole=False)
+    if not full:
+        return _sampled(flat, full=False)
     if flat.device.type == "cpu":
         hashed = xxhash.xxh3_128_digest(flat.numpy())  # type: ignore[arg-type]
         return torch.frombuffer(bytearray(hashed), dtype=torch.int64)
     return _sampled(flat)
 
 
-def _sampled(flat: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-    """Return samples of a flat tensor, its bytes after the last complete word and, with ``whole``,
+def _sampled(flat: torch.Tensor, *, full: bool = True) -> torch.Tensor:
+    """Return samples of a flat tensor, its bytes after the last complete word and, with ``full``,
     a sum of all words. The factors of the sum are odd, so that every change of a word changes it
     modulo 2^64."""
     end = len(flat) // 8 * 8
     aligned = flat.storage_offset() % 8 == 0
     words = (flat if aligned else flat.clone())[:end].view(torch.int64)
-    total = _total(words) if whole else words[:0]
+    total = _total(words) if full else words[:0]
     step = max(1, len(words) // SAMPLES)
     rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     rest[: len(flat) - end] = flat[end:]

@@ -75,7 +75,7 @@ def split_of(
         ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
             a group's blocks cannot be split.
     """
-    specs = [each for group in kv_cache_config.kv_cache_groups for each in specs_of(group)]
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
     return PageSplit(
         *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
     )

@@ -74,10 +74,10 @@ class PageSplitter:
         return [page._replace(offset=page.offset + at, length=n) for at, n in found], cut_shape
 
     def _byte_ranges(
-        self, name: str, cache: torch.Tensor, whole: _Dims, small: _Dims, cut: int
+        self, name: str, cache: torch.Tensor, full: _Dims, small: _Dims, cut: int
     ) -> Part:
         """Return the bytes of one chunk, in the order of the smaller page."""
-        offsets = self._element_offsets(name, cache, whole)[
+        offsets = self._element_offsets(name, cache, full)[
             cut * self._tokens : (cut + 1) * self._tokens
         ]
         order = np.argsort(self._element_offsets(name, cache, small), axis=None)
@@ -183,7 +183,7 @@ class SplitPages:
         self.block_bytes = pieces[0].block_bytes
         self._mark = pieces[0].record_event
         self._pieces = {
-            group: [each for each in pieces if group in each.block_bytes]
+            group: [piece for piece in pieces if group in piece.block_bytes]
             for group in self.block_bytes
         }
 

@@ -90,7 +90,7 @@ class CacheGeometry(NamedTuple):
         return {group: sum(page.length for page in pages) for group, pages in self.pages.items()}
 
 
-def survey(
+def inspect_caches(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
     piece: Piece | None = None, layers: Mapping[str, Any] | None = None,
 ) -> CacheGeometry:  # fmt: skip
@@ -227,7 +227,7 @@ class CPUPages:
     def __init__(self, geometry: CacheGeometry) -> None:
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
-        self._memory = [memoryview(each.numpy()) for each in geometry.storages]  # type: ignore[arg-type]
+        self._memory = [memoryview(storage.numpy()) for storage in geometry.storages]  # type: ignore[arg-type]
         self._pages = geometry.pages
 
     def record_event(self) -> Mark:

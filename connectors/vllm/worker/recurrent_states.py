@@ -73,7 +73,7 @@ def shard_runs(
         of_rank, heads = [], (0, 0)
     if [sum(of_rank), heads[1]] != whole:
         raise _unsplit(f"states of layer {name} ({type(layer).__name__})", shards)
-    if any(each % shards for each in heads):
+    if any(head % shards for head in heads):
         raise _unsplit(f"a rank's {heads[0]} and {heads[1]} heads of layer {name}", shards)
     sections = [of_rank, [whole[1]]]
     runs: list[tuple[int, int]] = []

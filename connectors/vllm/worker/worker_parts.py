@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.worker.layout import PageSplit
 from kvstore.connectors.vllm.worker.page_splitting import PageSplitter, SplitPages
-from kvstore.connectors.vllm.worker.pages import CacheGeometry, Pages, pages_of, survey
+from kvstore.connectors.vllm.worker.pages import CacheGeometry, Pages, inspect_caches, pages_of
 from kvstore.device.device import Device
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class WorkerParts:
             return {}
         found: list[Pages] = []
         for shard in range(self._split.each):
-            geometries = [each for each in self._parts_of_blocks(caches, shard) if each.pages]
-            pieces = [pages_of(each, self._device_of) for each in geometries]
+            geometries = [part for part in self._parts_of_blocks(caches, shard) if part.pages]
+            pieces = [pages_of(geometry, self._device_of) for geometry in geometries]
             found.append(SplitPages(pieces) if len(pieces) > 1 else pieces[0])
         return dict(zip(self.names, found, strict=True))
 
@@ -86,10 +86,10 @@ class WorkerParts:
         layers = self._vllm_config.compilation_config.static_forward_context
         if not split.block_tokens:
             of_states = layers if split.shards else None
-            return [survey(caches, config, shard, split.each, layers=of_states)]
+            return [inspect_caches(caches, config, shard, split.each, layers=of_states)]
         cutter = PageSplitter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
         count = max(map(self._groups.cuts, self._groups.block_tokens))
         return [
-            survey(caches, config, shard, split.each, partial(cutter.chunk, index))
+            inspect_caches(caches, config, shard, split.each, partial(cutter.chunk, index))
             for index in range(count)
         ]

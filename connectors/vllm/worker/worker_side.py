@@ -169,9 +169,9 @@ class WorkerSide:
 
     def _queue_loads(self, orders: TransferCommands) -> None:
         with self._lock:
-            self._loads_left.update(each.request_id for each in orders.loads)
-        for each in orders.loads:
-            self._loads.put(self._queue(each, orders, self._begun))
+            self._loads_left.update(load.request_id for load in orders.loads)
+        for load in orders.loads:
+            self._loads.put(self._queue(load, orders, self._begun))
 
     def _queue(
         self, what: LoadCommand | SaveCommand, orders: TransferCommands, after: Mark
@@ -299,7 +299,7 @@ class WorkerSide:
                 self._load_ended(what)
                 self._failed.add(what.request_id)
                 self._report.failed_loads[what.request_id] = 0
-                self._bad_blocks.update(each for run in what.runs for each in run.block_ids)
+                self._bad_blocks.update(save for run in what.runs for save in run.block_ids)
 
     def _save_ended(self, save: SaveCommand, *, stored: bool) -> None:
         """The caller holds the lock."""
@@ -324,7 +324,7 @@ class WorkerSide:
         try:
             return self._guards[doing].run(lambda _: transfer(), is_short=is_short)
         except KVStoreError as error:
-            if isinstance(error, DeviceError) and not error.fields.get("settled", 1):
+            if isinstance(error, DeviceError) and not error.fields.get("quiesced", 1):
                 self._runaway = error
             if not isinstance(error, UnavailableError | ClosedError | PermissionDeniedError):
                 # The store answers, but is full, for example.

@@ -47,7 +47,7 @@ class ChainsRequest(ApiRequest):
     """A query for the most used chains."""
 
     namespace: str = Field(
-        default="", description="Empty: the last ones in which clients put or asked."
+        default="", description="Empty: the last ones in which clients put or looked up."
     )
     key: list[HexKey] = Field(
         default=[],
@@ -142,9 +142,9 @@ class ChainsAPI:
         """Replies by namespace and count, each with its expiry."""
 
     @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
-    async def _chains(self, asked: ChainsRequest) -> ChainsResponse:
+    async def _chains(self, params: ChainsRequest) -> ChainsResponse:
         """List the most used chains."""
-        found = await self._query(asked.namespace or None, asked.key, asked.count)
+        found = await self._query(params.namespace or None, params.key, params.count)
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         branches = [_branch(row, nodes) for row in found.branches]
         return ChainsResponse.model_validate(found._asdict() | {"branches": branches})
@@ -171,19 +171,19 @@ class ChainsAPI:
             return found
 
     @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})
-    async def _blocks(self, asked: BlocksRequest) -> BlocksResponse:
+    async def _blocks(self, params: BlocksRequest) -> BlocksResponse:
         """Get a block and its ancestors."""
         found = await self._client.blocks(
-            asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+            params.key, above=params.above, namespace=params.namespace, timeout_ms=TIMEOUT_MS
         )
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found))
-        return BlocksResponse(blocks=[_block(each, nodes) for each in found])
+        return BlocksResponse(blocks=[_block(match_, nodes) for match_ in found])
 
     @endpoint("POST", FIND_PATH, {200: "By namespace."})
-    async def _find(self, asked: FindRequest) -> FindResponse:
+    async def _find(self, params: FindRequest) -> FindResponse:
         """Find the namespaces and nodes that store given blocks."""
-        readings = keys_of(asked.text)
-        names: Sequence[str] = asked.namespaces or ()
+        readings = keys_of(params.text)
+        names: Sequence[str] = params.namespaces or ()
         if not names:
             status = await self._client.status(timeout_ms=TIMEOUT_MS)
             status = visible_status(impersonated(), status)
@@ -253,7 +253,7 @@ def keys_of(text: str) -> list[list[Key]]:
         if not all(isinstance(word, str) for word in words):
             raise InvalidArgumentError("a key in JSON is a text")
     else:
-        words = [word for each in re.split(r"[\s,;]+", text) if (word := each.strip("\"'"))]
+        words = [word for match_ in re.split(r"[\s,;]+", text) if (word := match_.strip("\"'"))]
     if not 0 < len(words) <= FIND_KEYS_MAX:
         raise InvalidArgumentError(f"give 1 to {FIND_KEYS_MAX} keys, not {len(words)}")
     readings: list[list[Key]] = []

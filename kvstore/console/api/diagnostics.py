@@ -81,24 +81,24 @@ class DiagnosticsAPI:
         self._throttle = QueryThrottle()
 
     @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
-    async def _diagnose(self, asked: DiagnosisRequest) -> DiagnosisResponse:
+    async def _diagnose(self, params: DiagnosisRequest) -> DiagnosisResponse:
         """Explain cache misses."""
-        if asked.namespace and asked.model:
+        if params.namespace and params.model:
             raise InvalidArgumentError("give a namespace or a model, not both")
         async with self._throttle.lock:
             found = await self._throttle.run(
-                lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
+                lambda: self._client._carry_out(_explained, params.namespace, params.model)
             )
-        if not found.groups and (asked.namespace or asked.model):
+        if not found.groups and (params.namespace or params.model):
             raise web.HTTPNotFound(text="neither puts nor questions nor objects there\n")
         return DiagnosisResponse.model_validate(report_of(found))
 
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
-    async def _traffic(self, asked: TrafficRequest) -> TrafficResponse:
+    async def _traffic(self, params: TrafficRequest) -> TrafficResponse:
         """Show puts, lookups and evictions by engine and namespace."""
         async with self._throttle.lock:
             report = await self._throttle.run(
-                lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
+                lambda: self._client.traffic(params.namespace or None, timeout_ms=TIMEOUT_MS)
             )
         spaces = [row for row in report.namespaces if not is_fleet(row.name)]
         rows = heapq.nlargest(ROWS_SHOWN, spaces, key=lambda row: row.evicted)
@@ -122,7 +122,7 @@ def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
         here = set()
         rows = [(row, row.stored, row.stored_bytes, 0, 0) for row in space.writers]
         rows += [(row, 0, 0, row.keys, row.found) for row in space.readers]
-        for row, put, put_bytes, asked, hits in rows:
+        for row, put, put_bytes, params, hits in rows:
             mark = row.client, row.address
             engine = found.setdefault(
                 mark,
@@ -133,7 +133,7 @@ def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
             )  # fmt: skip
             engine.put += put
             engine.put_bytes += put_bytes
-            engine.queries += asked
+            engine.queries += params
             engine.found += hits
             engine.idle_ms = min(engine.idle_ms, row.idle_ms)
             engine.namespaces += mark not in here

@@ -106,7 +106,7 @@ class _RunningDrain:
                 self.client = client
                 self.outcome = drain_node(
                     client, self.outcome.node, evict=self.requested.evict,
-                    discard=self.requested.discard, wait_s=WAIT_S, told=self.reported,
+                    discard=self.requested.discard, wait_s=WAIT_S, on_progress=self.reported,
                 )  # fmt: skip
             self.state = "left" if self.outcome.has_departed else "kept"
         except _StoppedError:
@@ -156,16 +156,16 @@ class NodesAPI:
     async def _nodes(self) -> NodesResponse:
         """List the nodes."""
         nodes = (await self._status()).nodes
-        return NodesResponse(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
+        return NodesResponse(nodes=[_answer(node, self._drains.get(node.name)) for node in nodes])
 
     @endpoint(
         "GET", DRAIN_PATH,
         {200: "The last drain of this node.", 404: "There was none."},
         is_of_all=True,
     )  # fmt: skip
-    async def _progress(self, asked: NodeRequest) -> DrainResponse:
+    async def _progress(self, params: NodeRequest) -> DrainResponse:
         """Get the progress of a drain."""
-        drain = self._drains.get(asked.node)
+        drain = self._drains.get(params.node)
         if drain is None:
             raise web.HTTPNotFound(text="no drain of this node is in progress on this server\n")
         return drain.response()
@@ -176,35 +176,35 @@ class NodesAPI:
          507: "Other nodes have too little free memory. Nothing has begun."},
         is_trusted=True,
     )  # fmt: skip
-    async def _drain(self, asked: DrainRequest) -> DrainResponse:
+    async def _drain(self, params: DrainRequest) -> DrainResponse:
         """Move the objects of a node to other nodes, and let the node leave when it is empty.
         Repeated during a drain, it returns the progress and ignores other options."""
-        check_acting(calls.Drain(asked.node, calls.DrainStep.BEGIN))
+        check_acting(calls.Drain(params.node, calls.DrainStep.BEGIN))
         async with self._beginning:
-            if asked.node not in self._tasks:
-                await self._begin(asked)
-            return self._drains[asked.node].response()
+            if params.node not in self._tasks:
+                await self._begin(params)
+            return self._drains[params.node].response()
 
-    async def _begin(self, asked: DrainRequest) -> None:
+    async def _begin(self, params: DrainRequest) -> None:
         """Start draining. After KVStoreError the node is as before."""
         if len(self._tasks) >= DRAINS_MAX:
             raise BusyError(f"{DRAINS_MAX} nodes are being drained")
-        if not asked.evict and not asked.discard:
-            check_room(await self._client.status(), asked.node)
-        await self._client.drain(asked.node)
-        drain = _RunningDrain(DrainOutcome(asked.node), asked)
-        self._drains[asked.node] = drain
-        work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
-        self._tasks[asked.node] = work
+        if not params.evict and not params.discard:
+            check_room(await self._client.status(), params.node)
+        await self._client.drain(params.node)
+        drain = _RunningDrain(DrainOutcome(params.node), params)
+        self._drains[params.node] = drain
+        work = start_task("drain", self._work(params.node, drain), expected=KVStoreError)
+        self._tasks[params.node] = work
 
     @endpoint("POST", UNDRAIN_PATH, {204: "Done."}, is_trusted=True)
-    async def _undrain(self, asked: NodeRequest) -> None:
+    async def _undrain(self, params: NodeRequest) -> None:
         """Stop draining a node: it takes new objects again."""
-        check_acting(calls.Drain(asked.node, calls.DrainStep.UNDO))
-        if (task := self._tasks.get(asked.node)) is not None:
-            self._drains[asked.node].stopping.set()
+        check_acting(calls.Drain(params.node, calls.DrainStep.UNDO))
+        if (task := self._tasks.get(params.node)) is not None:
+            self._drains[params.node].stopping.set()
             await asyncio.wait([task])
-        await self._client.drain(asked.node, undo=True)
+        await self._client.drain(params.node, undo=True)
 
     async def _work(self, node: str, drain: _RunningDrain) -> None:
         try:

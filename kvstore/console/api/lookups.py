@@ -149,14 +149,14 @@ class LookupsAPI:
         self._nodes_of = nodes_of
 
     @endpoint("POST", MATCH_PATH, {200: "In each namespace."})
-    async def _match(self, asked: MatchRequest) -> MatchResponse:
+    async def _match(self, params: MatchRequest) -> MatchResponse:
         """Find the longest stored prefix."""
         found = await self._client.matches(
-            asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
+            params.keys, namespaces=params.namespaces, timeout_ms=TIMEOUT_MS
         )
         segments = [
-            await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
-            for namespace, match in zip(asked.namespaces, found, strict=True)
+            await self._segments(namespace, params.keys[match.matched - 1]) if match.matched else []
+            for namespace, match in zip(params.namespaces, found, strict=True)
         ]
         names = await self._nodes_of(chain.from_iterable(segments))
         return MatchResponse(
@@ -167,22 +167,26 @@ class LookupsAPI:
                     being_written=match.being_written,
                     nodes=[names[each] for each in holding if each in names],
                 )
-                for namespace, match, holding in zip(asked.namespaces, found, segments, strict=True)
+                for namespace, match, holding in zip(
+                    params.namespaces, found, segments, strict=True
+                )
             ]
         )
 
     @endpoint("POST", EXISTS_PATH, {200: "Per key."})
-    async def _exists(self, asked: KeysRequest) -> ExistsResponse:
+    async def _exists(self, params: KeysRequest) -> ExistsResponse:
         """Check whether objects are stored."""
         found = await self._client.exists_many(
-            asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+            params.keys, namespace=params.namespace, timeout_ms=TIMEOUT_MS
         )
         return ExistsResponse(exists=found)
 
     @endpoint("GET", STAT_PATH, {200: "What is known of it.", 404: "No such object."})
-    async def _stat(self, asked: ObjectRequest) -> StatResponse:
+    async def _stat(self, params: ObjectRequest) -> StatResponse:
         """Get the state and location of an object."""
-        found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
+        found = await self._client.stat(
+            params.key, namespace=params.namespace, timeout_ms=TIMEOUT_MS
+        )
         if found is None or found.detail.row is None:
             raise web.HTTPNotFound(text="no such object\n")
         detail, row = found.detail, found.detail.row
@@ -200,24 +204,24 @@ class LookupsAPI:
         return StatResponse.model_validate(detail._asdict() | row._asdict() | told)
 
     @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
-    async def _remove(self, asked: KeysRequest) -> RemoveResponse:
+    async def _remove(self, params: KeysRequest) -> RemoveResponse:
         """Remove objects."""
-        removed = await self._client.remove_many(asked.keys, namespace=asked.namespace)
+        removed = await self._client.remove_many(params.keys, namespace=params.namespace)
         return RemoveResponse(removed=removed)
 
     @endpoint(
         "POST", PIN_PATH, {200: "Done.", 507: "Pins hold their share of the pool."},
         is_trusted=True,
     )  # fmt: skip
-    async def _pin(self, asked: PinRequest) -> PinResponse:
+    async def _pin(self, params: PinRequest) -> PinResponse:
         """Protect objects and their ancestors from eviction."""
-        pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
+        pinned = await self._client.pin(params.keys, params.seconds, namespace=params.namespace)
         return PinResponse(pinned=pinned)
 
     @endpoint("POST", UNPIN_PATH, {200: "Done."}, is_trusted=True)
-    async def _unpin(self, asked: KeysRequest) -> UnpinResponse:
+    async def _unpin(self, params: KeysRequest) -> UnpinResponse:
         """Remove the pins of objects."""
-        unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
+        unpinned = await self._client.unpin(params.keys, namespace=params.namespace)
         return UnpinResponse(unpinned=unpinned)
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:

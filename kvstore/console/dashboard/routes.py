@@ -124,7 +124,7 @@ class Dashboard:
     async def _get_status(self) -> schemas.StatusResponse:
         """Get the status of the cluster."""
         seen = await self._master.seen()
-        told: dict[str, Any] = {"address": self._master.address}
+        summary: dict[str, Any] = {"address": self._master.address}
         valid = seen.measured["auth_valid"]
         identity = problems.of_identity(valid and ValidityPeriod(*valid), seen.at_ms)
         if seen.measured["leads"]:
@@ -132,10 +132,12 @@ class Dashboard:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.leader_problems(seen.status, self._history, seen.at_ms)
             found += self._of_engines + identity
-            return schemas.StatusResponse.model_validate(told | status_of(seen, seen.status, found))
+            return schemas.StatusResponse.model_validate(
+                summary | status_of(seen, seen.status, found)
+            )
         return schemas.StatusResponse.model_validate(
             {
-                **told,
+                **summary,
                 **_process(seen),
                 "leader": seen.leader,
                 "leader_page": self._page_of(seen.leader),
@@ -156,11 +158,11 @@ class Dashboard:
         has_own_bounds=True,
     )
     async def _get_cluster_events(
-        self, asked: ClusterEventsRequest
+        self, params: ClusterEventsRequest
     ) -> Annotated[dict[str, Any], schemas.ClusterEventsResponse]:
         """Get the last cluster events."""
         run, last, kept = await self._master.notices()
-        new = [each for each in kept if each[0] > asked.after]
+        new = [columns for columns in kept if columns[0] > params.after]
         return {"run": run, "last": last, "events": new}
 
     @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
@@ -222,12 +224,12 @@ def compared(records: Sequence[FleetRecord]) -> list[dict[str, Any]]:
 
 
 def _compared(group: Sequence[FleetRecord]) -> dict[str, Any]:
-    told = [
+    summary = [
         {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
         for record in group
     ]
-    names = sorted({name for each in told for name in each})
-    differing = [name for name in names if len({each.get(name) for each in told}) > 1]
+    names = sorted({name for columns in summary for name in columns})
+    differing = [name for name in names if len({columns.get(name) for columns in summary}) > 1]
     return {
         "differing": differing[:FIELDS_MAX],
         "records": [
@@ -235,9 +237,9 @@ def _compared(group: Sequence[FleetRecord]) -> dict[str, Any]:
                 "fingerprint": record.fingerprint,
                 "loaded": record.models[0][:TEXT_MAX],
                 "namespaces": record.namespaces[:NAMESPACES_MAX],
-                "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
+                "differing": [columns.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
             }
-            for record, each in zip(group, told)
+            for record, columns in zip(group, summary)
         ],
     }
 

@@ -69,7 +69,7 @@ def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
     if "master" not in client.model_fields_set:
         found = list(under("ports", checks.ports(master)))
         yield from found
-    if not found or any("a master answers" in each.found for each in found):
+    if not found or any("a master answers" in result.found for result in found):
         yield from checks.cluster(client.master)
 
 
@@ -139,11 +139,11 @@ class ClusterChecks:
         places = [place.strip() for place in masters.split(",")]
         with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
             seen = list(pool.map(self.master, places))
-            found = [finding for each in seen for finding in each.found]
-            leader = next((place for place, each in zip(places, seen) if each.serves), None)
+            found = [finding for result in seen for finding in result.found]
+            leader = next((place for place, result in zip(places, seen) if result.serves), None)
             if leader is None:
                 # The list does not name the leader, or the leader has changed meanwhile.
-                leader = next((each.leader for each in seen if each.leader), None)
+                leader = next((result.leader for result in seen if result.leader), None)
                 if leader is None:
                     return found
                 found += self.master(leader).found
@@ -156,7 +156,10 @@ class ClusterChecks:
         silent = 0
         with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
             by = uptime() + self._timeout_s
-            asked = [(each, pool.submit(look_at, place, each, by)) for each in place.endpoints]
+            asked = [
+                (endpoint, pool.submit(look_at, place, endpoint, by))
+                for endpoint in place.endpoints
+            ]
             for member, future in asked:
                 try:
                     seen = future.result()
@@ -296,7 +299,7 @@ class ClusterChecks:
         except KVStoreError as error:
             return [of_row("error", error=error)._replace(subject="nodes")]
         asked = {s.segment_id: pool.submit(self._by_tcp, s) for s in described}
-        found = [_of_store(each) for each in of_a_status(status)]
+        found = [_of_store(result) for result in of_a_status(status)]
         for node in status.nodes:
             of_node = [ok(f"{node.state}, last heard {node.silent_ms} ms ago")]
             for segment in described:

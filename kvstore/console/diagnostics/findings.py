@@ -43,7 +43,7 @@ def of_row(check: str, *, holds: bool = True, **words: object) -> Finding:
 
 def under(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
     """Yield the findings, with this subject where they have none."""
-    return (each._replace(subject=each.subject or subject) for each in found)
+    return (finding._replace(subject=finding.subject or subject) for finding in found)
 
 
 def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[Finding]:

@@ -110,7 +110,7 @@ class HistoryPoints:
 
     def lately(self, now_ms: int, within_s: float) -> list[HistorySample]:
         """Return the points of the last ``within_s`` seconds."""
-        return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
+        return [point for point in self._points if now_ms - point.at_ms <= within_s * 1000]
 
     def as_columns(self, now_ms: int) -> dict[str, Any]:
         """Return lists of equal length, one for each quantity: rates per second, times in seconds.
@@ -118,27 +118,27 @@ class HistoryPoints:
         points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
 
         def rate(name: str) -> list[float]:
-            return [round(each.counters.get(name, 0) / each.seconds, 3) for each in points]
+            return [round(point.counters.get(name, 0) / point.seconds, 3) for point in points]
 
         def spread(counts: Sequence[Counts], share: float, unit: float) -> list[float | None]:
-            return [_rounded(quantile(each, share), unit) for each in counts]
+            return [_rounded(quantile(count, share), unit) for count in counts]
 
-        took = [each.call_us for each in points]
+        took = [point.call_us for point in points]
         return {
             "every_s": EVERY_S,
-            "at_ms": [each.at_ms for each in points],
+            "at_ms": [point.at_ms for point in points],
             "matched_per_s": rate("matched_objects"),
             "missed_per_s": rate("missed_objects"),
             "stored_per_s": rate("stored_objects"),
             "stored_bytes_per_s": rate("stored_bytes"),
             "evicted_per_s": rate("evicted_objects"),
-            "calls_per_s": [round(each.calls / each.seconds, 3) for each in points],
+            "calls_per_s": [round(point.calls / point.seconds, 3) for point in points],
             "call_p50_s": spread(took, 0.5, 1e-6),
             "call_p99_s": spread(took, 0.99, 1e-6),
-            "eviction_age_s": spread([each.ages_ms for each in points], 0.5, 1e-3),
-            "used_bytes": [each.used for each in points],
-            "size_bytes": [each.size for each in points],
-            "objects": [each.objects for each in points],
+            "eviction_age_s": spread([point.ages_ms for point in points], 0.5, 1e-3),
+            "used_bytes": [point.used for point in points],
+            "size_bytes": [point.size for point in points],
+            "objects": [point.objects for point in points],
             "calls": self._by_call(now_ms),
         }
 
@@ -166,8 +166,8 @@ class HistoryPoints:
 def added(points: Sequence[HistorySample]) -> Mapping[str, int]:
     """Return the increase of each counter in these points."""
     total = Counter[str]()
-    for each in points:
-        total.update(each.counters)
+    for point in points:
+        total.update(point.counters)
     return total
 
 

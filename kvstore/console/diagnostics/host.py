@@ -108,7 +108,7 @@ def huge_pages() -> Iterator[Finding]:
         if total:
             counts.append(f"{free} of {total} of {size.name.partition('-')[2]} free")
     reserved = f"reserved: {', '.join(counts)}"
-    mounted = [each for each in directories() if each != SHM_DIRECTORY]
+    mounted = [directory for directory in directories() if directory != SHM_DIRECTORY]
     if not counts:
         yield ok("none reserved (--huge-pages reserved needs them)")
     elif not mounted:
@@ -166,7 +166,7 @@ def rdma() -> Iterator[Finding]:
         shown = ", ".join(states) or "no port"
         yield of_row("link_down", holds=is_down, device=device.name, states=shown)
     verbs = sorted(RDMA_FILES.glob("uverbs*"))
-    denied = [str(each) for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
+    denied = [str(verb) for verb in verbs if not os.access(verb, os.R_OK | os.W_OK)]
     if not verbs:
         yield of_row("no_verbs", folder=RDMA_FILES)
     elif denied:

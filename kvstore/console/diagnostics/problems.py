@@ -103,8 +103,8 @@ def leader_problems(
             (history.lately(now_ms, RECENT_S), "in the last 10 min"),
         )
     )
-    ages = [each.ages_ms for each in history.lately(now_ms, RECENT_S)]
-    late = [each.late_us for each in history.lately(now_ms, 60.0)]
+    ages = [sample.ages_ms for sample in history.lately(now_ms, RECENT_S)]
+    late = [sample.late_us for sample in history.lately(now_ms, 60.0)]
     seen = _Seen(status, hour, recent, spread_of(ages, 0.5), spread_of(late, 0.99))
     return _worst_first([*_now(seen), *_counted(seen)])
 
@@ -115,7 +115,7 @@ def of_a_status(status: ClusterStatus) -> list[DetectedProblem]:
     when = f"since the master started, {duration_text(status.uptime_ms)} ago"
     counted = _CounterDeltas(dict(status.counters), when)
     seen = _Seen(status, counted, counted)
-    since = [each._replace(level="warning") for each in _counted(seen)]
+    since = [sample._replace(level="warning") for sample in _counted(seen)]
     return _worst_first([*_now(seen), *since])
 
 
@@ -165,9 +165,11 @@ def _now(seen: _Seen) -> Iterator[DetectedProblem]:
     for name, holds in OF_NODES.items():
         yield from _of_nodes(name, [node for node in seen.status.nodes if holds(node)])
     gone = [
-        each for each in seen.status.departed if each.reason != "left" or each.missing or each.lost
+        sample
+        for sample in seen.status.departed
+        if sample.reason != "left" or sample.missing or sample.lost
     ]
-    yield from map(_gone, gone[:NODES_NAMED])
+    yield from map(_departed_node, gone[:NODES_NAMED])
     if len(gone) > NODES_NAMED:
         text = f"{len(gone) - NODES_NAMED} more nodes left or died."
         yield DetectedProblem("bad", text, "KvstoreNodeDead")
@@ -190,7 +192,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
         found = _found(
             name, node=node, shm_entry_missing=SHM_ENTRY_MISSING,
             silent=duration_text(node.silent_ms),
-            **{each: size_text(_held(node, each)) for each in SHARES},
+            **{share: size_text(_held(node, share)) for share in SHARES},
         )  # fmt: skip
         who = f"Node {node.name} ({node.address or node.host})"
         yield found._replace(text=f"{who} {row.what}: {found.text}.")
@@ -199,7 +201,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
         yield DetectedProblem(row.level, text, row.row)
 
 
-def _gone(node: DepartedNode) -> DetectedProblem:
+def _departed_node(node: DepartedNode) -> DetectedProblem:
     """Return the problem of a departed node, with the objects that were lost with it."""
     left, missing = node.reason == "left", _count(node.missing, "object")
     name = "died_empty"
@@ -217,7 +219,7 @@ def _gone(node: DepartedNode) -> DetectedProblem:
 
 
 def _held(node: NodeStatus, of: str) -> int:
-    return sum(getattr(each, of) for each in node.segments)
+    return sum(getattr(segment, of) for segment in node.segments)
 
 
 def _holds_much(of: str) -> Callable[[NodeStatus], bool]:
@@ -237,7 +239,7 @@ def _waiting(seen: _Seen) -> Words:
     """Return memory that is not available yet after a start of the master or of nodes."""
     alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
-    if not segments or not all(each.ready_ms or each.reports for each in segments):
+    if not segments or not all(sample.ready_ms or sample.reports for sample in segments):
         return None
     longest_ms = min(segment.ready_ms for segment in segments)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"

@@ -72,8 +72,13 @@ def installation() -> list[Finding]:
     The distribution is called ``kvstore-llm``: ``kvstore`` on the public index is another project,
     a client of etcd and consul with a module ``kvstore``.
     """
-    others = sorted({f"kvstore {each.version}" for each in metadata.distributions(name="kvstore")})
-    found = [of_row("stranger", stranger=each, python=sys.executable) for each in others]
+    others = sorted(
+        {
+            f"kvstore {distribution.version}"
+            for distribution in metadata.distributions(name="kvstore")
+        }
+    )
+    found = [of_row("stranger", stranger=other, python=sys.executable) for other in others]
     return [*under("distribution", found), _compiled()._replace(subject="compiled parts")]
 
 
@@ -154,7 +159,7 @@ def requirements() -> list[str]:
     """Return the required packages in pip's form; empty if pip did not install kvstore."""
     ours = next(iter(metadata.distributions(name="kvstore-llm")), None)
     needed = (ours.requires if ours is not None else None) or []
-    return [each for each in needed if "extra ==" not in each]
+    return [requirement for requirement in needed if "extra ==" not in requirement]
 
 
 def version(name: str) -> str | None:

@@ -230,7 +230,7 @@ def diagnose(
     if not any(party.objects or party.requested or party.requested_keys for party in parties):
         return [_of_row("nothing", {})]
     found = (
-        _cause(Case(evidence, party, [each for each in others if each is not party]))
+        _cause(Case(evidence, party, [other for other in others if other is not party]))
         for party in parties
     )
     return sorted(
@@ -247,7 +247,7 @@ def _cause(case: Case) -> Cause | None:
         return None
     if name == "compared with the writer":
         return _differ(cast("EngineGroup", case.writer), party)
-    if name == "compared with the asker":
+    if name == "compared with the reader":
         return _differ(party, cast("EngineGroup", case.reader))
     cause = _of_row(name, case.words)
     is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
@@ -273,11 +273,11 @@ class Case(NamedTuple):
 
     @property
     def writer(self) -> EngineGroup | None:
-        return _nearest(self.group, [each for each in self.others if each.writes])
+        return _nearest(self.group, [other for other in self.others if other.writes])
 
     @property
     def reader(self) -> EngineGroup | None:
-        return _nearest(self.group, [each for each in self.others if each.requested_keys])
+        return _nearest(self.group, [other for other in self.others if other.requested_keys])
 
     @property
     def pair(self) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ class Case(NamedTuple):
         lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
         deep = next((miss for miss in party.misses if miss.found), None)
         last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms, default=None)
-        are_others = any(each.writes for each in self.others)
+        are_others = any(other.writes for other in self.others)
         evicted = counted(party.evicted, "object")
         is_one = {row.client for row in party.writers} & {row.client for row in party.readers}
         return {
@@ -354,7 +354,7 @@ RULES: Final[Sequence[tuple[str, Condition]]] = (
     # Groups that only write, or are idle.
     ("no_traffic", lambda c, p: not p.requested_keys and not p.requested),
     ("explained elsewhere", lambda c, p: not p.requested_keys and c.is_read_elsewhere),
-    ("compared with the asker", lambda c, p: not p.requested_keys and c.reader),
+    ("compared with the reader", lambda c, p: not p.requested_keys and c.reader),
     ("only_writers", lambda c, p: not p.requested_keys),
     # Groups with lookups.
     ("puts_fail", lambda c, p: not p.writes and p.requested),
@@ -399,14 +399,14 @@ def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup |
     return min(same, key=distance, default=None)
 
 
-def _differ(writer: EngineGroup, asker: EngineGroup) -> Cause:
+def _differ(writer: EngineGroup, reader: EngineGroup) -> Cause:
     """Explain why a reader does not find what a writer of the same model puts."""
-    ours, theirs = writer.record, asker.record
+    ours, theirs = writer.record, reader.record
     assert ours is not None
     assert theirs is not None
     writing = f"{_do(writer.writers, 'write', 'another client')} {ours.model} under {writer.name}"
-    asking = f"{_do(asker.readers, 'read')} under {asker.name}"
-    spaces = writer.namespaces + asker.namespaces
+    asking = f"{_do(reader.readers, 'read')} under {reader.name}"
+    spaces = writer.namespaces + reader.namespaces
     for name in ("engine", "tenant"):
         if getattr(ours, name) != getattr(theirs, name):
             apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})

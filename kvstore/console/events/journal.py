@@ -2,9 +2,8 @@
 
 A subscriber is only a position in the journal, so a slow one costs no memory: it falls behind the
 oldest event kept, and gets a ``gap``. A subscriber that begins, or has missed events, can get a
-snapshot within the stream (``whole``): its rows stand between the events, so that applying all in
-order is correct.
-"""
+snapshot within the stream (ended by ``complete``): its rows stand between the events, so that applying all
+in order is correct."""
 
 from __future__ import annotations
 
@@ -158,16 +157,17 @@ class EventStreams:
         self._lives = lives
 
     async def events(
-        self, since: EventPosition | None, *, whole: bool, namespace: str, under: str = ""
+        self, since: EventPosition | None, *, snapshot: bool, namespace: str, under: str = ""
     ) -> AsyncGenerator[bytes]:
         """Yield text for one subscriber, in chunks, until this master no longer leads, or hangs.
 
-        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``whole``: the snapshot
+        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``complete``: the
+            snapshot
         is complete; ``gap``: take a snapshot; ``begin``: events follow, without a snapshot.
 
         Args:
             since: the last event received; None: a new subscriber.
-            whole: send a snapshot to a new subscriber, or if events after ``since`` are missing.
+            snapshot: send a snapshot to a new subscriber, or if events after ``since`` are missing.
             namespace: only objects of this namespace; ``""``: of all.
             under: only objects of namespaces with this prefix, filtered from a snapshot of the
                 store.
@@ -178,7 +178,7 @@ class EventStreams:
         while epoch := journal.epoch:
             if place is not None and journal.has(place):
                 number = place.number
-            elif whole:
+            elif snapshot:
                 number = -1
                 async with contextlib.aclosing(self._snapshot_then_follow(epoch, wanted)) as texts:
                     async for told, text in texts:
@@ -206,7 +206,7 @@ class EventStreams:
         due = time.monotonic() + HEARTBEAT_S
         while journal.has(EventPosition(epoch, number)):
             frames = journal.after(number, journal.end)
-            text = b"".join(_text(each, max(0, number - each.before), wanted) for each in frames)
+            text = b"".join(_text(frame, max(0, number - frame.before), wanted) for frame in frames)
             if frames:
                 number = frames[-1].before + frames[-1].count
             if text:
@@ -235,7 +235,7 @@ class EventStreams:
                 number = after
                 yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
         if number >= 0:
-            yield number, _note("whole", EventPosition(epoch, number))
+            yield number, _note("complete", EventPosition(epoch, number))
 
     async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
         """Yield lists of events to apply in order, which make a snapshot. The last one has the
@@ -244,10 +244,10 @@ class EventStreams:
         journal = self._journal
         number: int | None = None
         is_last = False
-        with self._channel.snapshot() as survey:
+        with self._channel.snapshot() as scan:
             while not is_last:
                 try:
-                    before, rows, is_last = await self._channel.page(survey, namespace)
+                    before, rows, is_last = await self._channel.page(scan, namespace)
                 except UnavailableError:
                     if journal.epoch == epoch:
                         raise

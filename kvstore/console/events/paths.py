@@ -54,8 +54,8 @@ class EventsRequest(ApiRequest):
 def disabled_endpoints() -> list[Operation]:
     """Return the endpoints of ``EventsAPI`` for a master without events: each responds 404."""
 
-    async def refused(request: web.Request, asked: ApiRequest) -> web.StreamResponse:
-        del request, asked
+    async def refused(request: web.Request, params: ApiRequest) -> web.StreamResponse:
+        del request, params
         raise web.HTTPNotFound(text="this master has no events: start it with --events\n")
 
     return [each._replace(response=refused) for each in endpoints_of(EventsAPI)]
@@ -93,16 +93,19 @@ class EventsAPI:
         "GET", PATH, {200: "Server-sent events.", 404: _NONE},
         content="text/event-stream", has_own_bounds=True,
     )  # fmt: skip
-    async def _events(self, request: web.Request, asked: EventsRequest) -> web.StreamResponse:
+    async def _events(self, request: web.Request, params: EventsRequest) -> web.StreamResponse:
         """Stream object events: objects stored and removed."""
-        since = request.headers.get("Last-Event-ID") or asked.since
+        since = request.headers.get("Last-Event-ID") or params.since
         place = EventPosition.parse(since) if since else None
-        _check(asked.namespace, asked.under)
-        check_events(impersonated(), asked.namespace, asked.under)
+        _check(params.namespace, params.under)
+        check_events(impersonated(), params.namespace, params.under)
         with self._subscriber(request):
             await self._check_leads()
             texts = self.streams.events(
-                place, whole=bool(asked.snapshot), namespace=asked.namespace, under=asked.under
+                place,
+                snapshot=bool(params.snapshot),
+                namespace=params.namespace,
+                under=params.under,
             )
             return await _send(request, texts)
 
@@ -118,8 +121,8 @@ class EventsAPI:
 
 def _check(*namespaces: str) -> None:
     """Raises InvalidArgumentError. An empty name is valid: all namespaces."""
-    for each in filter(None, namespaces):
-        check_namespace(each)
+    for namespace in filter(None, namespaces):
+        check_namespace(namespace)
 
 
 async def _send(request: web.Request, texts: AsyncGenerator[bytes]) -> web.StreamResponse:

@@ -160,14 +160,14 @@ class Etcd:
         return True
 
     async def new_epoch(
-        self, leader: LeaderEntry, least: int, believed: int, deadline: float
+        self, leader: LeaderEntry, least: int, epoch_max: int, deadline: float
     ) -> int:
         """Return an epoch higher than all before, for ``leader``, if it still leads.
 
         Args:
             least: the minimum, Unix time in milliseconds, as masters without etcd use, so that the
                 new epoch is higher than theirs.
-            believed: the highest plausible epoch; a higher one in etcd is replaced as damaged.
+            epoch_max: the highest plausible epoch; a higher one in etcd is replaced as damaged.
 
         Raises:
             NotLeaderError: another leader, or none, is in the key.
@@ -186,8 +186,8 @@ class Etcd:
                     "own: --etcd etcd://HOST/PREFIX.",
                 )
             last = int(value)
-            if last > believed:
-                log.warning("epoch_rejected in_etcd=%d highest=%d", last, believed)
+            if last > epoch_max:
+                log.warning("epoch_rejected in_etcd=%d highest=%d", last, epoch_max)
                 last = 0
         epoch = max(last + 1, least)
         still = rpc.Compare(

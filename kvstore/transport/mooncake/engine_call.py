@@ -99,7 +99,7 @@ class EngineCall:
         self.is_quiesced = True
         """Whether no byte of this call can be in transit any more."""
         self.in_doubt: list[memoryview] = []
-        """Caller's memory that may still be read or written, if the call is not settled."""
+        """Caller's memory that may still be read or written, if the call is not quiesced."""
 
     def run(self, moves: Sequence[RangeCopy]) -> None:
         """Carry out all copies. After an error, retire the session unless ``is_quiesced``.

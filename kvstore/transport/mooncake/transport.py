@@ -146,7 +146,7 @@ class MooncakeTransport(Transport):
             found = self._registered.take(start)
             session = self._session
             doubts = [
-                at for each, at in self._in_doubt if each.overlaps(start, start + len(buffer))
+                at for call, at in self._in_doubt if call.overlaps(start, start + len(buffer))
             ]
         if found is not None and session is not None:
             session.engine.unregister(start)
@@ -154,7 +154,7 @@ class MooncakeTransport(Transport):
             each_session.ended.wait()
 
     def read(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """As ``Transport.read``; ``settled`` is always 1.
+        """As ``Transport.read``; ``quiesced`` is always 1.
 
         Raises:
             BusyError: too many engines are being closed, or as ``TcpTransport``.
@@ -164,7 +164,7 @@ class MooncakeTransport(Transport):
         self._run(segment, moves, deadline, is_write=False)
 
     def write(self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float) -> None:
-        """As ``Transport.write``; also raises BusyError (settled)."""
+        """As ``Transport.write``; also raises BusyError (quiesced)."""
         self._run(segment, moves, deadline, is_write=True)
 
     def forget(self, segment: SegmentInfo) -> None:
@@ -195,7 +195,7 @@ class MooncakeTransport(Transport):
         self, segment: SegmentInfo, moves: Sequence[RangeCopy], deadline: float, *, is_write: bool
     ) -> None:
         if self._is_closed:
-            raise ClosedError("the transport was closed", settled=1)
+            raise ClosedError("the transport was closed", quiesced=1)
         check_moves(segment, moves)
         if not moves:
             return
@@ -257,7 +257,7 @@ class MooncakeTransport(Transport):
                 advice="Do not use that memory until client.unregister() of it has returned.",
                 node=segment.node,
             ) from error
-        error.fields["settled"] = int(call.is_quiesced or not is_write)
+        error.fields["quiesced"] = int(call.is_quiesced or not is_write)
         raise error
 
     @contextmanager
@@ -269,7 +269,7 @@ class MooncakeTransport(Transport):
             is_tcp = self._settings.protocol == "tcp"
             if session is None or (is_tcp and session.idle_s(segment.engine.name) > IDLE_S):
                 if self._is_closed:
-                    raise ClosedError("the transport was closed", settled=1)
+                    raise ClosedError("the transport was closed", quiesced=1)
                 self._session = None
                 try:
                     self._session = self._new_session(session)
@@ -285,12 +285,12 @@ class MooncakeTransport(Transport):
 
     def _new_session(self, old: EngineSession | None) -> EngineSession:
         """Return a session to replace ``old``, which ends now or with its last user."""
-        self._retired = [each for each in self._retired if not each.ended.is_set()]
+        self._retired = [call for call in self._retired if not call.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
             raise BusyError(
                 f"{RETIRED_MAX} transfer engines wait for abandoned transfers",
                 advice="Try again in some seconds; look at the nodes: kvstore status",
-                settled=1,
+                quiesced=1,
             )
         if old is not None:
             self._retired.append(old)
@@ -308,7 +308,7 @@ class MooncakeTransport(Transport):
             f"no transfer engine for node {segment.node!r}: {error.message}",
             advice=error.advice,
             node=segment.node,
-            settled=1,
+            quiesced=1,
         )
 
     def _is_broken(self, error: TransferEngineError) -> None:
@@ -364,12 +364,12 @@ class MooncakeTransport(Transport):
         if not self._in_doubt:
             return
         with self._changing:
-            self._in_doubt = [each for each in self._in_doubt if not each[1].ended.is_set()]
+            self._in_doubt = [call for call in self._in_doubt if not call[1].ended.is_set()]
             doubts = list(self._in_doubt)
         for copy in moves:
             start = address_of(copy.buffer)
-            for each, _ in doubts:
-                if each.overlaps(start, start + len(copy.buffer)):
+            for call, _ in doubts:
+                if call.overlaps(start, start + len(copy.buffer)):
                     raise MemoryQuarantinedError(
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",

@@ -285,5 +285,5 @@ def _segment(segment: MountedSegment, now_ms: int) -> calls.SegmentStatus:
         reclaim=segment.reclaim_bytes,
         device=segment.offer.medium,
         ready_ms=max(0, segment.usable_at_ms - now_ms),
-        reports=not segment.whole,
+        reports=not segment.inventory_complete,
     )

@@ -35,7 +35,7 @@ class Shelf(StoreDriver):
         self.source, self.target = memory(64 * SIZE)
         self.held: dict[str, Bytes] = {}
         self.most = 0
-        self.settled = 0
+        self.quiesced = 0
         self.damaged = False
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
@@ -63,7 +63,7 @@ class Shelf(StoreDriver):
             del self.held[key]
 
     def wait_until_free(self) -> None:
-        self.settled += 1
+        self.quiesced += 1
 
 
 def test_timing_takes_at_least_three_and_at_most_the_limit() -> None:
@@ -134,7 +134,7 @@ def test_a_session_waits_for_memory_before_it_runs_out() -> None:
     session = Session(shelf, 4 * SIZE * 64)
     for _ in range(4):
         session.measure(PUT, SIZE, 64, 0.0)
-    assert shelf.settled == 3
+    assert shelf.quiesced == 3
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:

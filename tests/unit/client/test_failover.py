@@ -14,14 +14,14 @@ from kvstore.errors import (
     MasterUnreachableError,
     NodeUnreachableError,
     PermissionDeniedError,
-    SegmentGoneError,
+    SegmentUnmountedError,
 )
 from kvstore.limits import Key
 from tests.support.range_copies import moves_of
 from tests.unit.client.world import EPOCH, A, B, N, World, found, segment
 
-GONE = NodeUnreachableError("refused", settled=1)
-SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, settled=1)
+GONE = NodeUnreachableError("refused", quiesced=1)
+SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, quiesced=1)
 
 
 def get(world: World, *keys: Key) -> list[bytes | None]:
@@ -122,7 +122,7 @@ def corrupt(key: Key, counter: int, *numbers: int) -> calls.ReportCorrupt:
 def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
     world = World()
     world.store(2, 4096, A, b"x", 5)
-    world.failing[1] = [DeadlineExceededError("slow", settled=1)]
+    world.failing[1] = [DeadlineExceededError("slow", quiesced=1)]
     world.answers[calls.Lookup] = [found((1, 5, [(1, 4096), (2, 4096)]))] * 2
     assert get(world, A) == [b"x"]
     first, second = world.moved
@@ -141,7 +141,7 @@ def test_a_single_replica_gets_all_the_time() -> None:
 
 def test_a_node_that_joined_anew_is_not_reported() -> None:
     world = World()
-    world.failing[1] = [SegmentGoneError("mounted anew", settled=1)]
+    world.failing[1] = [SegmentUnmountedError("mounted anew", quiesced=1)]
     world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)])), found(None)]
     assert get(world, A) == [None]
     assert not world.requests(calls.ReportFailure)
@@ -278,7 +278,7 @@ def test_a_report_says_who_where_and_why() -> None:
 
 def test_what_was_not_tried_is_not_reported() -> None:
     world = World()
-    world.failing[1] = [NodeUnreachableError("no transport", tried=0, settled=1)]
+    world.failing[1] = [NodeUnreachableError("no transport", tried=0, quiesced=1)]
     world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)])), found(None)]
     assert get(world, A) == [None]
     assert not world.requests(calls.ReportFailure)

@@ -27,10 +27,10 @@ from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, items
 WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED, _ = PutOutcome
 
 OPTIONS = PutOptions(namespace=N)
-SETTLED = NodeUnreachableError("refused", settled=1)
-UNSETTLED = NodeUnreachableError("reset", settled=0)
-ON_6 = NodeUnreachableError("reset", settled=0, connection=6)
-ON_5 = NodeUnreachableError("reset", settled=0, connection=5)
+SETTLED = NodeUnreachableError("refused", quiesced=1)
+UNSETTLED = NodeUnreachableError("reset", quiesced=0)
+ON_6 = NodeUnreachableError("reset", quiesced=0, connection=6)
+ON_5 = NodeUnreachableError("reset", quiesced=0, connection=5)
 
 
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
@@ -73,11 +73,11 @@ def test_the_deadline_of_the_writes_counts_from_before_the_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "settled", "connections"),
+    ("error", "quiesced", "connections"),
     [(SETTLED, True, ()), (UNSETTLED, False, ()), (ON_5, False, (5,))],
 )
 def test_what_could_not_be_written_is_revoked_and_asked_for_again(
-    error: NodeUnreachableError, settled: bool, connections: tuple[int, ...]
+    error: NodeUnreachableError, quiesced: bool, connections: tuple[int, ...]
 ) -> None:
     world = World()
     world.failing[1] = [error]
@@ -88,8 +88,8 @@ def test_what_could_not_be_written_is_revoked_and_asked_for_again(
     world.answers[calls.PutEnd] = [calls.PutEndReply([STORED]), calls.PutEndReply([STORED, STORED])]
     assert put(world, A, B, C) == [STORED] * 3
     assert world.requests(calls.PutRevoke) == [
-        calls.PutRevoke(EPOCH, [9], settled, connections),
-        calls.PutRevoke(EPOCH, [11], settled, connections),
+        calls.PutRevoke(EPOCH, [9], quiesced, connections),
+        calls.PutRevoke(EPOCH, [11], quiesced, connections),
     ]
     assert [request.keys for request in world.requests(calls.PutStart)] == [[A, B, C], [A, C]]
     assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10], [12, 13]]
@@ -176,7 +176,7 @@ def test_what_the_master_refuses_is_raised(error: Exception) -> None:
 
 def test_a_deadline_that_passes_is_counted() -> None:
     world = World()
-    world.failing[1] = [DeadlineExceededError("late", settled=1)]
+    world.failing[1] = [DeadlineExceededError("late", quiesced=1)]
     world.answers[calls.PutStart] = [
         grants([WRITE], [9], [(1, 4096)], deadline_ms=100),
         grants([WRITE], [10], [(1, 4096)]),
@@ -284,7 +284,7 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     assert not any(world.memory[1][4096:4160])
     commit(payload.tobytes()[:40])
     assert len(world.moved) == 2
-    world.failing[1] = [NodeUnreachableError("off", settled=1), None]
+    world.failing[1] = [NodeUnreachableError("off", quiesced=1), None]
     with pytest.raises(NodeUnreachableError):
         commit(payload.tobytes())
     assert not written
@@ -310,7 +310,7 @@ def test_a_stamp_is_written_behind_the_header_of_a_commit() -> None:
     assert unpack(world.memory[1][4096:], 1, 4096) is not None
     assert [transfer.deadline for transfer in world.moved] == [world.now + 3] * 2
     world.memory[1][end : end + 16] = bytes(16)
-    world.failing[1] = [None, NodeUnreachableError("off", settled=1)]
+    world.failing[1] = [None, NodeUnreachableError("off", quiesced=1)]
     assert commit() is STORED, "it is stored, and no restart finds it"
     assert not any(world.memory[1][end : end + 16])
 

@@ -31,7 +31,7 @@ def read(world: World, *keys: Key, timeout_ms: int | None = None) -> list[bytes 
 def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
     world = World()
     world.store(2, 8192, A, b"payload", 5)
-    world.failing[1] = [DeadlineExceededError("slow", settled=1)]
+    world.failing[1] = [DeadlineExceededError("slow", quiesced=1)]
     world.answers[calls.Lookup] = [found((7, 5, TWO))] * 2
     assert read(world, A, timeout_ms=6_000) == [b"ylo"]
     assert [each.deadline for each in world.moved] == [world.now + 2.0, None]
@@ -49,7 +49,7 @@ def test_an_object_with_one_replica_gets_all_the_time() -> None:
 def test_a_node_that_does_not_answer_is_avoided() -> None:
     world = World()
     world.store(2, 8192, A, b"payload", 5)
-    world.failing[1] = [NodeUnreachableError("refused", settled=1)]
+    world.failing[1] = [NodeUnreachableError("refused", quiesced=1)]
     world.answers[calls.Lookup] = [found((7, 5, TWO))] * 2
     assert read(world, A) == [b"ylo"]
     assert len(world.requests(calls.ReportFailure)) == 1

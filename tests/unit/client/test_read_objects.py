@@ -119,7 +119,7 @@ def test_bytes_that_were_bad_once_are_not_reported() -> None:
     world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
 
     def die() -> None:
-        world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+        world.failing[1] = [NodeUnreachableError("gone", quiesced=1)] * ATTEMPTS
 
     world.after_moves = die
     assert read(world, b"a") == [None]
@@ -141,7 +141,7 @@ def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
 def test_an_unreachable_node_is_reported_and_the_other_replica_read() -> None:
     world = World()
     place(world, b"a", b"payload", segment_id=2)
-    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+    world.failing[1] = [NodeUnreachableError("gone", quiesced=1)] * ATTEMPTS
     world.answers[calls.Lookup] = found((7, 1, [(1, AT), (2, AT)]))
     assert read(world, b"a") == [b"payload"]
     assert [request.segment_ids for request in world.requests(calls.ReportFailure)] == [[1]]
@@ -151,7 +151,7 @@ def test_a_node_that_failed_is_avoided_by_the_next_get() -> None:
     world = World()
     for key, offset in ((b"a", AT), (b"b", AT + 4096)):
         place(world, key, b"payload", segment_id=2, offset=offset)
-    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+    world.failing[1] = [NodeUnreachableError("gone", quiesced=1)] * ATTEMPTS
     world.answers[calls.Lookup] = lambda request: found(
         (7, 1, [(1, AT), (2, AT if request.keys == [b"a"] else AT + 4096)])
     )
@@ -162,7 +162,7 @@ def test_a_node_that_failed_is_avoided_by_the_next_get() -> None:
 
 def test_when_the_only_node_is_gone_it_is_a_miss() -> None:
     world = World()
-    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+    world.failing[1] = [NodeUnreachableError("gone", quiesced=1)] * ATTEMPTS
     world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     assert read(world, b"a") == [None]
 

@@ -15,7 +15,7 @@ from kvstore.errors import (
     ClosedError,
     InvalidRangeError,
     NodeUnreachableError,
-    SegmentGoneError,
+    SegmentUnmountedError,
 )
 from kvstore.runtime.cancellation import CancelToken, current
 from kvstore.runtime.clock import uptime
@@ -177,7 +177,7 @@ def test_views_are_of_mapped_memory_only(movers: TransportSelector, shm: FakeTra
     with pytest.raises(InvalidRangeError):
         movers.view(segment(1), 1, 6)
     assert movers.view(segment(2), 0, 6) is None
-    shm.errors[1] = SegmentGoneError("mounted anew")
-    with pytest.raises(SegmentGoneError):
+    shm.errors[1] = SegmentUnmountedError("mounted anew")
+    with pytest.raises(SegmentUnmountedError):
         movers.view(segment(1), 0, 6)
     assert shm.forgotten == [1]

@@ -97,16 +97,16 @@ def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
     assert len(world.requests(calls.PutStart)) == ATTEMPTS
 
 
-@pytest.mark.parametrize("settled", [0, 1])
-def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(settled: int) -> None:
+@pytest.mark.parametrize("quiesced", [0, 1])
+def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(quiesced: int) -> None:
     world = World()
     replies = iter([grants([WRITE], [1], [(1, AT)]), grants([WRITE], [2], [(2, AT)])])
     world.answers[calls.PutStart] = lambda request: next(replies)
-    world.failing[1] = [NodeUnreachableError("gone", settled=settled)]
+    world.failing[1] = [NodeUnreachableError("gone", quiesced=quiesced)]
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     revoke = world.requests(calls.PutRevoke)[0]
-    assert (list(revoke.tokens), revoke.quiesced) == ([1], bool(settled))
+    assert (list(revoke.tokens), revoke.quiesced) == ([1], bool(quiesced))
     assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
 
 
@@ -119,7 +119,7 @@ def test_one_failing_replica_gives_the_whole_put_up() -> None:
         ]
     )
     world.answers[calls.PutStart] = lambda request: next(replies)
-    world.failing[2] = [NodeUnreachableError("gone", settled=1)]
+    world.failing[2] = [NodeUnreachableError("gone", quiesced=1)]
     ended(world, [STORED])
     assert store(world, b"a", replicas=2) == [STORED]
     assert [list(request.tokens) for request in world.requests(calls.PutEnd)] == [[2]]
@@ -131,7 +131,7 @@ def test_one_failing_replica_gives_the_whole_put_up() -> None:
 def silent(node: str) -> NodeUnreachableError:
     return NodeUnreachableError(
         f"node {node} (10.0.0.8:50003) did not accept a tcp connection within 1.2 s",
-        advice="Is its port open?", node=node, settled=1, silent_ms=1_000,
+        advice="Is its port open?", node=node, quiesced=1, silent_ms=1_000,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_a_node_that_failed_at_once_is_tried_again_where_there_is_no_other() -> 
         avoided,
         grants([WRITE], [2], [(1, AT)]),
     ]
-    world.failing[1] = [NodeUnreachableError("reset", node="one", settled=1), None]
+    world.failing[1] = [NodeUnreachableError("reset", node="one", quiesced=1), None]
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     uuid = world.segments[1].uuid

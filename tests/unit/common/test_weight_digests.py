@@ -34,7 +34,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give file
 
 
 def later() -> int:
-    """A time at which every file of a test has settled."""
+    """A time at which every file of a test has quiesced."""
     return time.time_ns() + AN_HOUR_NS
 
 

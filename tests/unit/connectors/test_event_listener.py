@@ -117,7 +117,7 @@ def test_a_stream_that_ends_is_resumed_and_nothing_counts_as_missed(place: Place
         assert found == ReceivedEvents(listening=True, missed=False, blocks=[(0, b"b")])
 
 
-@pytest.mark.parametrize("note", ["gap", "cleared", "whole"])
+@pytest.mark.parametrize("note", ["gap", "cleared", "complete"])
 def test_where_events_were_missed_any_block_may_have_gone(place: Place, note: str) -> None:
     with listener(lambda: place.address) as each:
         connection, _ = place.accept()

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
 from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, split_of, stored_order
-from kvstore.connectors.vllm.worker.pages import survey
+from kvstore.connectors.vllm.worker.pages import inspect_caches
 from kvstore.errors import ConfigError
 from tests.unit.connectors.vllm_caches import FULL, LATENT, WINDOW, Model
 
@@ -105,7 +105,7 @@ def test_orders_have_equal_names_when_they_store_equal_bytes() -> None:
     for order in KVCacheLayout:
         caches, config = Model([(3, FULL)], order.name).caches(4)
         try:
-            layouts[order.name] = survey(caches, config).layout
+            layouts[order.name] = inspect_caches(caches, config).layout
         except ConfigError:  # the heads of a page are apart
             assert order.name in ("LHBNC", "BHLNC")
     assert len(layouts) == 4

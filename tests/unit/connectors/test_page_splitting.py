@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
 from kvstore.connectors.vllm.worker.page_splitting import PageSplitter, SplitPages
-from kvstore.connectors.vllm.worker.pages import CPUPages, survey
+from kvstore.connectors.vllm.worker.pages import CPUPages, inspect_caches
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import config, stored
 
@@ -87,11 +87,11 @@ class Worker:
         cuts = self.block // tokens
         caches, where = {"l0": self.cache}, config(["l0"], blocks=self.blocks)
         if cuts == 1:
-            pieces = [survey(caches, where, shard, shards)]
+            pieces = [inspect_caches(caches, where, shard, shards)]
         else:
             cutter = PageSplitter(tokens, self.layers, self.dtype)
             pieces = [
-                survey(caches, where, shard, shards, partial(cutter.chunk, index))
+                inspect_caches(caches, where, shard, shards, partial(cutter.chunk, index))
                 for index in range(cuts)
             ]
         pages: Any = SplitPages([CPUPages(each) for each in pieces])
@@ -174,7 +174,9 @@ def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
     caches = {"l0": large.cache, "l1": small.cache[:3]}
     cutter = PageSplitter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
     where = config(["l0"], ["l1"], blocks=3)
-    pieces = [survey(caches, where, piece=partial(cutter.chunk, index)) for index in range(2)]
+    pieces = [
+        inspect_caches(caches, where, piece=partial(cutter.chunk, index)) for index in range(2)
+    ]
     pages: Any = SplitPages([CPUPages(each) for each in pieces])
     assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
     assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]

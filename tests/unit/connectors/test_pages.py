@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm.worker.pages import CacheGeometry, CPUPages, Page, pages_of, survey
+from kvstore.connectors.vllm.worker.pages import (
+    CacheGeometry,
+    CPUPages,
+    Page,
+    inspect_caches,
+    pages_of,
+)
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
@@ -87,8 +93,8 @@ def test_a_shard_has_the_bytes_of_a_page_with_its_heads_alone() -> None:
     fill(whole, 1)
     for shard in range(HEADS):
         alone = {name: cache[:, shard : shard + 1].contiguous() for name, cache in whole.items()}
-        ours = survey(whole, config(["l0", "l1"]), shard, HEADS)
-        theirs = survey(alone, config(["l0", "l1"]))
+        ours = inspect_caches(whole, config(["l0", "l1"]), shard, HEADS)
+        theirs = inspect_caches(alone, config(["l0", "l1"]))
         assert ours.layout == theirs.layout
         assert ours.block_bytes == theirs.block_bytes
         for block in (0, 3):
@@ -102,13 +108,13 @@ def test_a_shard_has_the_bytes_of_a_page_with_its_heads_alone() -> None:
 )
 def test_pages_that_have_no_such_shards_are_refused(cache: torch.Tensor, shards: int) -> None:
     with pytest.raises(ConfigError, match="tp_shards"):
-        survey({"l0": cache}, config(["l0"]), 0, shards)
+        inspect_caches({"l0": cache}, config(["l0"]), 0, shards)
 
 
 def test_layers_that_share_their_cache_are_stored_once() -> None:
     caches = layer_by_layer(2)
     caches["again"] = caches["l0"]
-    geometry = survey(caches, config(["l0", "again", "l1"]))
+    geometry = inspect_caches(caches, config(["l0", "again", "l1"]))
     assert geometry.block_bytes == {0: 2 * PAGE}
 
 
@@ -126,7 +132,7 @@ def test_layers_that_share_their_cache_are_stored_once() -> None:
 )
 def test_what_is_no_dense_page_for_each_block_is_refused(cache: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="layer l0"):
-        survey({"l0": cache}, config(["l0"]))
+        inspect_caches({"l0": cache}, config(["l0"]))
 
 
 class Storage:
@@ -154,7 +160,7 @@ def test_the_copying_device_is_the_one_that_has_the_cache() -> None:
         asked.append(name)
         return Device(FakeDriver(name), ring_bytes=1 << 20)
 
-    geometry = survey(layer_by_layer(1), config(["l0"]))
+    geometry = inspect_caches(layer_by_layer(1), config(["l0"]))
     assert isinstance(pages_of(geometry, device_of), CPUPages)
     assert not asked
     [memory] = pages_of(elsewhere("cuda:3"), device_of).blocks(0, [2], object())
@@ -173,7 +179,9 @@ def test_engines_that_place_their_layers_differently_understand_each_other() -> 
     fill(ours, 1)
     fill(theirs, 2)
     names = ["l0", "l1", "l2"]
-    from_ours, to_theirs = (CPUPages(survey(each, config(names))) for each in (ours, theirs))
+    from_ours, to_theirs = (
+        CPUPages(inspect_caches(each, config(names))) for each in (ours, theirs)
+    )
     assert from_ours.layout == to_theirs.layout
     assert from_ours.block_bytes == to_theirs.block_bytes
     before = {name: cache.clone() for name, cache in theirs.items()}
@@ -187,14 +195,14 @@ def test_engines_that_place_their_layers_differently_understand_each_other() -> 
 
 
 def test_what_lies_differently_in_a_page_has_another_layout() -> None:
-    plain = survey(layer_by_layer(2), config(["l0", "l1"])).layout
+    plain = inspect_caches(layer_by_layer(2), config(["l0", "l1"])).layout
     names = ["l0", "l1"]
     others = {
-        "permuted": survey(permuted(2), config(names)).layout,
-        "dtype": survey(layer_by_layer(2, dtype=torch.bfloat16), config(names)).layout,
-        "order": survey(layer_by_layer(2), config(["l1", "l0"])).layout,
-        "groups": survey(layer_by_layer(2), config(["l0"], ["l1"])).layout,
-        "layers": survey(layer_by_layer(1), config(["l0"])).layout,
-        "parts": survey(layer_by_layer(2), config(names, blocks=1)).layout,
+        "permuted": inspect_caches(permuted(2), config(names)).layout,
+        "dtype": inspect_caches(layer_by_layer(2, dtype=torch.bfloat16), config(names)).layout,
+        "order": inspect_caches(layer_by_layer(2), config(["l1", "l0"])).layout,
+        "groups": inspect_caches(layer_by_layer(2), config(["l0"], ["l1"])).layout,
+        "layers": inspect_caches(layer_by_layer(1), config(["l0"])).layout,
+        "parts": inspect_caches(layer_by_layer(2), config(names, blocks=1)).layout,
     }
     assert len({plain, *others.values()}) == 1 + len(others)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvstore.connectors.vllm.worker.pages import CPUPages, survey
+from kvstore.connectors.vllm.worker.pages import CPUPages, inspect_caches
 from kvstore.connectors.vllm.worker.recurrent_states import check_split, shard_runs, shard_shapes
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import Config, Group
@@ -68,7 +68,7 @@ def test_a_shard_has_the_bytes_of_a_rank_with_its_heads_alone(
         config: Any = Config([Group(["a"], of)], BLOCKS)
         for shard in range(shards):
             layers = {"a": layer(ranks)}
-            geometry = survey({"a": cache}, config, shard, shards, layers=layers)
+            geometry = inspect_caches({"a": cache}, config, shard, shards, layers=layers)
             [pieces] = CPUPages(geometry).blocks(0, [2], None)
             found = b"".join(map(bytes, pieces))
             number = rank * shards + shard
@@ -76,7 +76,7 @@ def test_a_shard_has_the_bytes_of_a_rank_with_its_heads_alone(
             assert found == state(number, small, channels_first=channels_first)
             alone = torch.zeros((BLOCKS, 1, 1, len(found)), dtype=torch.int8)
             its: Any = Config([Group(["a"], spec(small, channels_first=channels_first))], BLOCKS)
-            assert survey({"a": alone}, its).layout == geometry.layout
+            assert inspect_caches({"a": alone}, its).layout == geometry.layout
     small_spec = spec(ranks * shards, channels_first=channels_first)
     assert shard_shapes(of, shards) == list(small_spec.shapes)
 

@@ -25,7 +25,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.worker import worker_side as module
-from kvstore.connectors.vllm.worker.pages import CPUPages, Mark, Pages, survey
+from kvstore.connectors.vllm.worker.pages import CPUPages, Mark, Pages, inspect_caches
 from kvstore.connectors.vllm.worker.worker_side import (
     TRANSFER_TIMEOUT_MS,
     WorkerSide,
@@ -53,7 +53,7 @@ class Cache:
             for name in names
         }
         config: Any = Config([Group(["a", "b"]), Group(["c"])], BLOCKS)
-        self.pages = CPUPages(survey(self.layers, config))
+        self.pages = CPUPages(inspect_caches(self.layers, config))
 
     def block(self, group: int, block_id: int) -> bytes:
         names = ("a", "b") if group == 0 else ("c",)
@@ -199,7 +199,7 @@ def drafted(start: Start, cache: Cache) -> WorkerSide:
     split: list[CPUPages] = []
     for names in (["a"], ["b", "c"]):
         config: Any = Config([Group(["a", "b"]), Group(["c"])], BLOCKS)
-        split.append(CPUPages(survey({each: cache.layers[each] for each in names}, config)))
+        split.append(CPUPages(inspect_caches({each: cache.layers[each] for each in names}, config)))
     worker = start(split[0])
     worker.divide({"p0t0": split[0]}, {"p0t0": split[1]})
     return worker
@@ -216,7 +216,7 @@ def test_blocks_are_loaded_without_a_draft_models_pages_if_the_store_has_none(
 ) -> None:
     ours, theirs = Cache(1, second=False), Cache(2)
     config: Any = Config([Group(["a"])], BLOCKS)
-    bare = start(CPUPages(survey({"a": ours.layers["a"]}, config)))
+    bare = start(CPUPages(inspect_caches({"a": ours.layers["a"]}, config)))
     assert save(bare, run(0, [1, 2]))
 
     zeros = bytes(16)

@@ -26,7 +26,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.worker import worker_side as module
-from kvstore.connectors.vllm.worker.pages import CUDAPages, survey
+from kvstore.connectors.vllm.worker.pages import CUDAPages, inspect_caches
 from kvstore.connectors.vllm.worker.worker_side import (
     TRANSFER_TIMEOUT_MS,
     WorkerSide,
@@ -56,7 +56,7 @@ class Engine:
         use(NAME, self.fake)
         self.random = np.random.default_rng(seed)
         self.caches, config = model.caches(BLOCKS)
-        geometry = survey(self.caches, config)
+        geometry = inspect_caches(self.caches, config)
         for storage in geometry.storages:
             self.fake.memory[storage.data_ptr()] = len(storage)
         tokens = config.kv_cache_groups[0].kv_cache_spec.block_size

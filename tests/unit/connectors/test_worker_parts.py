@@ -11,7 +11,7 @@ import torch
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.worker import worker_parts as module
 from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit
-from kvstore.connectors.vllm.worker.pages import survey
+from kvstore.connectors.vllm.worker.pages import inspect_caches
 from kvstore.connectors.vllm.worker.worker_parts import Caches, WorkerParts
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import BLOCKS, PAGE, Config, Group, config, layer_by_layer
@@ -74,9 +74,9 @@ def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPat
     def refused(caches: Caches, *given: Any, **named: Any) -> Any:
         if set(caches) == {"l2"}:
             raise ConfigError("no such layout")
-        return survey(caches, *given, **named)
+        return inspect_caches(caches, *given, **named)
 
-    monkeypatch.setattr(module, "survey", refused)
+    monkeypatch.setattr(module, "inspect_caches", refused)
     with pytest.raises(ConfigError, match="no such layout"):
         made.divide({"l2"})
     assert sizes(made.of_model) == {0: 3 * PAGE}
@@ -88,12 +88,12 @@ def test_a_draft_model_may_have_fewer_pieces_of_a_block_than_the_model(
 ) -> None:
     def cut(caches: Caches, cached: Any, *_: Any, **__: Any) -> Any:
         piece = _[2]
-        found = survey(caches, cached)
+        found = inspect_caches(caches, cached)
         return (
             found if piece.args[0] == 0 or "l0" in caches else found._replace(pages={}, storages=[])
         )
 
-    monkeypatch.setattr(module, "survey", cut)
+    monkeypatch.setattr(module, "inspect_caches", cut)
     groups = Groups(
         hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8, 1: 4}, object_tokens=4
     )

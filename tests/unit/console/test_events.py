@@ -112,7 +112,7 @@ class Pair:
         found: list[str] = []
         place = EventPosition.parse(since) if since else None
         async with contextlib.aclosing(
-            self.streams.events(place, whole=whole, namespace="")
+            self.streams.events(place, snapshot=whole, namespace="")
         ) as texts:
             async for text in texts:
                 for block in text.decode().split("\n\n"):
@@ -248,7 +248,7 @@ def test_the_whole_set_comes_amid_the_events() -> None:
                 name, key, *place = event.split()
                 assert not place, "nothing to resume from until all is told"
                 (visible.add if name == "stored" else visible.discard)(key)
-                if event.startswith("whole"):
+                if event.startswith("complete"):
                     break
             await until_async(lambda: pair.journal.end == 7)
             # Those after the survey come with numbers.

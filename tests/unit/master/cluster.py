@@ -272,9 +272,9 @@ class Cluster:
         assert set(self.end(self.start(names, **given))) <= {PutOutcome.STORED}
 
     def revoke(
-        self, grants: calls.Grants, *, settled: bool, connections: Sequence[int] = ()
+        self, grants: calls.Grants, *, quiesced: bool, connections: Sequence[int] = ()
     ) -> int:
-        request = calls.PutRevoke(EPOCH, grants.tokens, settled, connections)
+        request = calls.PutRevoke(EPOCH, grants.tokens, quiesced, connections)
         revoked = self.state.putting.put_revoke(self.now_ms, request).revoked
         self._settle()
         return revoked

@@ -20,7 +20,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import pure_python
-from kvstore.runtime.tcp_protocol import Op, holder_key, sealed
+from kvstore.runtime.tcp_protocol import Op, holder_key, pack_capability_input
 from kvstore.security.descriptor_protocol import map_key
 from kvstore.security.identity import validated_identity
 from kvstore.wire.messages import CALLS
@@ -113,7 +113,9 @@ class Store:
         offer, clock = self.offers[index], (ONE, TWO)[index]
         expires = clock + for_ms + SLACK_MS
         order = self.state.common.reclaim.last_order
-        said = sealed(offer.generation, HOLDER, offset, HEADER_BYTES + size, expires, order, op)
+        said = pack_capability_input(
+            offer.generation, HOLDER, offset, HEADER_BYTES + size, expires, order, op
+        )
         return struct.pack("<2Q", expires, order) + pure_python.siphash(offer.token, said)
 
     def all_made(
@@ -336,7 +338,9 @@ def stamps_of(
     mounts = {store.ids[1]: STAMPS}
     places = zip(grants.segments, grants.offsets, strict=True)
     return b"".join(
-        pure_python.stamp(mounts, [segment], [at], [size], [epoch], [counter], [SPACE], [key])
+        pure_python.compute_header_macs(
+            mounts, [segment], [at], [size], [epoch], [counter], [SPACE], [key]
+        )
         for (segment, at), (size, (epoch, counter), key) in zip(places, each, strict=True)
     )
 

@@ -161,7 +161,7 @@ def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
     if ends:
         assert two.end(grants) == [REFUSED]
     else:
-        assert two.revoke(grants, settled=True) == 0
+        assert two.revoke(grants, quiesced=True) == 0
     ((_, order),) = two.orders
     assert (order.offsets, order.counters) == (list(grants.offsets), list(grants.tokens))
     assert list(order.disconnect_clients) == [], "it tells the node that nothing comes any more"

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import Version
-from kvstore.errors import ProtocolError, SegmentGoneError, UnavailableError
+from kvstore.errors import ProtocolError, SegmentUnmountedError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key, Namespace
 from kvstore.master.state import inventory
 from kvstore.master.state.effects import DeferredReply
@@ -218,7 +218,7 @@ def test_an_inventory_that_was_broken_off_begins_again(new_cluster: NewCluster) 
     cluster.join("one", again=True, tells=False)
     cluster.tell("one", claim("a", 0), last=False)
     cluster.break_stream("one")
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         cluster.join("one", resume=True)
     cluster.join("one", again=True, tells=False)
 

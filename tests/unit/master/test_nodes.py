@@ -10,7 +10,7 @@ from kvstore.errors import (
     NodeNameTakenError,
     NoSpaceError,
     ProtocolError,
-    SegmentGoneError,
+    SegmentUnmountedError,
     UnavailableError,
 )
 from kvstore.limits import PROTOCOL_VERSION
@@ -67,8 +67,8 @@ def test_a_node_that_joins_is_told_the_epoch_and_its_segments(new_cluster: NewCl
         (JOIN._replace(segments=[OFFER._replace(size=4096)]), InvalidArgumentError),
         (JOIN._replace(segments=[OFFER._replace(uuid=b"short")]), InvalidArgumentError),
         (JOIN._replace(segments=[OFFER, OFFER]), InvalidArgumentError),
-        (JOIN._replace(resume_epoch=EPOCH), SegmentGoneError),
-        (JOIN._replace(resume_epoch=EPOCH - 1), SegmentGoneError),
+        (JOIN._replace(resume_epoch=EPOCH), SegmentUnmountedError),
+        (JOIN._replace(resume_epoch=EPOCH - 1), SegmentUnmountedError),
     ],
 )
 def test_a_join_that_makes_no_sense_is_refused(
@@ -223,7 +223,7 @@ def test_a_node_that_is_dead_cannot_resume(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     cluster.kill("one")
 
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         cluster.join("one", resume=True)
 
 

@@ -126,7 +126,7 @@ def test_used_memory_is_told_by_what_holds_it(new_cluster: NewCluster) -> None:
     cluster.start("c")
     assert held() == (3, 0, 0)
     cluster.end(one)
-    cluster.revoke(other, settled=False)
+    cluster.revoke(other, quiesced=False)
     assert held() == (1, 1, 0)
     cluster.remove_later("a")
     assert held() == (1, 1, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
-from kvstore.errors import NoSpaceError, SegmentGoneError
+from kvstore.errors import NoSpaceError, SegmentUnmountedError
 from tests.unit.master.cluster import EPOCH, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
 
@@ -44,7 +44,7 @@ def test_a_put_that_waited_for_room_waits_until_that_is_wiped(new_cluster: NewCl
     ticket = cluster.wait("b")
     cluster.wipes_at_once = False
 
-    cluster.revoke(grants, settled=True)
+    cluster.revoke(grants, quiesced=True)
     cluster.work()
 
     assert ticket not in cluster.answers
@@ -57,7 +57,7 @@ def test_what_is_in_quarantine_is_wiped_again_at_its_end(new_cluster: NewCluster
     cluster = new_cluster(one=1)
     grants = cluster.start("a")
     cluster.wipes_at_once = False
-    cluster.revoke(grants, settled=False)
+    cluster.revoke(grants, quiesced=False)
     cluster.wipe()
 
     cluster.after(DEADLINE_MS + QUARANTINE_MS)
@@ -89,7 +89,7 @@ def test_what_a_put_finds_and_the_parent_of_a_put_are_leased_no_longer_than_the_
     cluster = new_cluster(one=2)
     cluster.put("a")
     assert list(cluster.start("a").outcomes) == [FOUND]
-    cluster.revoke(cluster.start("b", parent="a"), settled=True)
+    cluster.revoke(cluster.start("b", parent="a"), quiesced=True)
 
     cluster.after(1)
     cluster.put("xy")
@@ -226,5 +226,5 @@ def test_a_node_does_not_resume_under_another_generation(new_cluster: NewCluster
     cluster.break_stream("one")
     cluster.offers["one"] = [offer._replace(generation=2) for offer in cluster.offers["one"]]
 
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         cluster.join("one", resume=True)

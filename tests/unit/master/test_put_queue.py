@@ -170,7 +170,7 @@ def test_when_the_first_is_refused_the_next_is_served(new_cluster: NewCluster) -
     cluster.match("ab")
     grants = cluster.start("c")
     first, second = cluster.wait("xy", wait_ms=1_000), cluster.wait("z", wait_ms=5_000)
-    cluster.revoke(grants, settled=True)
+    cluster.revoke(grants, quiesced=True)
     cluster.work()
     assert not cluster.answers
 

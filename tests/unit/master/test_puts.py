@@ -141,7 +141,7 @@ def test_a_token_is_good_once(new_cluster: NewCluster) -> None:
 
     assert cluster.end(grants) == [STORED]
     assert cluster.end(grants) == [REFUSED]
-    assert cluster.revoke(grants, settled=True) == 0
+    assert cluster.revoke(grants, quiesced=True) == 0
     assert cluster.present("a") == "a"
 
 
@@ -197,7 +197,7 @@ def test_a_settled_revocation_frees_at_once(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=1)
     grants = cluster.start("a")
 
-    assert cluster.revoke(grants, settled=True) == 1
+    assert cluster.revoke(grants, quiesced=True) == 1
 
     cluster.put("b")
     assert cluster.match("a") == 0
@@ -207,7 +207,7 @@ def test_another_revocation_frees_after_deadline_and_quarantine(new_cluster: New
     cluster = new_cluster(one=1)
     grants = cluster.start("a")
 
-    assert cluster.revoke(grants, settled=False) == 1
+    assert cluster.revoke(grants, quiesced=False) == 1
 
     cluster.after(DEADLINE_MS + QUARANTINE_MS - 1)
     with pytest.raises(NoSpaceError):
@@ -233,7 +233,7 @@ def test_what_may_still_carry_bytes_of_a_revoked_put_is_cut(
     grants = cluster.start("ab", client_number=77)
     cluster.wipes_at_once = False
 
-    cluster.revoke(grants, settled=False, connections=connections)
+    cluster.revoke(grants, quiesced=False, connections=connections)
 
     assert _cut(cluster) == cut
     assert [order.counters for _, order in cluster.orders] == [list(grants.tokens)]
@@ -244,7 +244,7 @@ def test_nothing_is_cut_for_a_settled_put(new_cluster: NewCluster) -> None:
     grants = cluster.start("a", client_number=77)
     cluster.wipes_at_once = False
 
-    cluster.revoke(grants, settled=True)
+    cluster.revoke(grants, quiesced=True)
 
     assert _cut(cluster) == []
     assert [order.counters for _, order in cluster.orders] == [list(grants.tokens)]
@@ -269,7 +269,7 @@ def test_a_removal_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
     cluster = new_cluster(one=1, two=2)
     first = cluster.start("a", host="host-one", client_number=77)
     cluster.wipes_at_once = False
-    cluster.revoke(first, settled=False, connections=[5])
+    cluster.revoke(first, quiesced=False, connections=[5])
     ((session, order),) = cluster.orders
     cluster.orders.clear()
     second = cluster.start("a")
@@ -431,7 +431,7 @@ def test_the_old_version_is_read_until_the_new_one_is_there(new_cluster: NewClus
 
     assert cluster.match("a") == 1
     assert cluster.stat("a").version == before
-    assert cluster.revoke(grants, settled=True) == 1
+    assert cluster.revoke(grants, quiesced=True) == 1
     assert cluster.stat("a").version == before
 
 

@@ -330,7 +330,7 @@ def test_what_a_put_under_way_stores_after_a_removal_comes_back_with_its_node(
     node, offset = cluster.segments[first.segments[0]], first.offsets[0]
     version = cluster.stat("a").version
     earlier = version._replace(counter=version.counter - 1)
-    cluster.revoke(second, settled=True)
+    cluster.revoke(second, quiesced=True)
 
     for allowed, claimed in ((False, earlier), (True, version)):
         cluster.kill(node)

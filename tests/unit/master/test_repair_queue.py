@@ -312,7 +312,7 @@ def test_retries_are_further_and_further_apart(
     cluster, started = copying
     pauses: list[int] = []
     for _ in range(8):
-        cluster.revoke(started.grants, settled=True)
+        cluster.revoke(started.grants, quiesced=True)
         since = cluster.now_ms
         while not is_asked(cluster, "a"):
             cluster.after(1_000)

@@ -56,7 +56,7 @@ def test_bytes_are_those_of_objects_replicas_and_puts_under_way(new_cluster: New
     assert blocks(cluster, "a") == 5
     cluster.put("z", namespace=OTHER)
     assert blocks(cluster, "") == 1
-    cluster.revoke(grants, settled=True)
+    cluster.revoke(grants, quiesced=True)
     assert blocks(cluster, "a") == 4
     cluster.kill("two")
     assert blocks(cluster, "a") == 2
@@ -185,7 +185,7 @@ def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: Ne
     assert (error.fields["tenant"], error.fields["quota"]) == ("a", "limit")
 
 
-@pytest.mark.parametrize("how", ["expires", "is revoked", "is revoked as settled"])
+@pytest.mark.parametrize("how", ["expires", "is revoked", "is revoked as quiesced"])
 def test_an_abandoned_allocation_counts_until_it_can_be_granted_again(
     new_cluster: NewCluster, how: str
 ) -> None:
@@ -195,11 +195,11 @@ def test_an_abandoned_allocation_counts_until_it_can_be_granted_again(
     if how == "expires":
         cluster.after(cluster.rules.put_deadline_ms + 250)
     else:
-        settled = how == "is revoked as settled"
-        request = calls.PutRevoke(EPOCH, [token], settled)
+        quiesced = how == "is revoked as quiesced"
+        request = calls.PutRevoke(EPOCH, [token], quiesced)
         cluster.state.putting.put_revoke(cluster.now_ms, request)
     cluster.work()
-    if how != "is revoked as settled":
+    if how != "is revoked as quiesced":
         assert blocks(cluster, "a") == 2
         with pytest.raises(NoSpaceError, match="tenant a holds 8 KiB of at most 8 KiB"):
             cluster.allocate(namespace=A)
@@ -212,7 +212,7 @@ def test_an_abandoned_put_counts_until_its_memory_can_be_granted_again(
     new_cluster: NewCluster,
 ) -> None:
     cluster = new_cluster(tenants=[rule("a", limit=2)], one=9)
-    cluster.revoke(cluster.start("xy", namespace=A), settled=False)
+    cluster.revoke(cluster.start("xy", namespace=A), quiesced=False)
     assert (blocks(cluster, "a"), row(cluster, "a").objects) == (2, 0)
     with pytest.raises(NoSpaceError, match="tenant a holds"):
         cluster.start("z", namespace=A)

@@ -73,11 +73,11 @@ def test_a_removed_object_is_zeroed_when_its_readers_are_done(cluster: Cluster) 
 
 def test_a_settled_put_is_zeroed_at_once_and_another_after_its_quarantine(cluster: Cluster) -> None:
     grants = cluster.start("a")
-    cluster.revoke(grants, settled=True)
+    cluster.revoke(grants, quiesced=True)
     assert ordered(cluster) == [(0, 1)]
     cluster.wipe()
     grants = cluster.start("a")
-    cluster.revoke(grants, settled=False)
+    cluster.revoke(grants, quiesced=False)
     assert not ordered(cluster)
     cluster.wipe()
     cluster.after(cluster.rules.put_deadline_ms + cluster.rules.quarantine_ms)

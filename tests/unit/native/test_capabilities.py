@@ -12,7 +12,7 @@ from kvstore import native
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import pure_python
-from kvstore.native.interface import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES
+from kvstore.native.interface import CAPABILITY_BYTES, HEADER_MAC_BYTES, WIPE_TABLE_BYTES
 from kvstore.runtime import tcp_protocol as protocol
 
 VECTORS = """
@@ -74,11 +74,13 @@ def mount(key: bytes, generation: int, expires_ms: int) -> bytes:
 
 def test_a_capability_is_of_all_that_it_says(steps: Any) -> None:
     mounts = {7: mount(KEY, 3, 5_000), 8: mount(KEY[::-1], 4, 2**64 - 1)}
-    made = steps.seal(mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 6, 2)
+    made = steps.issue_capabilities(
+        mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 6, 2
+    )
     assert len(made) == 4 * CAPABILITY_BYTES
     expected = b"".join(
         struct.pack("<2Q", expires, 6)
-        + pure_python.siphash(key, protocol.sealed(*said, expires, 6, 2))
+        + pure_python.siphash(key, protocol.pack_capability_input(*said, expires, 6, 2))
         for key, expires, said in (
             (KEY, 5_000, (3, 99, 4096, HEADER_BYTES)),
             (KEY[::-1], 2**64 - 1, (4, 99, 1 << 40, HEADER_BYTES + 100)),
@@ -86,18 +88,20 @@ def test_a_capability_is_of_all_that_it_says(steps: Any) -> None:
     )
     assert made[:64] == expected
     assert made[64:96] == bytes(32), "a segment without a mount gets none"
-    last = pure_python.siphash(KEY, protocol.sealed(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 6, 2))
+    last = pure_python.siphash(
+        KEY, protocol.pack_capability_input(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 6, 2)
+    )
     assert made[112:] == last
 
 
 def test_the_last_order_of_an_extent_counts(steps: Any) -> None:
     """Compiled and in Python they share the table: both write where the other one looks."""
     chance = random.Random(5)
-    ours, theirs = (memoryview(bytearray(ORDERS_BYTES)) for _ in range(2))
+    ours, theirs = (memoryview(bytearray(WIPE_TABLE_BYTES)) for _ in range(2))
     for order in chance.sample(range(1 << 40), 200):
         offsets = [chance.randrange(1 << 48) & -1024 for _ in range(3)] + [4096]
-        steps.call_back(ours, offsets, order)
-        pure_python.call_back(theirs, offsets, order)
+        steps.revoke_writes(ours, offsets, order)
+        pure_python.revoke_writes(theirs, offsets, order)
     assert ours == theirs
     assert 500 < sum(map(bool, ours.cast("Q"))) <= 601, "offsets are spread over the table"
 
@@ -110,8 +114,8 @@ def test_a_stamp_is_of_all_that_a_grant_says(steps: Any) -> None:
     keys = [Key(b"k"), Key(b"k" * 256), Key(b"k"), Key(b"nk")]
     versions = [1, 2, 3, 4], [5, 6, 7, 2**64 - 1]
     rows = [7, 8, 9, 7], (4096, 1 << 40, 5, 8192), [0, 100, 1, 2**63], *versions
-    made = steps.stamp({7: KEY, 8: KEY[::-1]}, *rows, names, keys)
-    assert len(made) == 4 * STAMP_BYTES
+    made = steps.compute_header_macs({7: KEY, 8: KEY[::-1]}, *rows, names, keys)
+    assert len(made) == 4 * HEADER_MAC_BYTES
 
     def said(row: int) -> bytes:
         name = names[row].encode()
@@ -129,6 +133,6 @@ def test_each_field_of_a_header_changes_its_stamp(steps: Any) -> None:
     others = [5120, 101, 2, 3, "a", Key(b"bc")]
     rows = [row, *([*row[:at], other, *row[at + 1 :]] for at, other in enumerate(others))]
     rows.append([*row[:4], *others[4:]])  # the same bytes end to end
-    made = {steps.stamp({7: KEY}, [7], *([field] for field in each)) for each in rows}
-    made.add(steps.stamp({7: KEY[::-1]}, [7], *([field] for field in row)))
+    made = {steps.compute_header_macs({7: KEY}, [7], *([field] for field in each)) for each in rows}
+    made.add(steps.compute_header_macs({7: KEY[::-1]}, [7], *([field] for field in row)))
     assert len(made) == len(rows) + 1

@@ -222,7 +222,7 @@ def test_payloads_that_are_in_their_places(
 def test_fenced_late_and_outside(steps: Any, memory: memoryview) -> None:
     writes, reads, _ = rows([100])
     before = bytes(memory)
-    assert write(steps, memory, writes, generation=4) == interface.GONE
+    assert write(steps, memory, writes, generation=4) == interface.UNMOUNTED
     assert write(steps, memory, writes, deadline=uptime() - 1) == interface.LATE
     for offset in (0, SUPERBLOCK_BYTES - 1, SIZE - HEADER_BYTES, SIZE, 2**63):
         moved = (offset, *writes[0][1:])

@@ -171,7 +171,7 @@ def test_a_device_that_has_failed_is_not_used_again(
     fake.is_stuck = True
     with pytest.raises(NodeUnreachableError) as caught:
         transport.read(info(segment), [RangeCopy(MIB, memoryview(bytearray(9)))], uptime() + 0.05)
-    assert caught.value.fields["settled"] == 0
+    assert caught.value.fields["quiesced"] == 0
     assert not transport.can_reach(info(segment))
     transport.close()
     fake.is_stuck = False

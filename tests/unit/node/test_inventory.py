@@ -148,7 +148,7 @@ def stamp(segment: OwnedSegment, at: int, **said: Any) -> None:
     assert header is not None
     end = pack_into(head, header, segment.seed, at)
     offset, granted = said.pop("offset", at), header._replace(**said)
-    made = steps.stamp(
+    made = steps.compute_header_macs(
         {1: segment.header_mac_key}, [1], [offset], [granted.payload_size], [granted.epoch],
         [granted.counter], [granted.namespace], [granted.key],
     )  # fmt: skip

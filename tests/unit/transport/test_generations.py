@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import native
 from kvstore.calls import SegmentInfo
-from kvstore.errors import SegmentGoneError
+from kvstore.errors import SegmentUnmountedError
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
 from kvstore.runtime.clock import uptime
@@ -57,15 +57,15 @@ def test_shared_memory_under_an_older_generation_is_gone(segment: OwnedSegment) 
     transport.write(info, [RangeCopy(AT, data)], soon)
     segment.bump_generation()
 
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.read(info, [RangeCopy(AT, data)], soon)
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.write(info, [RangeCopy(AT, memoryview(b"other"))], soon)
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.read_objects(info, "ns", [(*row, [data], b"")], True, soon)
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.write_objects(info, "ns", [(*row, [data], b"", b"d", b"")], soon)
-    with pytest.raises(SegmentGoneError):
+    with pytest.raises(SegmentUnmountedError):
         transport.memory(info)
     assert bytes(segment.memory[AT : AT + 5]) == b"datum"
     transport.close()
@@ -81,6 +81,8 @@ def test_a_request_under_an_older_generation_is_refused(segment: OwnedSegment, o
         assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is TransferStatus.OK
         segment.bump_generation()
         sock.sendall(pack_request(op, [(AT, 1)]) + (b"x" if op is Op.WRITE else b""))
-        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is TransferStatus.GONE
+        assert (
+            unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is TransferStatus.UNMOUNTED
+        )
         assert segment.memory[AT] == 0
     server.stop()

@@ -427,7 +427,7 @@ def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: Owned
     with connected(server) as sock:
         sock.sendall(hello)
         sock.sendall(protocol.prove(key, nonce(sock), hello))
-        assert status(sock) is TransferStatus.GONE
+        assert status(sock) is TransferStatus.UNMOUNTED
 
 
 def test_a_token_is_not_enough(server: DataServer, segment: OwnedSegment) -> None:

@@ -141,9 +141,9 @@ def test_a_connection_serves_many_requests(server: DataServer, segment: OwnedSeg
     ("changed", "wanted"),
     [
         ({"token": bytes(16)}, TransferStatus.DENIED),
-        ({"uuid": bytes(16)}, TransferStatus.GONE),
-        ({"generation": 2}, TransferStatus.GONE),
-        ({"generation": 0}, TransferStatus.GONE),
+        ({"uuid": bytes(16)}, TransferStatus.UNMOUNTED),
+        ({"generation": 2}, TransferStatus.UNMOUNTED),
+        ({"generation": 0}, TransferStatus.UNMOUNTED),
     ],
 )
 def test_a_wrong_hello_is_refused_and_counted(
@@ -474,7 +474,7 @@ def test_a_new_generation_ends_a_write_without_a_fence(
         if first is TransferStatus.OK:
             sock.sendall(pack_request(Op.READ, [(MIB, 1)]))
             first = status(sock)
-        assert first is TransferStatus.GONE
+        assert first is TransferStatus.UNMOUNTED
 
 
 def test_stopping_ends_everything_and_twice_is_once(segment: OwnedSegment) -> None:

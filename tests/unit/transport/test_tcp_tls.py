@@ -195,7 +195,7 @@ def test_who_has_another_authority_is_told_so(
     ):
         read(way, described(segment, server.port))
     assert f"node {segment.node}" in caught.value.message
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
 
 
 def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: OwnedSegment) -> None:
@@ -205,7 +205,7 @@ def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: Own
     ):
         read(way, described(segment, server.port))
     assert "KVSTORE_AUTH" in caught.value.advice
-    assert caught.value.fields["settled"] == 1
+    assert caught.value.fields["quiesced"] == 1
 
 
 def test_the_revoked_are_denied(segment: OwnedSegment, ends: TlsEndpoints, tmp_path: Path) -> None:
