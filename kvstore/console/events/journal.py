@@ -2,8 +2,9 @@
 
 A subscriber is only a position in the journal, so a slow one costs no memory: it falls behind the
 oldest event kept, and gets a ``gap``. A subscriber that begins, or has missed events, can get a
-snapshot within the stream (ended by ``complete``): its rows stand between the events, so that applying all
-in order is correct."""
+snapshot within the stream (ended by ``complete``): its rows stand between the events, so that
+applying all in order is correct.
+"""
 
 from __future__ import annotations
 
@@ -162,8 +163,7 @@ class EventStreams:
         """Yield text for one subscriber, in chunks, until this master no longer leads, or hangs.
 
         ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``complete``: the
-            snapshot
-        is complete; ``gap``: take a snapshot; ``begin``: events follow, without a snapshot.
+        snapshot is complete; ``gap``: take a snapshot; ``begin``: events follow, without a snapshot.
 
         Args:
             since: the last event received; None: a new subscriber.

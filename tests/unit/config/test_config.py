@@ -189,7 +189,7 @@ def test_what_is_unknown_is_warned_of_once_and_left_out(
     home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be of the next release, which has read the same before an upgrade was taken back."""
-    monkeypatch.setattr(loader, "_told", set())
+    monkeypatch.setattr(loader, "_logged", set())
     (home / "kvstore.toml").write_text('[node]\nmemroy = "4GiB"\nmemory = "2GiB"\n[nodez]\nx = 1\n')
     environ = environment(home, KVSTORE_NODE_KEEPS="1")
     for _ in range(2):
