@@ -162,8 +162,9 @@ class EventStreams:
     ) -> AsyncGenerator[bytes]:
         """Yield text for one subscriber, in chunks, until this master no longer leads, or hangs.
 
-        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``complete``: the
-        snapshot is complete; ``gap``: take a snapshot; ``begin``: events follow, without a snapshot.
+        ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``complete``:
+        the snapshot is complete; ``gap``: take a snapshot; ``begin``: events follow, without a
+        snapshot.
 
         Args:
             since: the last event received; None: a new subscriber.
