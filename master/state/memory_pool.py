@@ -326,11 +326,15 @@ class MemoryPool:
 
     # --- segments -----------------------------------------------------------------------------
 
+    def prepare(self, segments: list[MountedSegment]) -> None:
+        """Make the candidates of segments to ``mount``. An exception changes nothing."""
+        candidates = [EvictionCandidates(self._new_policy, self.tenants) for _ in segments]
+        self.candidates.update(zip(segments, candidates, strict=True))
+
     def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
         self.capacity_max = max(self.capacity_max, segment.capacity)
-        candidates = self.candidates[segment] = EvictionCandidates(self._new_policy, self.tenants)
-        self.counts_hits = candidates.counts_hits
+        self.counts_hits = self.candidates[segment].counts_hits
 
     def unmount(self, segment: MountedSegment) -> None:
         """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""
