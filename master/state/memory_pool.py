@@ -184,11 +184,6 @@ class MemoryPool:
         """Whether one more replica stays within the bound of its tenant."""
         return self.tenants.may_grow(record, extent_bytes(record.size))
 
-    def count_unrequested_bytes(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes that no put asked for: its tenant may hold them, even
-        above its bound."""
-        self.tenants.allow_unrequested(record)
-
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record; its extents stay allocated. ``replaced``: the record gets
         other bytes at once, and keeps its pin and its TTL."""
