@@ -184,11 +184,6 @@ class MemoryPool:
         """Whether one more replica stays within the bound of its tenant."""
         return self.tenants.may_grow(record, extent_bytes(record.size))
 
-    def count_unrequested_bytes(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes that no put asked for: its tenant may hold them, even
-        above its bound."""
-        self.tenants.allow_unrequested(record)
-
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record; its extents stay allocated. ``replaced``: the record gets
         other bytes at once, and keeps its pin and its TTL."""
@@ -326,11 +321,15 @@ class MemoryPool:
 
     # --- segments -----------------------------------------------------------------------------
 
+    def prepare(self, segments: list[MountedSegment]) -> None:
+        """Make the candidates of segments to ``mount``. An exception changes nothing."""
+        candidates = [EvictionCandidates(self._new_policy, self.tenants) for _ in segments]
+        self.candidates.update(zip(segments, candidates, strict=True))
+
     def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
         self.capacity_max = max(self.capacity_max, segment.capacity)
-        candidates = self.candidates[segment] = EvictionCandidates(self._new_policy, self.tenants)
-        self.counts_hits = candidates.counts_hits
+        self.counts_hits = self.candidates[segment].counts_hits
 
     def unmount(self, segment: MountedSegment) -> None:
         """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""
