@@ -254,9 +254,9 @@ class Client:
 
         Args:
             items: pairs of a key and a value, or a dict.
-            partial: on a full pool, store the first items that fit; the outcome of the others is
-                NO_SPACE. More than 512 items take several requests, which may evict each other's
-                objects.
+            partial: on a full pool, at a tenant's limit or after a restart, store the first items
+                that fit; the outcome of the others is NO_SPACE. More than 512 items take several
+                requests, which may evict each other's objects.
             ttl: as of ``put``, for each item.
             stream: as of ``put``. Values that are all on one device are copied directly from there;
                 a mixed batch passes through host memory.
@@ -291,7 +291,7 @@ class Client:
         Args:
             keys: from root to tip, such as the hashes of an engine's blocks.
             parent: of the first key; None: the first is a root.
-            partial: on a full pool, store the first blocks that fit; the others are NO_SPACE.
+            partial: as of ``put_many``: store the first blocks that fit; the others are NO_SPACE.
             ttl: as of ``put``, for each block.
             stream: as of ``put_many``.
 
