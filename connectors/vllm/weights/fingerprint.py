@@ -24,7 +24,7 @@ from kvstore.connectors.common.fingerprint import (
     unidentified,
 )
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, stored_order
+from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, stored_order, window_of
 from kvstore.connectors.vllm.worker.recurrent_states import is_state, shard_shapes
 from kvstore.errors import ConfigError
 
@@ -122,6 +122,7 @@ def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[s
         "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
         "layers": len([name for name in group.layer_names if name not in drafts]),
         **_state(spec, split.each),
+        **({"window": window} if (window := window_of(group)) else {}),
     }
 
 

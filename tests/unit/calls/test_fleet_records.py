@@ -293,7 +293,9 @@ def test_namespaces_of_states_are_told_from_those_of_blocks() -> None:
     names = ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0", "vllm/f/g1/p0t1", "vllm/f/g7/p0t0", "other/g1/x")
     groups: list[Any] = [{"kind": "FullAttentionSpec"}, {"kind": "MambaSpec", "state": []}]
     record = FleetRecord("vllm", ("m",), "f", names, {"groups": groups})
-    assert record.states == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
+    assert record.states == record.ends == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
+    groups[0]["window"] = 128
+    assert record.ends - record.states == {"vllm/f/g0/p0t0"}
     for strange in ({}, {"groups": 7}, {"groups": [7, {"state": 1}]}):
         assert record._replace(description=strange).states == frozenset()
 
