@@ -221,6 +221,7 @@ class SchedulerSide:
         self._identity.move(
             record._replace(namespaces=tuple(chain.from_iterable(namespaces.values()))),
             hash_block_size=self._groups.hash_block_tokens,
+            role=self._vllm_config.kv_transfer_config.kv_role,
             **told,
         )
         if has_moved:
