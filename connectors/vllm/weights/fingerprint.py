@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import vllm
+
 from kvstore.calls.fleet_records import short_name
 from kvstore.connectors.common.fingerprint import (
     LOADED,
@@ -79,6 +81,7 @@ def describe(
     parallel = vllm_config.parallel_config
     return {
         "format": FORMAT,
+        "vllm": release(),
         "config": digest(meaningful(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -101,6 +104,11 @@ def describe(
         "speculative": speculation(vllm_config),
         **_media(model),
     }  # fmt: skip
+
+
+def release() -> str:
+    """Return vLLM's version without the patch level: vLLM does not number its layouts."""
+    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def without_draft(

@@ -260,10 +260,15 @@ def test_what_prepares_images_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len({plain, mark(config()), *others}) == 7
 
 
-def test_variables_that_reorder_a_page_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = mark(config())
+def test_what_reorders_a_page_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = [mark(config())]
     monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
-    assert mark(config()) != before
+    marks.append(mark(config()))
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    marks.append(mark(config()))
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    assert len(set(marks)) == 3
+    assert mark(config()) == marks[-1], "not the patch level"
 
 
 def test_a_name_of_the_weights_may_be_given() -> None:
