@@ -83,7 +83,7 @@ class FleetRecords:
             self._log.info(
                 "fleet_joined fingerprint=%s master=%s cluster=%s namespaces=%s role=%s",
                 fingerprint, config.master, config.cluster or "any",
-                os.path.commonprefix(names) + "*" * (len(names) > 1), role or "both",
+                os.path.commonpath(names) + "/*" * (len(names) > 1), role or "both",
             )  # fmt: skip
         for warning in warnings:
             if warning not in self._logged:

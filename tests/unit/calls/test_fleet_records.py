@@ -76,7 +76,7 @@ def test_the_log_names_what_an_engine_uses(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(2):
         fleet.announce(record, role="kv_consumer", **OF_VLLM)
     assert caplog.messages == [
-        "fleet_joined fingerprint=f master=10.0.0.7:50001 cluster=prod namespaces=vllm/f/g* "
+        "fleet_joined fingerprint=f master=10.0.0.7:50001 cluster=prod namespaces=vllm/f/* "
         "role=kv_consumer"
     ]
 
