@@ -554,19 +554,10 @@ class Client:
         flow = control_calls.match_prefix(self._context, [space], _packed(keys))
         return self._run(flow, timeout_ms)[0].matched
 
-    def match_prefixes(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[int]:
-        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
-        return [
-            match.matched
-            for match in self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
-        ]
-
     def matches(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[PrefixMatchResult]:
-        """As ``match_prefixes``, with the number of following keys that are being written."""
+        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
         spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(
             control_calls.match_prefix(self._context, spaces, _packed(keys)), timeout_ms

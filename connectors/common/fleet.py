@@ -51,7 +51,7 @@ class FleetRecords:
         self._due: dict[str, float] = {}
         """By fingerprint: the time from which a put renews the record's TTL."""
 
-    def announce(self, record: FleetRecord, *, role: str = "", **more: object) -> list[str]:
+    def announce(self, record: FleetRecord, *, role: object = "", **more: object) -> list[str]:
         """Put this engine's record; return a warning for each other one of its model and engine.
 
         Args:
