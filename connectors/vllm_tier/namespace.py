@@ -149,7 +149,7 @@ def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:
     ]
     return {
         "tier_format": FORMAT,
-        "vllm": fingerprint.release(),
+        "vllm": fingerprint.RELEASE,
         "chunk_bytes": chunk_bytes,
         "chunk_blocks": config.cache.blocks_per_chunk,
         "chunk_dtype": config.model.dtype,

@@ -515,8 +515,8 @@ class ChainWorkload(Workload):
             namespaces = [f"chains-{number}" for number in range(3)]
             done = await hands.call("matches", keys, namespaces=namespaces)
             for each, match in zip(namespaces, done.value or (), strict=False):
-                there = keys[: match.matched]
-                hands.journal.there(each, there, done.began, done.ended, "matches")
+                found = keys[: match.matched]
+                hands.journal.there(each, found, done.began, done.ended, "matches")
         elif choice < 0.97:
             at = rng.randrange(len(keys))
             await hands.remove(namespace, keys[at : at + rng.randint(1, 4)])

@@ -38,6 +38,9 @@ log = logging.getLogger("vllm.kvstore")
 
 IdentityT = TypeVar("IdentityT")
 
+RELEASE: Final = ".".join(vllm.__version__.split(".")[:2])
+"""vLLM's version without the patch level: vLLM does not number its layouts."""
+
 FORMAT: Final = 3
 """Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
 
@@ -81,7 +84,7 @@ def describe(
     parallel = vllm_config.parallel_config
     return {
         "format": FORMAT,
-        "vllm": release(),
+        "vllm": RELEASE,
         "config": digest(meaningful(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -104,11 +107,6 @@ def describe(
         "speculative": speculation(vllm_config),
         **_media(model),
     }  # fmt: skip
-
-
-def release() -> str:
-    """Return vLLM's version without the patch level: vLLM does not number its layouts."""
-    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def without_draft(
