@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypedDict, TypeVar, cast, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
@@ -45,6 +46,8 @@ from kvstore.runtime.child_process import start_master
 from kvstore.runtime.clock import uptime
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     import torch
 
     from kvstore.device.device import Device
@@ -57,6 +60,14 @@ LIST_PAGE = 1_000
 
 PUT_WAIT_MS = 1_000
 """Default wait of a put for space, at most half of the call's time. Most reads end sooner."""
+
+
+class _GetOptions(TypedDict, total=False):
+    """Arguments of a get that do not determine the type of its result."""
+
+    namespace: str | None
+    device: str | torch.device | None
+    timeout_ms: int | None
 
 
 class Client:
@@ -325,9 +336,9 @@ class Client:
         """Allocate a tensor inside the pool to compute into; putting it copies nothing.
 
         Its contents are undefined. The client keeps the memory while the tensor, or anything made
-        of it, lives; memory that is dropped without a put is freed. Check ``lease(tensor).held``:
-        if the master was unreachable for longer than the put deadline, another client may have got
-        it.
+        of it, lives; memory that is dropped without a put is freed. Check
+        ``lease(tensor).is_held``: if the master was unreachable for longer than the put deadline,
+        another client may have got it.
 
         Args:
             namespace: namespace of the later put, whose tenant is charged for the memory until
@@ -346,6 +357,22 @@ class Client:
 
     # --- get ---------------------------------------------------------------------------------
 
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["bytes"], **more: Unpack[_GetOptions]
+    ) -> bytes | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["numpy"], copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> NDArray[Any] | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["torch"], copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> torch.Tensor | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Kind | None = ..., copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> View | None: ...
     def get(
         self,
         key: AnyKey,
@@ -367,8 +394,8 @@ class Client:
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
                 returns; bytes as ``uint8``. With ``copy=False`` it is the pool's memory if a node
                 pools memory of that device, and a copy elsewhere. Keep the tensor until the kernels
-                that read it have ended, then check ``lease(tensor).held``: the memory ends with its
-                node, and later reads are undefined.
+                that read it have ended, then check ``lease(tensor).is_held``: the memory ends with
+                its node, and later reads are undefined.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
@@ -379,6 +406,25 @@ class Client:
         options = self._get_options(namespace, copy, kind, device, timeout_ms)
         return self._run(get.get(self._context, check_key(key), options), timeout_ms)
 
+    @overload
+    def get_many(
+        self, keys: Sequence[AnyKey], *, kind: Literal["bytes"], **more: Unpack[_GetOptions]
+    ) -> list[bytes | None]: ...
+    @overload
+    def get_many(
+        self, keys: Sequence[AnyKey], *, kind: Literal["numpy"], copy: bool = ...,
+        **more: Unpack[_GetOptions],
+    ) -> list[NDArray[Any] | None]: ...  # fmt: skip
+    @overload
+    def get_many(
+        self, keys: Sequence[AnyKey], *, kind: Literal["torch"], copy: bool = ...,
+        **more: Unpack[_GetOptions],
+    ) -> list[torch.Tensor | None]: ...  # fmt: skip
+    @overload
+    def get_many(
+        self, keys: Sequence[AnyKey], *, kind: Kind | None = ..., copy: bool = ...,
+        **more: Unpack[_GetOptions],
+    ) -> list[View | None]: ...  # fmt: skip
     def get_many(
         self,
         keys: Sequence[AnyKey],
@@ -388,7 +434,7 @@ class Client:
         kind: Kind | None = None,
         device: str | torch.device | None = None,
         timeout_ms: int | None = None,
-    ) -> list[View | None]:
+    ) -> list[Any]:
         """Get several values, in one request to the master and one transfer per segment.
 
         An unreadable object (torch or its dtype is missing, or its descriptor is invalid) is None,
@@ -788,7 +834,7 @@ class Client:
         """Remove an object; returns whether there was one.
 
         After this call no client finds it, even after a restart. Views keep their bytes until their
-        lease ends, which is no longer renewed: check ``lease(view).held``.
+        lease ends, which is no longer renewed: check ``lease(view).is_held``.
         """
         return self.remove_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 

@@ -197,7 +197,9 @@ class Engine:
 
 async def _call(request: web.Request) -> Call:
     raw = await request.read()
-    return Call(request.method, str(request.rel_url), request.headers, json.loads(raw or b"{}"), raw)
+    return Call(
+        request.method, str(request.rel_url), request.headers, json.loads(raw or b"{}"), raw
+    )
 
 
 class World:
