@@ -1,1 +1,20 @@
-"""The commands kvstore, kvstore-master, kvstore-node and kvstore-proxy."""
+"""The commands, with their entry points, which load a command's modules and run it."""
+
+import sys
+from functools import partial
+from importlib import import_module
+from typing import NoReturn
+
+
+def _start(module: str) -> NoReturn:
+    try:
+        main = import_module(f"kvstore.cli.{module}").main
+    except KeyboardInterrupt:  # Ctrl-C while modules load: as in ``options.run``
+        sys.exit(130)
+    sys.exit(main())
+
+
+start = partial(_start, "main")
+start_master = partial(_start, "master")
+start_node = partial(_start, "node")
+start_proxy = partial(_start, "proxy")

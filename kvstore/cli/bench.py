@@ -11,6 +11,7 @@ import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import (
+    Duration,
     command,
     config_options,
     confirm,
@@ -50,7 +51,7 @@ Examples:
 @command(epilog=EXAMPLE, help="Run benchmarks on this machine.")
 @click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
               show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
-@click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,
+@click.option("--seconds", metavar="DURATION", type=Duration(min=0.01), default=1.5,
               show_default=True, help="Time per row.")  # fmt: skip
 @click.option("--rows", "patterns", metavar="PATTERN,...", default="*", show_default=True,
               help="Only these rows, as OP/TRANSPORT/SIZE/BATCH or a prefix: 'get*', 'put/*/1MiB'."

@@ -22,6 +22,7 @@ from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.runtime import descriptors
+from kvstore.runtime.formatting import parse_duration
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -31,7 +32,7 @@ EXIT_USAGE = 2
 EXIT_NOT_FOUND = 3
 INTERRUPTED = 130
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 1_000}
 
 SOURCES = (
     "Each setting is taken from its option, else its KVSTORE_* variable, else the TOML file "
@@ -71,6 +72,16 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+class Duration(click.FloatRange):
+    """A number of seconds, or a text with a unit."""
+
+    name = "duration such as 90, 90s, 5min or 1h"
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        seconds = parse_duration(value) if isinstance(value, str) else None
+        return super().convert(value if seconds is None else seconds, *context)
 
 
 command: Final = functools.partial(click.command, cls=Command)

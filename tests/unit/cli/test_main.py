@@ -137,6 +137,27 @@ def imported_by(*arguments: str) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
+def test_ctrl_c_while_modules_load_ends_without_a_traceback() -> None:
+    code = (
+        "import sys\nimport kvstore.cli\n"
+        "class Finder:\n    def find_spec(self, *_):\n        raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\nkvstore.cli.start()"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_durations_have_units(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    for text, seconds in (("90", 90), ("1.5h", 5400), ("250ms", 0.25)):
+        assert kv("--timeout-ms", "5s", "put", "k", str(tmp_path / "f"), "--ttl", text).code == 0
+        assert store.puts[-1]["ttl"] == seconds
+        assert store.configs[-1].timeout_ms == 5_000
+    refused = kv("put", "k", str(tmp_path / "f"), "--ttl", "1x")
+    assert refused.code == 2
+    assert "5min" in refused.err
+
+
 def test_a_call_imports_nothing_that_it_does_not_need() -> None:
     """What costs tens of milliseconds each; a miss of the master is as far as it gets."""
     slow = {"asyncio", "grpc", "numpy", "rich", "torch", "vllm"}
@@ -487,3 +508,8 @@ def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shm_entries, "left_overs", lambda: left)
     shown = [json.loads(line) for line in kv("--cluster", "b", "clean", "--json").out.splitlines()]
     assert [each["node"] for each in shown] == ["b"]
+    hostile = "\x1b[2J\n"
+    left[0] = LeftoverSegment(f"/dev/shm/kvstore.{hostile}", "", SegmentOwner(hostile), 1, 1)
+    said = kv("clean")
+    assert "x1b[2J" in said.err
+    assert "\x1b" not in said.err
