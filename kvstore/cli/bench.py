@@ -139,12 +139,15 @@ def _show(
         return own_store(pool_bytes, target.node_flags)
 
     shown = table_of("mode", "op", right=COLUMNS)
+    fastest: dict[str, float] = {}
 
     def on_sample(row: ComparisonCase, system: str, sample: Sample) -> None:
         found = numbers(row, sample)
         if as_json:
             click.echo(json.dumps(found))
             return
+        if row.op == "get":
+            fastest[row.mode] = max(fastest.get(row.mode, 0.0), found["gb_per_second"])
         moves = row.size and row.op != "get_view"
         shown.add_row(
             row.mode, row.op, size_text(row.size) if row.size else "-", str(row.batch),
@@ -163,6 +166,13 @@ def _show(
             )
     except ChildError as error:
         raise StartupError(str(error)) from None
+    rates = [
+        f"{rate:.1f} GB/s by {mode} (1 GiB of KV cache in {(1 << 30) / rate / 1e6:,.0f} ms)"
+        for mode, rate in fastest.items()
+        if rate
+    ]
+    if rates:
+        click.echo(f"\nThe fastest get copies {', '.join(rates)}.")
 
 
 # --- a store that is in use ---

@@ -363,7 +363,20 @@ def test_who_clears_is_asked(
     assert kv("clear", "--all", "--json").code == 2, "a program is not asked"
 
 
-# --- a benchmark of a store that is in use ---
+# --- benchmarks ---
+
+
+def test_a_benchmark_ends_with_a_sentence(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = harness.Sample(1, 2_000.0, 1.0, 1.0, {})
+
+    def measure(_table: Table, rows: Any, _plan: object, _: object, on_sample: Any) -> None:
+        for row in rows:
+            on_sample(row, "kvstore", sample)
+
+    monkeypatch.setattr(harness, "measure", measure)
+    said = kv("bench", "--transport", "shm", "--rows", "get/shm/1MiB/1,memcpy/shm/1MiB/1").out
+    sentence = "The fastest get copies 2.1 GB/s by shm (1 GiB of KV cache in 512 ms)."
+    assert said.splitlines()[-1] == sentence
 
 
 @pytest.fixture
