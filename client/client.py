@@ -44,6 +44,7 @@ from kvstore.runtime.addresses import join_address, shown_place, split_address
 from kvstore.runtime.cancellation import CallCancelledError, CancelToken, current
 from kvstore.runtime.child_process import start_master
 from kvstore.runtime.clock import uptime
+from kvstore.runtime.refused_calls import check_threads
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -122,11 +123,13 @@ class Client:
 
         Raises:
             ConfigError: an unknown or wrong setting.
-            StartupError, MasterUnreachableError: only with ``memory``: the segment could not be
-                created, or not joined.
+            StartupError: the system refuses to start threads; with ``memory``: the segment could
+                not be created.
+            MasterUnreachableError: only with ``memory``: the segment has not joined.
         """
         if config is None:
             config = load(ClientConfig, {"master": master, "memory": memory, **settings})
+        check_threads()
         self.config = config
         self._default_namespace = check_namespace(config.namespace)
         self._timeout_s = config.timeout_ms / 1000
@@ -406,25 +409,6 @@ class Client:
         options = self._get_options(namespace, copy, kind, device, timeout_ms)
         return self._run(get.get(self._context, check_key(key), options), timeout_ms)
 
-    @overload
-    def get_many(
-        self, keys: Sequence[AnyKey], *, kind: Literal["bytes"], **more: Unpack[_GetOptions]
-    ) -> list[bytes | None]: ...
-    @overload
-    def get_many(
-        self, keys: Sequence[AnyKey], *, kind: Literal["numpy"], copy: bool = ...,
-        **more: Unpack[_GetOptions],
-    ) -> list[NDArray[Any] | None]: ...  # fmt: skip
-    @overload
-    def get_many(
-        self, keys: Sequence[AnyKey], *, kind: Literal["torch"], copy: bool = ...,
-        **more: Unpack[_GetOptions],
-    ) -> list[torch.Tensor | None]: ...  # fmt: skip
-    @overload
-    def get_many(
-        self, keys: Sequence[AnyKey], *, kind: Kind | None = ..., copy: bool = ...,
-        **more: Unpack[_GetOptions],
-    ) -> list[View | None]: ...  # fmt: skip
     def get_many(
         self,
         keys: Sequence[AnyKey],
@@ -434,7 +418,7 @@ class Client:
         kind: Kind | None = None,
         device: str | torch.device | None = None,
         timeout_ms: int | None = None,
-    ) -> list[Any]:
+    ) -> list[View | None]:
         """Get several values, in one request to the master and one transfer per segment.
 
         An unreadable object (torch or its dtype is missing, or its descriptor is invalid) is None,

@@ -14,7 +14,6 @@ def _start(module: str) -> NoReturn:
     sys.exit(main())
 
 
-start = partial(_start, "main")
-start_master = partial(_start, "master")
-start_node = partial(_start, "node")
-start_proxy = partial(_start, "proxy")
+start, start_master, start_node, start_proxy = (
+    partial(_start, module) for module in ("main", "master", "node", "proxy")
+)

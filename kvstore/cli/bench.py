@@ -166,12 +166,8 @@ def _show(
             )
     except ChildError as error:
         raise StartupError(str(error)) from None
-    rates = [
-        f"{rate:.1f} GB/s by {mode} (1 GiB of KV cache in {(1 << 30) / rate / 1e6:,.0f} ms)"
-        for mode, rate in fastest.items()
-        if rate
-    ]
-    if rates:
+    if fastest:
+        rates = (f"{rate:.1f} GB/s by {mode}" for mode, rate in fastest.items())
         click.echo(f"\nThe fastest get copies {', '.join(rates)}.")
 
 

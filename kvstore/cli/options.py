@@ -23,6 +23,7 @@ from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.runtime import descriptors
 from kvstore.runtime.formatting import parse_duration
+from kvstore.runtime.refused_calls import refused_call
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -279,6 +280,7 @@ def _print_error(error: BaseException, name: str, *, as_json: bool, debug: bool)
     if debug:
         traceback.print_exception(error)
     advice, fields = "", None
+    error = refused_call(error) or error
     if isinstance(error, KVStoreError):
         code, what, advice, fields = error.code, error.message, error.advice, error.fields
     elif isinstance(error, OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -13,7 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import check_namespace, check_tenant
 from kvstore.runtime.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
-from kvstore.runtime.formatting import parse_duration
 
 DEFAULT_PORT = 50001
 """A master's port, the same as Mooncake's, which users' firewalls already allow."""
@@ -122,11 +120,6 @@ def _number(value: object) -> object:
     if isinstance(value, bool):
         raise InvalidSettingError("is true or false, not a number")
     return value
-
-
-def _milliseconds(value: object) -> object:
-    seconds = parse_duration(value) if isinstance(value, str) else None
-    return _number(value) if seconds is None else math.ceil(seconds * 1000)
 
 
 def _memory(value: int) -> int:
@@ -275,7 +268,7 @@ class CliType(NamedTuple):
 
 
 Bytes = Annotated[int, CliType("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
-Milliseconds = Annotated[int, CliType("MS"), BeforeValidator(_milliseconds)]
+Milliseconds = Annotated[int, CliType("MS"), BeforeValidator(_number)]
 Share = Annotated[float, CliType("SHARE")]
 Label = Annotated[str, CliType("NAME")]
 File = Annotated[str, CliType("FILE")]

@@ -129,7 +129,7 @@ def test_every_public_name_is_there() -> None:
 def _kind_determines_the_type(client: kvstore.Client) -> None:
     """Read by mypy alone."""
     assert_type(client.get("k", kind="bytes"), bytes | None)
-    assert_type(client.get_many(["k"], kind="numpy", copy=False), list[NDArray[Any] | None])
+    assert_type(client.get("k", kind="numpy", copy=False), NDArray[Any] | None)
 
 
 def test_the_version_is_said_once() -> None:
