@@ -80,9 +80,11 @@ class Duration(click.FloatRange):
 
     name = "duration such as 90, 90s, 5min or 1h"
 
-    def convert(self, value: Any, *context: Any) -> Any:
-        seconds = parse_duration(value) if isinstance(value, str) else None
-        return super().convert(value if seconds is None else seconds, *context)
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = parse_duration(str(value))
+        return super().convert(value if seconds is None else seconds, param, ctx)
 
 
 command: Final = functools.partial(click.command, cls=Command)
