@@ -102,6 +102,7 @@ async def _attempt(
 ) -> web.StreamResponse | _FailedAttempt:
     try:
         async with parts.engines.stream(
+            context.route.method,
             turn.instance.address,
             context.route.path,
             headers=context.engine_headers(),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvstore.errors import ConfigError
+from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.runtime.watched_files import WatchedFile, read_file
 
 T = TypeVar("T")
@@ -70,7 +71,10 @@ def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
     Raises:
         ssl.SSLError, OSError, ValueError: they cannot be used.
     """
-    descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    except OSError:  # refused: a file in memory that has no name, either
+        descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.write(descriptor, key + b"\n" + chain)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)
