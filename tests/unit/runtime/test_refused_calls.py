@@ -25,9 +25,10 @@ def test_a_client_that_may_not_start_threads_says_so(monkeypatch: pytest.MonkeyP
         raise RuntimeError("can't start new thread")
 
     check_threads.cache_clear()
-    with monkeypatch.context() as patched, pytest.raises(StartupError, match="a thread") as caught:
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        Client("127.0.0.1:1")
+        with pytest.raises(StartupError, match="a thread") as caught:
+            Client("127.0.0.1:1")
     assert "pids.max" in caught.value.advice
 
 
