@@ -129,6 +129,7 @@ class MasterStub:
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
+        self._pems = None if self.credentials is None else self.credentials.pems()
         self._channels = ChannelPool(self.credentials)
 
     def reset_after_fork(self) -> None:
@@ -186,6 +187,9 @@ class MasterStub:
             self.check(request)
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
+            if (pems := self.credentials.pems()) is not self._pems:  # renewed: join with them
+                self._pems = pems
+                self._link.on_master_lost(self._link.generation)
         call = CALLS[type(request)]
         split = CUTS.get(type(request))
         if split is not None and split.is_large(request):

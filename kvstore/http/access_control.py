@@ -294,13 +294,14 @@ class IdentityAccessControl(AccessControl):
 
     def _identity_of(self, request: web.Request) -> Identity:
         """The identity of the request's certificate or token; UNAUTHENTICATED: it has neither, or
-        the identity is revoked."""
+        the identity is revoked or has ended."""
         if self._has_token(request):
             return HTTP_TOKEN
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         identity = shown_identity(shown)
-        return UNAUTHENTICATED if self._revoked.has(identity) else identity
+        is_out = identity.has_ended or self._revoked.has(identity)
+        return UNAUTHENTICATED if is_out else identity
 
     def _blind(self, request: web.Request) -> web.Response | None:
         identity = self._identity_of(request)

@@ -72,6 +72,7 @@ class NodeStream:
         """``credentials``: the node's identity; None: no authentication."""
         self._address = address
         self._credentials = credentials
+        self._pems = None if credentials is None else credentials.pems()
         self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
         self._ended: KVStoreError | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -112,6 +113,11 @@ class NodeStream:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the node's certificate was renewed: the session ends with the old one."""
+        return self._credentials is not None and self._credentials.pems() is not self._pems
 
     async def connect(self, timeout_s: float) -> None:
         """Waits until a connection is open. Raises MasterUnreachableError."""

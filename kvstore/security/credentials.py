@@ -80,10 +80,14 @@ class Credentials:
         """
         self.path = path
         self._lock = threading.Lock()
+        self._served: tuple[str, ...] = ()
+        """Names of ``check_serves``."""
 
         def load() -> PemBundle:
             pems = read(path)
             _loaded(pems)
+            for name in self._served:
+                self._check_serves(pems, name)
             return pems
 
         self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
@@ -151,12 +155,16 @@ class Credentials:
 
     def check_serves(self, name: str) -> None:
         """Check, by a handshake with itself, that peers accept this process as a server of this
-        name.
+        name; from now on at each change of the file too.
 
         Raises:
             ConfigError: they do not.
         """
-        if why := refusal_of(self.pems(), name):
+        self._check_serves(self.pems(), name)
+        self._served += (name,)
+
+    def _check_serves(self, pems: PemBundle, name: str) -> None:
+        if why := refusal_of(pems, name):
             raise ConfigError(
                 f"the certificate of auth {self.path} is not one that clients accept from {name}: "
                 f"{why}",
@@ -220,10 +228,18 @@ def alternative_names(certificate: object) -> list[str]:
     return [value for kind, value in names if kind == "URI"]
 
 
+def peer_identity(certificate: object) -> Identity:
+    """Return the identity that such a certificate names. Raises InvalidArgumentError: it names
+    none, or several."""
+    end = certificate.get("notAfter") if isinstance(certificate, dict) else None
+    until = ssl.cert_time_to_seconds(end) if isinstance(end, str) else math.inf
+    return identity_of(alternative_names(certificate))._replace(until=until)
+
+
 def shown_identity(certificate: object) -> Identity:
-    """The identity that such a certificate names; UNAUTHENTICATED: it names none, or several."""
+    """As ``peer_identity``; UNAUTHENTICATED: it names none, or several."""
     try:
-        return identity_of(alternative_names(certificate))
+        return peer_identity(certificate)
     except InvalidArgumentError:
         return UNAUTHENTICATED
 

@@ -11,6 +11,8 @@ name, or a prefix of names and ``*``.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -46,6 +48,12 @@ class Identity(NamedTuple):
     """Patterns of the names that it may use as a node."""
     number: str = ""
     """Number of the certificate, for its revocation; empty: unknown."""
+    until: float = math.inf
+    """Unix time at which the certificate ends."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.until <= time.time()
 
     @property
     def is_admin(self) -> bool:

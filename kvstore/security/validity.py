@@ -30,12 +30,16 @@ class ValidityPeriod(NamedTuple):
 
     @property
     def until_text(self) -> str:
-        return f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC"
+        return time_text(self.until)
 
     def ends_soon(self, now: float, soon_s: float = SOON_S) -> bool:
         """Return whether it expires soon, or has expired. ``now``: seconds since the epoch.
         ``soon_s``: maximum seconds before its end."""
         return now >= self.until - min(soon_s, SOON_SHARE * (self.until - self.since))
+
+
+def time_text(unix_time: float) -> str:
+    return f"{datetime.fromtimestamp(unix_time, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 FOREVER: Final = ValidityPeriod(0.0, math.inf)

@@ -241,6 +241,49 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
 
 
 @pytest.mark.slow
+def test_an_identity_ends_with_its_certificate(
+    cluster: Cluster, identities: Identities, carrier: dict[str, bool]
+) -> None:
+    """On connections that were open before, too. A file that is renewed in time gives no error."""
+    started = utc_now()
+    identities.clock = lambda: started - timedelta(days=1, seconds=-10)
+    files = {
+        name: identities.file(name, role, reads=spaces, writes=spaces, days=1)
+        for name, role, spaces in (
+            ("node", "node", ()), ("ended", "engine", [OURS]), ("renewed", "engine", [OURS]),
+        )
+    }  # fmt: skip
+    identities.clock = utc_now
+    cluster.start()
+    ended, renewed = (
+        cluster.client(auth=files[name], namespace=OURS, name=name, **carrier)
+        for name in ("ended", "renewed")
+    )
+    assert ended.put("k", content("k"))
+    assert renewed.get("k") == content("k")
+    for name, wanted in (
+        ("node", CertificateRequest("node", ("node",))),
+        ("renewed", CertificateRequest("renewed", ("engine",), (OURS,), (OURS,))),
+    ):
+        identities.replace(Path(files[name]), wanted)
+
+    def is_out() -> bool:
+        assert renewed.get("k") == content("k")
+        try:
+            ended.exists("k")
+        except PermissionDeniedError as error:
+            return "certificate of engine ended expired" in str(error)
+        return False
+
+    until(is_out, within_s=20)
+    assert renewed.put("l", content("l"))
+    assert cluster.state_of(cluster.nodes[0]) == "alive"
+    errors = cluster.nodes[0].errors
+    assert "resumed=True" in errors, "its stream had the old certificate"
+    assert "expired on" not in errors
+
+
+@pytest.mark.slow
 def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identities) -> None:
     cluster.start()
     client = cluster.client(auth=engine(identities), namespace=OURS)
