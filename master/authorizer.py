@@ -114,6 +114,9 @@ class Authorizer:
     def background_tasks(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self.credentials.keep_reminding(),)
 
+    def may_lead(self) -> bool:
+        return not self.credentials.validity_error()
+
     def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
         return {
             # The HTTP child may not count them itself where our memory is hidden.

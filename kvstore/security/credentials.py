@@ -102,6 +102,11 @@ class Credentials:
         """The validity of the certificate."""
         return validity_of(self.pems().chain.decode("ascii"))
 
+    def validity_error(self) -> str:
+        """Return why the certificate is not valid by the clock of this host; "": it is."""
+        error = self.validity().error(time.time())
+        return error and f"the certificate of auth {self.path} {error}"
+
     def warn_if_expiring(self) -> None:
         """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
         if uptime() < self._remind_at:

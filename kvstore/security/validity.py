@@ -28,6 +28,15 @@ class ValidityPeriod(NamedTuple):
     since: float
     until: float
 
+    def error(self, now: float) -> str:
+        """Return why it is not valid at ``now``, a Unix time; "": it is."""
+        if self.since <= now < self.until:
+            return ""
+        return (
+            f"is valid from {time_text(self.since)} to {time_text(self.until)}, and the clock of "
+            f"this host shows {time_text(now)}"
+        )
+
     @property
     def until_text(self) -> str:
         return time_text(self.until)
@@ -46,13 +55,14 @@ FOREVER: Final = ValidityPeriod(0.0, math.inf)
 
 
 def validity_of(chain: str) -> ValidityPeriod:
-    """Return the validity of the certificate in a PEM chain that expires first. ``FOREVER``: its
-    times are not valid X.509."""
+    """Return the period in which all certificates of a PEM chain are valid. ``FOREVER``: its times
+    are not valid X.509."""
     end = "-----END CERTIFICATE-----"
     try:
         ders = [ssl.PEM_cert_to_DER_cert(each.strip() + end) for each in chain.split(end)[:-1]]
-        return min(map(_validity, ders), key=lambda each: each.until, default=FOREVER)
-    except (ValueError, IndexError):
+        since, until = zip(*map(_validity, ders), strict=True)
+        return ValidityPeriod(max(since), min(until))
+    except (ValueError, IndexError):  # also of an empty chain
         return FOREVER
 
 
