@@ -12,6 +12,7 @@ import hmac
 import logging
 import secrets
 import ssl
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
@@ -150,7 +151,7 @@ class Authorizer:
         return identity
 
     def _check_valid(self, identity: Identity) -> None:
-        if identity.has_ended:
+        if identity.until <= time.time():
             raise self.refusal_error(
                 f"the certificate of {identity.display_name} expired on "
                 f"{time_text(identity.until)}",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
@@ -300,7 +301,7 @@ class IdentityAccessControl(AccessControl):
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         identity = shown_identity(shown)
-        is_out = identity.has_ended or self._revoked.has(identity)
+        is_out = identity.until <= time.time() or self._revoked.has(identity)
         return UNAUTHENTICATED if is_out else identity
 
     def _blind(self, request: web.Request) -> web.Response | None:

@@ -22,6 +22,7 @@ from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, enco
 from kvstore.wire.port_probe import (
     GRPC,
     NO_MASTER,
+    TLS,
     identify_service,
     is_protocol_mismatch,
     unreachable_advice,
@@ -212,9 +213,13 @@ class NodeStream:
         code, details = error.code(), error.details() or ""
         if code in _NOT_THE_MASTER:
             reason = short_reason(details)
+            what = ""
             if is_protocol_mismatch(details):
                 what = await asyncio.to_thread(identify_service, self._address)
-                reason = NO_MASTER + what if what not in ("", GRPC) else reason
+            if self._credentials is not None:
+                reason = self._credentials.explain(reason)
+                what = GRPC if what == TLS else what
+            reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(
                 f"no session with the master at {self._address}: {reason}",
                 advice=unreachable_advice(self._address, [reason]),

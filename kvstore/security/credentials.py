@@ -105,7 +105,14 @@ class Credentials:
     def validity_error(self) -> str:
         """Return why the certificate is not valid by the clock of this host; "": it is."""
         error = self.validity().error(time.time())
-        return error and f"the certificate of auth {self.path} {error}"
+        return error and f"the certificate of auth {self.path} is not valid: {error}"
+
+    def explain(self, reason: str) -> str:
+        """Return what gRPC's reason for a failed connection means if we show a certificate."""
+        if reason not in ("socket closed", "connection reset by peer"):
+            return reason
+        closed = "it has closed the connection: it may reject our certificate"
+        return self.validity_error() or closed
 
     def warn_if_expiring(self) -> None:
         """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
@@ -169,7 +176,8 @@ class Credentials:
         self._served += (name,)
 
     def _check_serves(self, pems: PemBundle, name: str) -> None:
-        if why := refusal_of(pems, name):
+        valid = validity_of(pems.chain.decode("ascii"))
+        if why := valid.error(time.time()) or refusal_of(pems, name):
             raise ConfigError(
                 f"the certificate of auth {self.path} is not one that clients accept from {name}: "
                 f"{why}",

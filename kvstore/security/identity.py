@@ -12,7 +12,6 @@ name, or a prefix of names and ``*``.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -50,10 +49,6 @@ class Identity(NamedTuple):
     """Number of the certificate, for its revocation; empty: unknown."""
     until: float = math.inf
     """Unix time at which the certificate ends."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.until <= time.time()
 
     @property
     def is_admin(self) -> bool:

@@ -32,10 +32,8 @@ class ValidityPeriod(NamedTuple):
         """Return why it is not valid at ``now``, a Unix time; "": it is."""
         if self.since <= now < self.until:
             return ""
-        return (
-            f"is valid from {time_text(self.since)} to {time_text(self.until)}, and the clock of "
-            f"this host shows {time_text(now)}"
-        )
+        since, until, now_text = map(time_text, (self.since, self.until, now))
+        return f"it is valid from {since} to {until}, and the clock of this host shows {now_text}"
 
     @property
     def until_text(self) -> str:

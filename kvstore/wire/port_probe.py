@@ -18,7 +18,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import is_loopback
 from kvstore.runtime.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
-from kvstore.wire.status import NO_TLS
+from kvstore.wire.status import CLOCK, NO_TLS
 
 ASK_S: Final = 0.5
 """Timeout of a port."""
@@ -93,6 +93,11 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
         return (
             f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
             "or remove --auth (KVSTORE_AUTH) here"
+        )
+    if any(CLOCK in reason for reason in reasons):
+        return (
+            "Compare this clock with the master's (timedatectl). If both are right, issue that "
+            "certificate again (kvstore auth issue --force)"
         )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (

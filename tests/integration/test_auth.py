@@ -116,7 +116,9 @@ def test_strangers_are_told_what_is_missing(
     assert "its certificate is not of our authority" in why_not(cluster, other.file("admin"))
     for name, days in (("expired", -30), ("early", 30)):
         identities.clock = partial(_days_from_now, days)
-        assert "certificate" in why_not(cluster, identities.file(name, "admin", days=1)), name
+        said = why_not(cluster, identities.file(name, "admin", days=1))
+        assert "is not valid: it is valid from" in said
+        assert "Compare this clock with the master's" in said
     identities.clock = utc_now
 
 
@@ -389,6 +391,8 @@ def test_the_doctor_says_why_an_identity_is_refused(
     strange = Identities(tmp_path / "old").file("admin")
     revoked = identities.file("gone", "admin")
     identities.revoke("gone")
+    identities.clock = partial(_days_from_now, 30)
+    early = identities.file("early", "admin")
 
     def rows(auth: str) -> list[dict[str, str]]:
         found = run_python(
@@ -403,6 +407,7 @@ def test_the_doctor_says_why_an_identity_is_refused(
     for auth, why, advice in (
         (revoked, "was revoked", "new identity"),
         (strange, "another CA", "kvstore auth"),
+        (early, "the clock of this host shows", "Compare this clock"),
         ("", "a port for TLS", "KVSTORE_AUTH"),
     ):
         [row] = rows(auth)

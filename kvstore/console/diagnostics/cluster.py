@@ -76,14 +76,15 @@ def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
 def identity(auth: str) -> list[Finding]:
     """Check the certificate file that ``KVSTORE_AUTH`` names."""
     try:
-        valid = Credentials(auth).validity()
+        credentials = Credentials(auth)
     except ConfigError as error:
         return [of_row("error", error=error)]
-    now, until = time.time(), valid.until_text
-    if valid.ends_soon(now):
-        check = "identity_ended" if now >= valid.until else "identity_ends"
-        return [of_row(check, auth=auth, until=until)]
-    return [ok(f"{auth} is valid until {until}")]
+    valid = credentials.validity()
+    if problem := credentials.validity_error():
+        return [of_row("identity_invalid", problem=problem)]
+    if valid.ends_soon(time.time()):
+        return [of_row("identity_ends", auth=auth, until=valid.until_text)]
+    return [ok(f"{auth} is valid until {valid.until_text}")]
 
 
 class _MasterAnswer(NamedTuple):
@@ -228,11 +229,13 @@ class ClusterChecks:
             with resolver.connect(host, port, by) as raw:
                 raw.settimeout(HANDSHAKE_S)
                 with context.wrap_socket(raw, server_hostname=MASTER_NAME) as sock:
-                    sock.recv(1)  # TLS 1.3 servers reject certificates after the handshake
+                    if not sock.recv(1):  # TLS 1.3 servers reject it after the handshake
+                        raise ConnectionAbortedError("it closes the connection")
         except ssl.SSLCertVerificationError as error:
             return of_row("other_authority", auth=self._auth, why=error.verify_message)
-        except ssl.SSLError as error:
-            return of_row("identity_refused", auth=self._auth, why=error.reason or error)
+        except (ssl.SSLError, ConnectionAbortedError) as error:
+            why = getattr(error, "reason", "") or error
+            return of_row("identity_refused", auth=self._auth, why=why)
         except OSError:
             pass
         return None
