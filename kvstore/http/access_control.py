@@ -31,7 +31,7 @@ from kvstore.security.identity import ADMIN, UNAUTHENTICATED, Identity, validate
 from kvstore.security.impersonation import impersonate
 from kvstore.security.permissions import check_numbers
 from kvstore.security.revocation_list import RevocationList
-from kvstore.security.tls import Certificate, load_chain, reloading_context
+from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -46,8 +46,8 @@ HEADERS: Final = {
 
 FORGED: Final = "A page of another site has made this request.\n"
 UNKNOWN: Final = (
-    "This needs an identity: a certificate of this cluster (curl --cert FILE --cacert FILE), or "
-    "the token of this port.\n"
+    "This needs a certificate of this cluster: curl --cert FILE --cacert FILE, or import what "
+    "openssl pkcs12 -export -in FILE writes into the browser. "
 )
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
@@ -103,7 +103,7 @@ NOT_SECURED: Final = HttpSecurity()
 
 
 def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = HttpsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     load_chain(context, *pair)
@@ -283,7 +283,7 @@ class IdentityAccessControl(AccessControl):
         async def acting(request: web.Request) -> web.StreamResponse:
             identity = self._identity_of(request)
             if not identity.name:  # revoked since it was checked
-                return _unauthorized(UNKNOWN)
+                return self._unidentified()
             still = _STILL.set(lambda: bool(self._identity_of(request).name))
             try:
                 with impersonate(identity):
@@ -307,7 +307,7 @@ class IdentityAccessControl(AccessControl):
     def _blind(self, request: web.Request) -> web.Response | None:
         identity = self._identity_of(request)
         if not identity.name:  # revoked since it was checked
-            return _unauthorized(UNKNOWN)
+            return self._unidentified()
         try:
             check_numbers(identity)
         except PermissionDeniedError as error:
@@ -315,9 +315,14 @@ class IdentityAccessControl(AccessControl):
         return None
 
     def _unread(self, request: web.Request) -> web.Response | None:
-        return None if self._identity_of(request).name else _unauthorized(UNKNOWN)
+        return None if self._identity_of(request).name else self._unidentified()
 
     _untrusted = _unread
+
+    def _unidentified(self) -> web.Response:
+        if self._token:
+            return _unauthorized(f"{UNKNOWN}The token of this port will do, too.\n")
+        return _unauthorized(f"{UNKNOWN}Or give this port --http-token-file FILE.\n", "Certificate")
 
 
 def is_loopback(request: web.Request) -> bool:
@@ -355,6 +360,6 @@ def _refusal(status: int, text: str) -> web.Response:
     return web.Response(status=status, text=text, headers=HEADERS)
 
 
-def _unauthorized(text: str = LOCKED) -> web.Response:
-    headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
+def _unauthorized(text: str = LOCKED, scheme: str = "Bearer") -> web.Response:
+    headers = {**HEADERS, "WWW-Authenticate": f'{scheme} realm="kvstore"'}
     return web.Response(status=401, text=text, headers=headers)

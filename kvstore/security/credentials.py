@@ -33,7 +33,7 @@ from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import WatchedFile, read_file
 from kvstore.security.identity import MASTER, NODE, UNAUTHENTICATED, Identity, identity_of
-from kvstore.security.tls import Certificate, load_chain, reloading_context
+from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
 from kvstore.security.validity import DAY_S, ValidityPeriod, validity_of
 
 log = logging.getLogger("kvstore.security")
@@ -147,7 +147,7 @@ class Credentials:
         """Return the context for a port of this process. Each handshake uses the current files.
 
         Args:
-            is_optional: whether peers may omit a certificate.
+            is_optional: whether peers may omit a certificate, as on an HTTP port.
             cert, key: PEM files of the port's own certificate, for browsers that trust another CA.
 
         Raises:
@@ -156,7 +156,8 @@ class Credentials:
         shown = Certificate(cert, key) if cert else None
 
         def load(content: tuple[PemBundle, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
-            context = _loaded(content[0], is_server=True, shown=content[1])
+            kind = HttpsContext if is_optional else ssl.SSLContext
+            context = _loaded(content[0], is_server=True, shown=content[1], kind=kind)
             if is_optional:
                 context.verify_mode = ssl.CERT_OPTIONAL
             return context
@@ -258,15 +259,16 @@ def shown_identity(certificate: object) -> Identity:
 
 
 def _loaded(
-    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
-) -> ssl.SSLContext:
+    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None,
+    kind: type[ssl.SSLContext] = ssl.SSLContext,
+) -> ssl.SSLContext:  # fmt: skip
     """Return the TLS context. ``shown``: as ``Certificate.value``, instead of the own key and
     certificate.
 
     Raises:
         ConfigError: key and certificate do not belong together, or are invalid.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context = kind(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     # The name of an identity is free text, and may be "master.kvstore".
