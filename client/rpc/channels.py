@@ -4,8 +4,6 @@ A gRPC channel reconnects only while a call polls it, and a call fails at once w
 connected. Measured: a master was back after 0.5 s, and its client noticed after 10 s. A new channel
 connects within its first call.
 
-A channel whose certificate file has changed is replaced at the next call.
-
 A channel that is idle for ``IDLE_S`` closes its connection before the master does, because gRPC
 would report that on the standard error of a program that imported gRPC before kvstore. A channel
 does so only once (https://github.com/grpc/grpc/issues/38454), so the next call gets a new one.
@@ -25,7 +23,7 @@ from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.resolver import NameResolutionError, grpc_target
-from kvstore.security.credentials import Credentials, PemBundle, open_channel
+from kvstore.security.credentials import Credentials, open_channel
 
 IDLE_S: Final = 25.0
 """At most doubled: less than a master's 60 s within 10 % (``grpc.max_connection_idle_ms``)."""
@@ -47,9 +45,8 @@ CHANNEL_OPTIONS: Final = (
 
 
 class TrackedChannel:
-    def __init__(self, channel: grpc.Channel, now: float, pems: PemBundle | None) -> None:
+    def __init__(self, channel: grpc.Channel, now: float) -> None:
         self.channel = channel
-        self.pems = pems
         self.used = now
         self.calls: set[object] = set()
         """A token per call; the call removes it in one step, whatever a signal handler raises."""
@@ -82,7 +79,7 @@ class ChannelPool:
         """Yield the channel for one call. Raises ClosedError, ConnectionBrokenError."""
         target = address
         known = self._by_address.get(address)
-        if known is None or self._is_stale(known):
+        if known is None or self._is_idle(known):
             try:
                 target = grpc_target(address, deadline)
             except NameResolutionError as error:
@@ -92,13 +89,12 @@ class ChannelPool:
             if self._closed:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
-            if lent is not None and self._is_stale(lent):
+            if lent is not None and self._is_idle(lent):
                 self._retired.add(lent)
                 lent = None
             if lent is None:
-                pems = self._pems()  # before the channel has them: they may change in between
                 channel = open_channel(target, self._credentials, self._options)
-                lent = self._by_address[address] = TrackedChannel(channel, self._clock(), pems)
+                lent = self._by_address[address] = TrackedChannel(channel, self._clock())
             lent.calls.add(me)
         try:
             yield lent
@@ -114,14 +110,9 @@ class ChannelPool:
             for each in over:
                 each.channel.close()
 
-    def _pems(self) -> PemBundle | None:
-        return None if self._credentials is None else self._credentials.pems()
-
-    def _is_stale(self, channel: TrackedChannel) -> bool:
-        """Return whether the channel has an old certificate, has closed its connection, or is about
-        to."""
-        is_idle = not channel.calls and self._clock() - channel.used > 0.9 * self._idle_s
-        return is_idle or channel.pems is not self._pems()
+    def _is_idle(self, channel: TrackedChannel) -> bool:
+        """Return whether the channel has closed its connection, or is about to."""
+        return not channel.calls and self._clock() - channel.used > 0.9 * self._idle_s
 
     def close(self) -> None:
         with self._lock:

@@ -183,7 +183,7 @@ class MasterStub:
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
             if (pems := self.credentials.pems()) is not self._pems:  # renewed: join with them
-                self._pems = pems
+                self._pems, self._channels = pems, ChannelPool(self.credentials)
                 self._link.on_master_lost(self._link.generation)
         call = CALLS[type(request)]
         split = CUTS.get(type(request))

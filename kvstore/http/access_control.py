@@ -12,7 +12,6 @@ or ``Authorization``, nor read responses."""
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from aiohttp import web
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.http.connection_limiter import Handler
+from kvstore.runtime import host
 from kvstore.runtime.addresses import is_address, split_address
 from kvstore.security.credentials import Credentials, shown_identity
 from kvstore.security.identity import ADMIN, UNAUTHENTICATED, Identity, validated_identity
@@ -328,13 +328,8 @@ class IdentityAccessControl(AccessControl):
 def is_loopback(request: web.Request) -> bool:
     """Return whether the connection comes from a loopback address; headers do not count."""
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if peer else None
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address is not None and address.is_loopback
+    address = str(peer[0]).partition("%")[0].removeprefix("::ffff:") if peer else ""
+    return host.is_loopback(address)
 
 
 def _cross_site_refusal(request: web.Request) -> web.Response | None:

@@ -34,7 +34,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import WatchedFile, read_file
 from kvstore.security.identity import MASTER, NODE, UNAUTHENTICATED, Identity, identity_of
 from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
-from kvstore.security.validity import DAY_S, ValidityPeriod, validity_of
+from kvstore.security.validity import DAY_S, ValidityPeriod, time_text, validity_of
 
 log = logging.getLogger("kvstore.security")
 
@@ -80,14 +80,14 @@ class Credentials:
         """
         self.path = path
         self._lock = threading.Lock()
-        self._served: tuple[str, ...] = ()
+        self._served: frozenset[str] = frozenset()
         """Names of ``check_serves``."""
 
         def load() -> PemBundle:
             pems = read(path)
             _loaded(pems)
             for name in self._served:
-                self._check_serves(pems, name)
+                self.check_serves(name, pems)
             return pems
 
         self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
@@ -109,10 +109,10 @@ class Credentials:
 
     def explain(self, reason: str) -> str:
         """Return what gRPC's reason for a failed connection means if we show a certificate."""
-        if reason not in ("socket closed", "connection reset by peer"):
-            return reason
-        closed = "it has closed the connection: it may reject our certificate"
-        return self.validity_error() or closed
+        if reason in ("socket closed", "connection reset by peer"):
+            reason = "it has closed the connection: it may reject our certificate"
+            return self.validity_error() or reason
+        return reason
 
     def warn_if_expiring(self) -> None:
         """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
@@ -125,7 +125,7 @@ class Credentials:
                 "%s file=%s until=%r days=%d: issue another one (kvstore auth issue), and copy it "
                 "over this file",
                 "certificate_expires_soon" if now < valid.until else "certificate_expired",
-                self.path, valid.until_text, (valid.until - now) // DAY_S,
+                self.path, time_text(valid.until), (valid.until - now) // DAY_S,
             )  # fmt: skip
 
     async def keep_reminding(self) -> None:
@@ -166,17 +166,14 @@ class Credentials:
             lambda: (self.pems(), None if shown is None else shown.value), load
         )
 
-    def check_serves(self, name: str) -> None:
+    def check_serves(self, name: str, pems: PemBundle | None = None) -> None:
         """Check, by a handshake with itself, that peers accept this process as a server of this
-        name; from now on at each change of the file too.
+        name; from now on at each change of the file too. ``pems``: the new content.
 
         Raises:
             ConfigError: they do not.
         """
-        self._check_serves(self.pems(), name)
-        self._served += (name,)
-
-    def _check_serves(self, pems: PemBundle, name: str) -> None:
+        pems = pems or self.pems()
         valid = validity_of(pems.chain.decode("ascii"))
         if why := valid.error(time.time()) or refusal_of(pems, name):
             raise ConfigError(
@@ -186,6 +183,7 @@ class Credentials:
                 f"--role {name.partition('.')[0]} writes one.",
                 key="auth",
             )
+        self._served |= {name}
 
     def channel(self) -> grpc.ChannelCredentials:
         """Return the credentials of a gRPC channel, which also needs ``channel_options``."""

@@ -35,10 +35,6 @@ class ValidityPeriod(NamedTuple):
         since, until, now_text = map(time_text, (self.since, self.until, now))
         return f"it is valid from {since} to {until}, and the clock of this host shows {now_text}"
 
-    @property
-    def until_text(self) -> str:
-        return time_text(self.until)
-
     def ends_soon(self, now: float, soon_s: float = SOON_S) -> bool:
         """Return whether it expires soon, or has expired. ``now``: seconds since the epoch.
         ``soon_s``: maximum seconds before its end."""

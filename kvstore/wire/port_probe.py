@@ -18,7 +18,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import is_loopback
 from kvstore.runtime.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
-from kvstore.wire.status import CLOCK, NO_TLS
+from kvstore.wire.status import NO_TLS
 
 ASK_S: Final = 0.5
 """Timeout of a port."""
@@ -94,10 +94,10 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
             f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
             "or remove --auth (KVSTORE_AUTH) here"
         )
-    if any(CLOCK in reason for reason in reasons):
+    if any("certificate" in reason for reason in reasons):
         return (
-            "Compare this clock with the master's (timedatectl). If both are right, issue that "
-            "certificate again (kvstore auth issue --force)"
+            "Compare both clocks (timedatectl) and certificates (kvstore auth show FILE), and "
+            "issue a wrong one again (kvstore auth issue --force)"
         )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (

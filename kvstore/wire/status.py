@@ -134,16 +134,13 @@ def detail_of(error: grpc.RpcError) -> bytes | None:
 
 NO_TLS: Final = "it does not speak TLS"
 
-CLOCK: Final = "the clock of this host"
-"""Part of the reasons for which a clock may be wrong."""
-
 _TLS_FAILURES: Final = (
     ("WRONG_VERSION_NUMBER", NO_TLS),
     ("Hostname Verification", "its certificate is not that of a master"),
-    ("EXPIRED", f"its certificate has expired by {CLOCK}"),
-    ("NOT_YET_VALID", f"its certificate is not valid yet by {CLOCK}"),
-    ("has expired", f"its certificate has expired by {CLOCK}"),
-    ("is not yet valid", f"its certificate is not valid yet by {CLOCK}"),
+    ("EXPIRED", "its certificate has expired by the clock of this host"),
+    ("NOT_YET_VALID", "its certificate is not valid yet by the clock of this host"),
+    ("has expired", "its certificate has expired by the clock of this host"),
+    ("is not yet valid", "its certificate is not valid yet by the clock of this host"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
 """Meanings of gRPC's texts about failed handshakes."""
