@@ -21,7 +21,6 @@ import os
 import re
 import ssl
 import stat
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +78,6 @@ class Credentials:
             ConfigError: the file cannot be read, others may read it, or it is not complete.
         """
         self.path = path
-        self._lock = threading.Lock()
         self._served: frozenset[str] = frozenset()
         """Names of ``check_serves``."""
 
@@ -91,7 +89,7 @@ class Credentials:
             return pems
 
         self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
-        self._client = self.pems(), _loaded(self.pems())
+        self._context_of = functools.lru_cache(1)(_loaded)
         self._remind_at = -math.inf
 
     def pems(self) -> PemBundle:
@@ -137,11 +135,7 @@ class Credentials:
     def client(self) -> ssl.SSLContext:
         """Return the context for outgoing connections, which check for ``MASTER_NAME`` or
         ``NODE_NAME``."""
-        pems = self.pems()
-        with self._lock:
-            if self._client[0] is not pems:
-                self._client = pems, _loaded(pems)
-            return self._client[1]
+        return self._context_of(self.pems())
 
     def server(self, *, is_optional: bool = False, cert: str = "", key: str = "") -> ssl.SSLContext:
         """Return the context for a port of this process. Each handshake uses the current files.

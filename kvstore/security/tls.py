@@ -12,10 +12,9 @@ from kvstore.runtime.watched_files import WatchedFile, read_file
 
 T = TypeVar("T")
 
-_SAID: Final = b"This port needs HTTPS: begin the address with https://\n"
 PLAIN_HTTP: Final = (
-    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_SAID), _SAID)
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 55\r\n\r\n"
+    b"This port needs HTTPS: begin the address with https://\n"
 )
 
 
