@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.errors import ClusterMismatchError, KVStoreError
@@ -57,9 +58,11 @@ class Election:
     """Takes part in the election while ``run`` runs, until ``resign``."""
 
     def __init__(
-        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = ""
-    ) -> None:
-        """``address``: this master's own. ``cluster``: its name; empty: taken from etcd."""
+        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = "",
+        may_lead: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """``address``: this master's own. ``cluster``: its name; empty: taken from etcd.
+        ``may_lead``: as in ``ElectionStateMachine.next_action``."""
         self.cluster = cluster
         """Name of the cluster; etcd's once this master campaigns."""
         self.leader_known = asyncio.Event()
@@ -68,6 +71,7 @@ class Election:
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
         self._terms = terms
+        self._may_lead = may_lead
         self._role = ElectionStateMachine()
         self._named: str | None = None
         self._etcd_fails = False
@@ -81,7 +85,7 @@ class Election:
         """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another
         cluster uses this etcd prefix."""
         while True:
-            action = self._role.next_action(uptime())
+            action = self._role.next_action(uptime(), may_lead=self._may_lead())
             try:
                 await self._do(action)
             except ClusterMismatchError:

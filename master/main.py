@@ -159,7 +159,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            election = Election(etcd, address, master, cluster=config.cluster)
+            election = Election(
+                etcd, address, master, cluster=config.cluster, may_lead=master.access.may_lead
+            )
             master.lead_as(address, election)
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)

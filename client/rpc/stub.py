@@ -57,11 +57,6 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
-CERTIFICATE_REJECTIONS = {
-    "socket closed": "it has closed the connection: it may reject our certificate"
-}
-"""gRPC's text for a master that rejects a client's certificate, and its meaning."""
-
 CLOSED_PAUSE_S = 0.05
 """Interval in which a waiting call checks whether the client was closed."""
 
@@ -129,6 +124,7 @@ class MasterStub:
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
+        self._pems = None if self.credentials is None else self.credentials.pems()
         self._channels = ChannelPool(self.credentials)
 
     def reset_after_fork(self) -> None:
@@ -186,6 +182,9 @@ class MasterStub:
             self.check(request)
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
+            if (pems := self.credentials.pems()) is not self._pems:  # renewed: join with them
+                self._pems, self._channels = pems, ChannelPool(self.credentials)
+                self._link.on_master_lost(self._link.generation)
         call = CALLS[type(request)]
         split = CUTS.get(type(request))
         if split is not None and split.is_large(request):
@@ -354,7 +353,7 @@ class MasterStub:
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
-                    failure.reason = CERTIFICATE_REJECTIONS.get(failure.reason, failure.reason)
+                    failure.reason = self.credentials.explain(failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # cancelled, or the channel was closed

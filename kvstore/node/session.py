@@ -22,6 +22,7 @@ from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, enco
 from kvstore.wire.port_probe import (
     GRPC,
     NO_MASTER,
+    TLS,
     identify_service,
     is_protocol_mismatch,
     unreachable_advice,
@@ -72,6 +73,7 @@ class NodeStream:
         """``credentials``: the node's identity; None: no authentication."""
         self._address = address
         self._credentials = credentials
+        self._pems = None if credentials is None else credentials.pems()
         self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
         self._ended: KVStoreError | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -112,6 +114,11 @@ class NodeStream:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the node's certificate was renewed: the session ends with the old one."""
+        return self._credentials is not None and self._credentials.pems() is not self._pems
 
     async def connect(self, timeout_s: float) -> None:
         """Waits until a connection is open. Raises MasterUnreachableError."""
@@ -206,9 +213,13 @@ class NodeStream:
         code, details = error.code(), error.details() or ""
         if code in _NOT_THE_MASTER:
             reason = short_reason(details)
+            what = ""
             if is_protocol_mismatch(details):
                 what = await asyncio.to_thread(identify_service, self._address)
-                reason = NO_MASTER + what if what not in ("", GRPC) else reason
+            if self._credentials is not None:
+                reason = self._credentials.explain(reason)
+                what = GRPC if what == TLS else what
+            reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(
                 f"no session with the master at {self._address}: {reason}",
                 advice=unreachable_advice(self._address, [reason]),

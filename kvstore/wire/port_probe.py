@@ -94,6 +94,11 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
             f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
             "or remove --auth (KVSTORE_AUTH) here"
         )
+    if any("certificate" in reason for reason in reasons):
+        return (
+            "Compare both clocks (timedatectl) and certificates (kvstore auth show FILE), and "
+            "issue a wrong one again (kvstore auth issue --force)"
+        )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (
             "Clients and nodes need the gRPC port of a master, which it prints when it starts "

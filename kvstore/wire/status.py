@@ -137,10 +137,10 @@ NO_TLS: Final = "it does not speak TLS"
 _TLS_FAILURES: Final = (
     ("WRONG_VERSION_NUMBER", NO_TLS),
     ("Hostname Verification", "its certificate is not that of a master"),
-    ("EXPIRED", "its certificate has expired"),
-    ("NOT_YET_VALID", "its certificate is not valid yet"),
-    ("has expired", "its certificate has expired"),
-    ("is not yet valid", "its certificate is not valid yet"),
+    ("EXPIRED", "its certificate has expired by the clock of this host"),
+    ("NOT_YET_VALID", "its certificate is not valid yet by the clock of this host"),
+    ("has expired", "its certificate has expired by the clock of this host"),
+    ("is not yet valid", "its certificate is not valid yet by the clock of this host"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
 """Meanings of gRPC's texts about failed handshakes."""

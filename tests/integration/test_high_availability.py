@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from tests.conformance.rpc_peers import RawLane
+from tests.support.certificates import Identities, utc_now
 from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
@@ -437,6 +439,24 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     assert client.status().leader == second
     ha.check_nothing_is_lost(client)
     assert "resigned" in ha.masters[first].errors
+
+
+def test_a_master_whose_certificate_has_expired_does_not_lead(
+    ha: HaCluster, identities: Identities
+) -> None:
+    started = utc_now()
+    identities.clock = lambda: started - timedelta(days=1, seconds=-6)
+    first = ha.add_master(auth=identities.file("short", "master", days=1))
+    until(lambda: ha.leader() == first)
+    identities.clock = utc_now
+    second = ha.add_master(auth=identities.file("master"))
+    until(lambda: ha.leader() == second)
+    assert "why=certificate_invalid" in ha.masters[first].errors
+    ha.masters[second].kill()
+    until(lambda: not ha.leader())
+    third = ha.add_master(auth=identities.file("master"))
+    until(lambda: ha.leader() == third)
+    assert ha.masters[first].errors.count("leading epoch") == 1
 
 
 def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:

@@ -316,8 +316,8 @@ async function request(path, body = null, timeoutMs = RESPONSE_MS) {
   const posted = body ? { method: "POST", body: JSON.stringify(body) } : {};
   if (body) headers["Content-Type"] = "application/json";
   const response = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(timeoutMs), ...posted });
-  if (response.status === 401) throw Object.assign(new Error("token required"), { locked: true });
-  if (!response.ok) throw new Error((await response.text()).trim() || `status ${response.status}`);
+  const locked = response.headers.get("WWW-Authenticate")?.startsWith("Bearer"), refused = response.status < 500;
+  if (!response.ok) throw Object.assign(new Error((await response.text()).trim() || `status ${response.status}`), { locked, refused });
   return response.json();
 }
 
@@ -377,7 +377,7 @@ function showUnavailable(error) {
   $("lost").hidden = Boolean(error.locked);
   if (error.locked) return;
   const since = receivedAt ? ` Last update: ${clock(receivedAt)}.` : "";
-  put($("lost"), `The master does not respond (${escapeText(error.message)}).${since}`);
+  put($("lost"), error.refused ? escapeText(error.message) : `The master does not respond (${escapeText(error.message)}).${since}`);
 }
 
 /** Runs a query repeatedly, while the page is visible and the view needs it. */
