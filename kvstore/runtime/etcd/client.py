@@ -19,6 +19,7 @@ from kvstore.runtime.etcd.wire import (
     CHANNEL_OPTIONS,
     GRANT,
     KEEP_ALIVE,
+    OTHER_PREFIX,
     RANGE,
     REVOKE,
     TXN,
@@ -182,8 +183,7 @@ class Etcd:
                 raise ProtocolError(
                     f"{key.decode()} in the etcd at {self.place.text} holds {value[:40]!r}, "
                     "not an epoch",
-                    advice="Another program may use this prefix. Give each cluster its "
-                    "own: --etcd etcd://HOST/PREFIX.",
+                    advice=OTHER_PREFIX,
                 )
             last = int(value)
             if last > epoch_max:
