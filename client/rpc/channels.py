@@ -77,11 +77,11 @@ class ChannelPool:
     @contextmanager
     def acquire(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
         """Yield the channel for one call. Raises ClosedError, ConnectionBrokenError."""
-        target = address
+        target, named = address, tuple[tuple[str, str], ...]()
         known = self._by_address.get(address)
         if known is None or self._is_idle(known):
             try:
-                target = grpc_target(address, deadline)
+                target, named = grpc_target(address, deadline)
             except NameResolutionError as error:
                 raise ConnectionBrokenError(str(error), sent=False) from None
         me = object()
@@ -93,7 +93,7 @@ class ChannelPool:
                 self._retired.add(lent)
                 lent = None
             if lent is None:
-                channel = open_channel(target, self._credentials, self._options)
+                channel = open_channel(target, self._credentials, self._options + named)
                 lent = self._by_address[address] = TrackedChannel(channel, self._clock())
             lent.calls.add(me)
         try:

@@ -80,7 +80,9 @@ class NodeStream:
 
     async def __aenter__(self) -> Self:
         try:
-            target = await asyncio.to_thread(grpc_target, self._address, uptime() + RESOLVE_S)
+            target, named = await asyncio.to_thread(
+                grpc_target, self._address, uptime() + RESOLVE_S
+            )
         except NameResolutionError as error:
             raise MasterUnreachableError(
                 f"no session with the master at {self._address}: {error}",
@@ -88,9 +90,9 @@ class NodeStream:
                 address=self._address,
             ) from None
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS + named)
         else:
-            options = [*_OPTIONS, *channel_options()]
+            options = [*_OPTIONS, *named, *channel_options()]
             self._channel = grpc.aio.secure_channel(
                 target, self._credentials.channel(), options=options
             )

@@ -53,13 +53,6 @@ class Address(NamedTuple):
         return join_address(self.place[0], self.place[1])
 
 
-class ResolvedAddresses(NamedTuple):
-    addresses: list[Address]
-    """At least one, best first."""
-    is_old: bool
-    """Whether they are from an earlier lookup, because the name server does not answer."""
-
-
 class _Resolved(NamedTuple):
     addresses: list[Address]
     failure: socket.gaierror | None
@@ -128,8 +121,8 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
-    """Return the addresses of ``host``, each with ``port``. Threads: any; a cancelled call ends the
+def resolve(host: str, port: int, deadline: float) -> list[Address]:
+    """Return the addresses of ``host``, at least one, each with ``port``, best first. Threads: any; a cancelled call ends the
     wait.
 
     Args:
@@ -142,7 +135,7 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
     """
     digits = _in_digits(host)
     if digits is not None:
-        return ResolvedAddresses([_with_port(digits, port)], is_old=False)
+        return [_with_port(digits, port)]
     lookups = _lookups
     old = lookups.found.get(host)
     try:
@@ -154,12 +147,10 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
             raise
         answer = None
     if answer is not None and answer.addresses:
-        return ResolvedAddresses(
-            [_with_port(address, port) for address in answer.addresses], is_old=False
-        )
+        return [_with_port(address, port) for address in answer.addresses]
     failure = None if answer is None else answer.failure
     if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
-        return ResolvedAddresses([_with_port(each, port) for each in old], is_old=True)
+        return [_with_port(each, port) for each in old]
     if failure is None:
         raise NameResolutionError(f"no name server has answered for {host!r}")
     raise NameResolutionError(f"the name {host!r} has no address: {failure.strerror}")
@@ -191,7 +182,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         OSError: every connection failed; NameResolutionError: as ``resolve``.
         ClosedError: as ``resolve``.
     """
-    addresses = resolve(host, port, deadline).addresses
+    addresses = resolve(host, port, deadline)
     failure: OSError | None = None
     for number, address in enumerate(addresses):
         left_s = deadline - uptime()
@@ -216,20 +207,26 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         del failure  # its traceback refers to this frame
 
 
-def grpc_target(address: str, deadline: float) -> str:
-    """Return the gRPC target for ``host:port``: the address itself, or its last known addresses
-    while the name server is silent.
+def grpc_target(address: str, deadline: float) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the gRPC target for ``host:port``, with the addresses that this host's resolver knows
+    (gRPC's own reads ``/etc/hosts`` and search domains differently), and the options of a channel
+    that uses it: the name stays the authority, against which certificates are checked.
 
     Raises:
         NameResolutionError, ClosedError: as ``resolve``.
     """
     host, port = split_address(address)
+    if _in_digits(host) is not None:
+        return address, ()
     found = resolve(host, port, deadline)
-    if not found.is_old:
-        return address
-    first = found.addresses[0].family
-    scheme = "ipv6" if first == socket.AF_INET6 else "ipv4"
-    return f"{scheme}:" + ",".join(each.text for each in found.addresses if each.family == first)
+    if all(each.family == socket.AF_INET for each in found):
+        target = "ipv4:" + ",".join(each.text for each in found)
+    else:  # a target has one family, in which IPv4 addresses are written as mapped ones
+        target = "ipv6:" + ",".join(
+            f"[::ffff:{each.place[0]}]:{port}" if each.family == socket.AF_INET else each.text
+            for each in found
+        )
+    return target, (("grpc.default_authority", address),)
 
 
 def _in_digits(host: str) -> Address | None:

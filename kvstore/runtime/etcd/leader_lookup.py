@@ -121,11 +121,11 @@ def _best_first(place: EtcdPlace) -> list[str]:
 
 
 def _channel(member: str, secure: grpc.ChannelCredentials | None, deadline: float) -> grpc.Channel:
-    """Open a channel. Raises NameResolutionError. With TLS gRPC resolves the name itself, within
-    the timeouts of the calls, because the certificate is checked against it."""
+    """Open a channel. Raises NameResolutionError."""
+    target, named = grpc_target(member, deadline)
     if secure is None:
-        return grpc.insecure_channel(grpc_target(member, deadline), options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS + named)
+    return grpc.secure_channel(target, secure, options=CHANNEL_OPTIONS + named)
 
 
 def _token(channel: grpc.Channel, place: EtcdPlace, deadline: float) -> str:
