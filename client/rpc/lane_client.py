@@ -21,7 +21,6 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.native import pure_python, steps
 from kvstore.native.interface import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.runtime import resolver
-from kvstore.runtime.addresses import join_address
 from kvstore.runtime.clock import uptime
 from kvstore.security.credentials import MASTER_NAME, Credentials
 from kvstore.security.tls_stream import TlsError
@@ -54,16 +53,16 @@ class LaneConnection:
         try:
             reply = _exchange_hello(self._sock, first, until)
         except TimeoutError:
-            raise LaneUnreachableError("no HELLO: no reply in time", silent=True) from None
+            raise LaneUnreachableError("no HELLO: no reply in time") from None
         except OSError as error:
-            raise LaneUnreachableError(f"no HELLO: {_reason(error)}", silent=True) from None
+            raise LaneUnreachableError(f"no HELLO: {_reason(error)}") from None
         except ProtocolError as error:
             raise LaneUnreachableError(error.message) from None
         if reply[1] == ERROR:
             refusal = decode_error(reply[3])
             if isinstance(refusal, PermissionDeniedError):
                 raise TokenRefusedError(refusal.message)
-            raise LaneUnreachableError(refusal.message)
+            raise LaneUnreachableError(str(refusal))
 
     def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
         """Return the reply. The connection is unusable after an error.
@@ -137,17 +136,17 @@ def connect(
             raise LaneUnreachableError(
                 "the lane's Unix socket cannot be reached, and the master has no TCP port for it"
             )
-        address = join_address(host, joined.lane_port)
         try:
             sock = resolver.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if credentials is not None:
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)
-        except TimeoutError:
-            raise LaneUnreachableError(f"{address}: no reply in time", silent=True) from None
         except OSError as error:
-            raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
+            reason = "no reply in time" if isinstance(error, TimeoutError) else _reason(error)
+            raise LaneUnreachableError(
+                f"{reason}; open TCP port {joined.lane_port} of the master for faster calls"
+            ) from None
     sock.setblocking(False)
     return LaneConnection(sock, spin_s, generation)
 

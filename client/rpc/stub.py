@@ -28,10 +28,12 @@ from kvstore.client.rpc.retries import (
     ConnectionBrokenError,
     FindLeader,
     JoinAt,
+    LaneUnreachableError,
     MasterConnectionState,
     ProbePort,
     SendOnGrpc,
     SendOnLane,
+    TokenRefusedError,
     attempts,
     deadline_error,
     failover_error,
@@ -43,7 +45,7 @@ from kvstore.runtime.addresses import split_address
 from kvstore.runtime.cancellation import CancelToken, current
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.leader_lookup import find_leader
-from kvstore.runtime.tasks import uninterrupted
+from kvstore.runtime.tasks import start_thread, uninterrupted
 from kvstore.security.credentials import Credentials
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
@@ -292,6 +294,9 @@ class MasterStub:
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
             logger.warning(warning)
+        if call.lane and self._link.should_retry_lane(uptime()):
+            with contextlib.suppress(RuntimeError):  # the system has no thread left
+                start_thread("lane", self._retry_lane)
         return reply
 
     def _join_at(self, action: JoinAt, deadline: float) -> None:
@@ -421,10 +426,7 @@ class MasterStub:
             if isinstance(error, ConnectionBrokenError):
                 error.generation = connection.generation
             raise
-        if self._closed:
-            self._drop(connection)
-        else:
-            self._idle.append(connection)
+        self._give_back(connection)
         if kind == ERROR:
             raise decode_error(data)
         return data
@@ -454,6 +456,25 @@ class MasterStub:
             self._drop(connection)
             raise
         return connection
+
+    def _retry_lane(self) -> None:
+        """Try an unreachable lane again, without a call that waits for it."""
+        try:
+            connection = self._connect(uptime() + 2 * LANE_CONNECT_S)
+        except (LaneUnreachableError, TokenRefusedError) as error:
+            self._link.on_lane_failed(uptime(), error)
+        except ClosedError:
+            pass
+        else:
+            self._link.on_lane_connected()
+            if connection is not None:
+                self._give_back(connection)
+
+    def _give_back(self, connection: LaneConnection) -> None:
+        if self._closed:
+            self._drop(connection)
+        else:
+            self._idle.append(connection)
 
     def _drop(self, connection: LaneConnection) -> None:
         with self._lock:

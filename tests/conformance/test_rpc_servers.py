@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
+from kvstore.client.rpc.retries import LANE_CONNECT_S
 from kvstore.errors import (
     BatchTooLargeError,
     BusyError,
@@ -49,6 +50,7 @@ from tests.conformance.rpc_peers import (
     Server,
     StoppableCaller,
 )
+from tests.support.etcd import Relay
 from tests.support.wait import until
 
 CARRIERS = ("lane-unix", "lane-tcp", "grpc")
@@ -346,6 +348,30 @@ def test_a_blocked_lane_costs_one_warning(
     warnings = [r.getMessage() for r in caplog.records if r.name == "kvstore.client"]
     assert len(warnings) == 1
     assert f":{dead_port}" in warnings[0]
+
+
+def test_a_silent_lane_is_retried_beside_the_calls() -> None:
+    service = ScriptedService(unix=False)
+    with (
+        Server(service) as server,
+        contextlib.closing(Relay(server.endpoints.lane_port)) as relay,
+        contextlib.closing(Caller(server.address)) as caller,
+    ):
+        service.lane_port = relay.port
+        relay.cut()
+        took: list[float] = []
+
+        def call() -> bool:
+            started = uptime()
+            is_right = caller.call(EXISTS) == EXISTING
+            took.append(uptime() - started)
+            return is_right
+
+        until(lambda: call() and caller.stub._link._lane_failures >= 2)
+        relay.mend()
+        until(lambda: call() and bool(caller.stub._idle))
+    took.remove(max(took))  # the first one, which has tried the lane itself
+    assert max(took) < LANE_CONNECT_S / 2
 
 
 # --- a process that stops ----------------------------------------------------------------------
