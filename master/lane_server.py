@@ -33,6 +33,7 @@ from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.listeners import listen
+from kvstore.runtime.resolver import limit_silence
 from kvstore.runtime.tasks import start_task
 from kvstore.security.tls_stream import TlsError
 from kvstore.wire import frames
@@ -48,6 +49,10 @@ HANDSHAKES_MAX = 128
 
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
+
+SILENCE_S = 15
+"""As ``limit_silence``; more than ``LaneSettings.stall_timeout_s``, since the kernel counts a peer
+that reads nothing as silent."""
 
 CLOSE_S = 1.0
 """How long a client may take to agree to the end of TLS."""
@@ -246,6 +251,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_silence(sock, SILENCE_S)
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server

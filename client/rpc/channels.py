@@ -39,7 +39,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     # Channels of two clients in one process share nothing, so neither closes the other's.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 

@@ -28,6 +28,10 @@ from kvstore.wire.busy_poll_gauge import BusyPollGauge
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.status import decode_error
 
+SILENCE_S = 4
+"""As ``limit_silence``: less than half of a call's usual timeout, so that the call can be retried,
+and its error has a reason."""
+
 _CONNECT_PAUSE_S = 0.005
 """Pause between attempts to connect to a Unix socket whose backlog is full."""
 
@@ -139,6 +143,7 @@ def connect(
         try:
             sock = resolver.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            resolver.limit_silence(sock, SILENCE_S)
             if credentials is not None:
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)

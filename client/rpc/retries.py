@@ -293,17 +293,19 @@ def attempts(
     deadline: float,
     clock: Callable[[], float],
     broken: ConnectionBrokenError | NotLeaderError | None = None,
+    started: float | None = None,
 ) -> Attempts:
     """Drive one call to its reply; see the module.
 
     Args:
         call: None: only joins, and returns nothing.
         broken: the error of an earlier attempt on the lane.
+        started: the start of that attempt.
 
     Raises:
         KVStoreError: the master's error; MasterUnreachableError; DeadlineExceededError.
     """
-    started = clock()
+    started = clock() if started is None else started
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
     identified: set[str] = set()

@@ -198,6 +198,7 @@ class MasterStub:
         if trace:
             payload = with_trace(payload, trace)
         sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
+        started = uptime()
         broken: ConnectionBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
@@ -206,7 +207,7 @@ class MasterStub:
                 pass
             except (ConnectionBrokenError, NotLeaderError) as error:
                 broken = without_frames(error)
-        under_way = attempts(self._link, call, deadline, uptime, broken)
+        under_way = attempts(self._link, call, deadline, uptime, broken, started)
         reply = decode_reply(call, self._run(under_way, sending))
         self._has_replied = True
         if isinstance(reply, JoinReply):

@@ -207,6 +207,16 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         del failure  # its traceback refers to this frame
 
 
+def limit_silence(sock: socket.socket, seconds: int) -> None:
+    """Break a TCP connection, also an idle one, whose peer acknowledges nothing for so long: its
+    host has vanished, or the network drops its packets. Otherwise the kernel tries for minutes."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds // 2)
+
+
 def grpc_target(address: str, deadline: float) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the gRPC target for ``host:port``, with the addresses that this host's resolver knows
     (gRPC's own reads ``/etc/hosts`` and search domains differently), and the options of a channel

@@ -35,6 +35,9 @@ NO_MASTER: Final = "that is "
 REFUSED: Final = "connection refused"
 """gRPC's text for a port without a listener."""
 
+TIMED_OUT: Final = "connection timed out"
+"""The system's text for an open connection whose peer acknowledges nothing any more."""
+
 _STRANGE: Final = ("http/2", "connection reset", "socket closed", "goaway")
 """Parts of gRPC's texts for a port with another protocol, or for a master that is ending."""
 
@@ -103,6 +106,11 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
         return (
             f"No process listens there: start {start_command(masters)}, or name a running master "
             "with --master or KVSTORE_MASTER"
+        )
+    if TIMED_OUT in reasons:
+        return (
+            "Its host has vanished, or the network drops packets, perhaps only large ones: "
+            "ping -M do -s 1472 HOST fails if the MTU is wrong on the way"
         )
     return f"kvstore doctor --master {masters} tests the way to it, step by step"
 

@@ -363,7 +363,7 @@ def test_a_silent_lane_is_retried_beside_the_calls() -> None:
 
         def call() -> bool:
             started = uptime()
-            is_right = caller.call(EXISTS) == EXISTING
+            is_right: bool = caller.call(EXISTS) == EXISTING
             took.append(uptime() - started)
             return is_right
 
