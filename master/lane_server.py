@@ -81,6 +81,8 @@ class LaneSettings:
     """Bounds of the lane."""
 
     connections_max: int = 1024
+    limited_by: str = "its settings"
+    """What determines ``connections_max``."""
     hello_timeout_s: float = 5.0
     frame_timeout_s: float = 5.0
     """How long a frame may take from its first byte to its last."""
@@ -258,6 +260,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         try:
             server.connections.wait(self, self._preempted)
         except BusyError as error:
+            error.advice = f"That follows from the master's {server.settings.limited_by}."
             self._refuse(error)
             return
         server.stats.accepted += 1

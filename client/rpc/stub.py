@@ -59,11 +59,6 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
-CERTIFICATE_REJECTIONS = {
-    "socket closed": "it has closed the connection: it may reject our certificate"
-}
-"""gRPC's text for a master that rejects a client's certificate, and its meaning."""
-
 CLOSED_PAUSE_S = 0.05
 """Interval in which a waiting call checks whether the client was closed."""
 
@@ -359,8 +354,6 @@ class MasterStub:
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-                if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
-                    failure.reason = CERTIFICATE_REJECTIONS.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # cancelled, or the channel was closed

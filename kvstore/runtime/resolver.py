@@ -122,8 +122,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def resolve(host: str, port: int, deadline: float) -> list[Address]:
-    """Return the addresses of ``host``, at least one, each with ``port``, best first. Threads: any; a cancelled call ends the
-    wait.
+    """Return the addresses of ``host``, best first, each with ``port``; at least one. Threads: any;
+    a cancelled call ends the wait.
 
     Args:
         host: a name or a numeric address, without brackets.

@@ -18,7 +18,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import is_loopback
 from kvstore.runtime.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
-from kvstore.wire.status import NO_TLS
+from kvstore.wire.status import CLOSED, NO_TLS
 
 ASK_S: Final = 0.5
 """Timeout of a port."""
@@ -106,6 +106,11 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
         return (
             f"No process listens there: start {start_command(masters)}, or name a running master "
             "with --master or KVSTORE_MASTER"
+        )
+    if CLOSED in reasons:
+        return (
+            "The master may have no free connection (grpc_port_full in its log says what limits "
+            "them), be ending, or reject our certificate"
         )
     if TIMED_OUT in reasons:
         return (

@@ -593,7 +593,8 @@ def test_a_client_that_reads_late_gets_everything() -> None:
 
 
 def test_too_many_connections_are_told_so() -> None:
-    with Server(ScriptedService(), settings=LaneSettings(connections_max=2)) as server:
+    settings = LaneSettings(connections_max=2, limited_by="open files")
+    with Server(ScriptedService(), settings=settings) as server:
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 raw = stack.enter_context(
@@ -603,7 +604,9 @@ def test_too_many_connections_are_told_so() -> None:
             third = stack.enter_context(RawLane(server.endpoints))
             answer = third.next()
             assert answer is not None
-            assert type(decode_error(answer[3])) is BusyError
+            refusal = decode_error(answer[3])
+            assert type(refusal) is BusyError
+            assert "follows from the master's open files" in refusal.advice
             assert third.next() is None
         still_serves(server)
 
