@@ -50,10 +50,6 @@ HANDSHAKES_MAX = 128
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 
-SILENCE_S = 15
-"""As ``limit_silence``; more than ``LaneSettings.stall_timeout_s``, since the kernel counts a peer
-that reads nothing as silent."""
-
 CLOSE_S = 1.0
 """How long a client may take to agree to the end of TLS."""
 
@@ -253,7 +249,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            limit_silence(sock, SILENCE_S)
+            limit_silence(sock, 15)  # longer than a stall: who reads nothing is silent, too
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server

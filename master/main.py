@@ -69,15 +69,10 @@ takes 5 ms."""
 _NEVER: Final = 1 << 30
 
 CONNECTIONS_MIN: Final = 1_024
-"""Connections of each port that a master with little memory accepts."""
+"""Connections that each port accepts with any memory; more take an eighth of it at most."""
 
-CONNECTION_BYTES: Final = 128 << 10
-"""Memory of a connection of gRPC and one of the lane (measured: 22 and 65 KiB)."""
-
-CONNECTION_BYTES_TLS: Final = 512 << 10
-
-MEMORY_SHARE: Final = 8
-"""Connections take at most one part in so many of this host's memory, or of the control group's."""
+CONNECTION_BYTES: Final = {False: 128 << 10, True: 512 << 10}
+"""Memory of a connection of gRPC and one of the lane (measured: 22 and 65 KiB); with TLS."""
 
 FULL_LOOK_S: Final = 1.0
 """How often the master checks whether gRPC's port is full."""
@@ -481,8 +476,7 @@ def _connection_limit_per_port(config: MasterConfig) -> tuple[int, str]:
     """Return the connections that the lane and gRPC's port may each have, and what limits them."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = min([memory, *(each.limit for each in cgroup.limits())])
-    each = CONNECTION_BYTES_TLS if config.auth else CONNECTION_BYTES
-    fits = max(memory // MEMORY_SHARE // each, CONNECTIONS_MIN)
+    fits = max(memory // 8 // CONNECTION_BYTES[bool(config.auth)], CONNECTIONS_MIN)
     wanted, reason = min((fits, "memory"), (grpc_server.CONNECTIONS_MAX, "the maximum"))
     files = descriptors.raise_limit(2 * wanted + descriptors.RESERVE)
     fits = max(1, (files - descriptors.RESERVE) // 2)

@@ -29,8 +29,7 @@ from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, h
 from kvstore.wire.status import decode_error
 
 SILENCE_S = 4
-"""As ``limit_silence``: less than half of a call's usual timeout, so that the call can be retried,
-and its error has a reason."""
+"""As ``limit_silence``: less than half of the default timeout, so that calls are retried."""
 
 _CONNECT_PAUSE_S = 0.005
 """Pause between attempts to connect to a Unix socket whose backlog is full."""
@@ -56,8 +55,6 @@ class LaneConnection:
         first = hello(joined.lane_token)
         try:
             reply = _exchange_hello(self._sock, first, until)
-        except TimeoutError:
-            raise LaneUnreachableError("no HELLO: no reply in time") from None
         except OSError as error:
             raise LaneUnreachableError(f"no HELLO: {_reason(error)}") from None
         except ProtocolError as error:
@@ -148,9 +145,8 @@ def connect(
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)
         except OSError as error:
-            reason = "no reply in time" if isinstance(error, TimeoutError) else _reason(error)
             raise LaneUnreachableError(
-                f"{reason}; open TCP port {joined.lane_port} of the master for faster calls"
+                f"{_reason(error)}; open TCP port {joined.lane_port} of the master for faster calls"
             ) from None
     sock.setblocking(False)
     return LaneConnection(sock, spin_s, generation)
@@ -219,4 +215,6 @@ def _reason(error: OSError) -> str:
         error = TlsError(error)
     if error.errno == errno.ECONNREFUSED:
         return "connection refused"
+    if isinstance(error, TimeoutError) and not error.errno:
+        return "no reply in time"
     return (error.strerror or str(error) or type(error).__name__).lower()

@@ -45,8 +45,7 @@ from kvstore.wire.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch
 from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason
 
 LANE_RETRY_MAX_S: Final = 30.0
-"""Maximum pause before an unreachable lane is tried again, beside the calls, which use gRPC
-meanwhile. The first pause is 1 s; each one doubles."""
+"""Maximum pause between attempts to reach the lane. The first one is 1 s; each one doubles."""
 
 LANE_CONNECT_S: Final = 1.0
 """Limit on connecting to the lane: a firewall may drop packets, and gRPC could make the call."""
@@ -181,8 +180,7 @@ class MasterConnectionState:
         self._address_index = 0
         self._leader = ""
         self._lane = lane
-        self._lane_failures = 0
-        """Failed attempts to connect since the last success."""
+        self._lane_failures = 0  # since the last success
         self._lane_retry_at = 0.0
         self._lane_problem = ""
         self._warned = False
@@ -241,12 +239,9 @@ class MasterConnectionState:
     @property
     def is_lane_usable(self) -> bool:
         joined = self.joined
-        return (
-            self._lane
-            and joined is not None
-            and bool(joined.lane_port or joined.lane_unix)
-            and not self._lane_failures
-        )
+        if joined is None or not self._lane or self._lane_failures:
+            return False
+        return bool(joined.lane_port or joined.lane_unix)
 
     def should_retry_lane(self, now: float) -> bool:
         """Return whether the caller should try an unreachable lane now; True to one caller."""

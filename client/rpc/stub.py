@@ -420,7 +420,10 @@ class MasterStub:
             if isinstance(error, ConnectionBrokenError):
                 error.generation = connection.generation
             raise
-        self._give_back(connection)
+        if self._closed:
+            self._drop(connection)
+        else:
+            self._idle.append(connection)
         if kind == ERROR:
             raise decode_error(data)
         return data
@@ -455,20 +458,12 @@ class MasterStub:
         """Try an unreachable lane again, without a call that waits for it."""
         try:
             connection = self._connect(uptime() + 2 * LANE_CONNECT_S)
-        except (LaneUnreachableError, TokenRefusedError) as error:
+        except (LaneUnreachableError, TokenRefusedError, ClosedError) as error:
             self._link.on_lane_failed(uptime(), error)
-        except ClosedError:
-            pass
         else:
             self._link.on_lane_connected()
             if connection is not None:
-                self._give_back(connection)
-
-    def _give_back(self, connection: LaneConnection) -> None:
-        if self._closed:
-            self._drop(connection)
-        else:
-            self._idle.append(connection)
+                self._idle.append(connection)
 
     def _drop(self, connection: LaneConnection) -> None:
         with self._lock:

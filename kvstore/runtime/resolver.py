@@ -37,6 +37,9 @@ LOOKUPS_MAX: Final = 64
 """Names looked up at once, each by a thread."""
 
 
+_TEMPORARY: Final = (socket.EAI_AGAIN, socket.EAI_SYSTEM)
+
+
 class NameResolutionError(OSError):
     """A name without addresses, or a timeout. ``str`` is the reason."""
 
@@ -53,9 +56,7 @@ class Address(NamedTuple):
         return join_address(self.place[0], self.place[1])
 
 
-class _Resolved(NamedTuple):
-    addresses: list[Address]
-    failure: socket.gaierror | None
+_Resolved = list[Address] | socket.gaierror
 
 
 class _Resolver:
@@ -93,14 +94,14 @@ class _Resolver:
     def _resolve(self, host: str) -> None:
         try:
             rows = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            answer = _Resolved([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
+            answer: _Resolved = [Address(row[0], row[4]) for row in rows]  # type: ignore[arg-type]
         except socket.gaierror as error:
-            answer = _Resolved([], error)
+            answer = error
         except (OSError, UnicodeError) as error:
-            answer = _Resolved([], socket.gaierror(socket.EAI_FAIL, str(error)))
+            answer = socket.gaierror(socket.EAI_FAIL, str(error))
         with self.lock:
-            if answer.addresses:
-                self.found[host] = answer.addresses
+            if isinstance(answer, list):
+                self.found[host] = answer
                 self.found.move_to_end(host)
                 while len(self.found) > REMEMBERED_MAX:
                     self.found.popitem(last=False)
@@ -146,14 +147,13 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
         if not old:
             raise
         answer = None
-    if answer is not None and answer.addresses:
-        return [_with_port(address, port) for address in answer.addresses]
-    failure = None if answer is None else answer.failure
-    if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
-        return [_with_port(each, port) for each in old]
-    if failure is None:
+    if old and (answer is None or getattr(answer, "errno", 0) in _TEMPORARY):
+        answer = old
+    if isinstance(answer, list):
+        return [_with_port(address, port) for address in answer]
+    if answer is None:
         raise NameResolutionError(f"no name server has answered for {host!r}")
-    raise NameResolutionError(f"the name {host!r} has no address: {failure.strerror}")
+    raise NameResolutionError(f"the name {host!r} has no address: {answer.strerror}")
 
 
 def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:

@@ -23,10 +23,6 @@ from kvstore.runtime.resolver import limit_silence
 _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("@ii", 1, 0)
 
-SILENCE_S: Final = 10
-"""As ``limit_silence``: a network failure is detected even without calls."""
-
-
 MOVED_MIN: Final = 64 << 10
 """Bytes that must be acknowledged within ``stall_s`` to count as progress."""
 
@@ -62,7 +58,7 @@ class Stream:
         """The peer's address for logs."""
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit_silence(sock, SILENCE_S)
+        limit_silence(sock, 10)
 
     def fileno(self) -> int:
         """Return the file descriptor, for code that sets timeouts and keeps deadlines itself."""

@@ -35,9 +35,6 @@ NO_MASTER: Final = "that is "
 REFUSED: Final = "connection refused"
 """gRPC's text for a port without a listener."""
 
-TIMED_OUT: Final = "connection timed out"
-"""The system's text for an open connection whose peer acknowledges nothing any more."""
-
 _STRANGE: Final = ("http/2", "connection reset", "socket closed", "goaway")
 """Parts of gRPC's texts for a port with another protocol, or for a master that is ending."""
 
@@ -109,10 +106,10 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
         )
     if CLOSED in reasons:
         return (
-            "The master may have no free connection (grpc_port_full in its log says what limits "
-            "them), be ending, or reject our certificate"
+            "It may have no free connection (its log says grpc_port_full), end, or reject our "
+            "certificate"
         )
-    if TIMED_OUT in reasons:
+    if "connection timed out" in reasons:
         return (
             "Its host has vanished, or the network drops packets, perhaps only large ones: "
             "ping -M do -s 1472 HOST fails if the MTU is wrong on the way"

@@ -65,12 +65,10 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
             return found
         except NameResolutionError as unknown:
             reasons[member] = str(unknown)
-            continue
         except grpc.RpcError as error:
-            failure = error
-        if not is_member_specific(failure):
-            raise refused(failure, place)
-        reasons[member] = reason_of(failure)
+            if not is_member_specific(error):
+                raise refused(error, place) from None
+            reasons[member] = reason_of(error)
     raise unavailable(place, reasons)
 
 

@@ -277,19 +277,6 @@ def test_a_lane_with_another_token_is_tried_at_once() -> None:
     assert world.story[3:] == ["SendOnGrpc!", "JoinAt", "SendOnLane"]
 
 
-def test_an_unreachable_lane_is_warned_of_once() -> None:
-    link = MasterConnectionState("m:1", lane=True)
-    link.accept(World().joined(), "m:1")
-    assert link.lane_warning() is None
-    link.on_lane_failed(0.0, LaneUnreachableError("filtered"))
-    warning = link.lane_warning()
-    assert warning is not None
-    assert "m:5" in warning
-    assert "filtered" in warning
-    link.on_lane_failed(1.0, LaneUnreachableError("filtered"))
-    assert link.lane_warning() is None
-
-
 def test_a_refused_token_means_a_new_master() -> None:
     world = World()
     assert world.run(EXISTS, script(b"", TokenRefusedError("old"), b"", b"reply")) == b"reply"
