@@ -461,9 +461,9 @@ class MasterStub:
         except (LaneUnreachableError, TokenRefusedError, ClosedError) as error:
             self._link.on_lane_failed(uptime(), error)
         else:
-            self._link.on_lane_connected()
             if connection is not None:
                 self._idle.append(connection)
+            self._link.on_lane_connected()
 
     def _drop(self, connection: LaneConnection) -> None:
         with self._lock:
