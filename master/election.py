@@ -25,6 +25,7 @@ from kvstore.master.role import (
     WaitUntil,
     WatchLeader,
 )
+from kvstore.runtime.addresses import is_host_port
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd, LeaderEntry
 
@@ -176,12 +177,14 @@ class Election:
         return name
 
     def _stand_by(self) -> None:
-        """Name the leader in replies, but never this master, which does not lead."""
+        """Name the leader in replies, but never this master, which does not lead, nor a value of
+        another program."""
         leader = self._role.leader
         if leader is None:
             return
         self.leader_known.set()
-        address = leader.address if leader.address != self._address else ""
+        is_other = leader.address != self._address and is_host_port(leader.address)
+        address = leader.address if is_other else ""
         if address != self._named:
             self._named = address
             log.info("standby leader=%s", address or "unknown")

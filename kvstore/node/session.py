@@ -27,7 +27,14 @@ from kvstore.wire.port_probe import (
     is_protocol_mismatch,
     unreachable_advice,
 )
-from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason, unexpected
+from kvstore.wire.status import (
+    CLOSED_REASONS,
+    decode_error,
+    detail_of,
+    from_grpc,
+    short_reason,
+    unexpected,
+)
 
 if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -82,7 +89,9 @@ class NodeStream:
 
     async def __aenter__(self) -> Self:
         try:
-            target = await asyncio.to_thread(grpc_target, self._address, uptime() + RESOLVE_S)
+            target, named = await asyncio.to_thread(
+                grpc_target, self._address, uptime() + RESOLVE_S
+            )
         except NameResolutionError as error:
             raise MasterUnreachableError(
                 f"no session with the master at {self._address}: {error}",
@@ -90,9 +99,9 @@ class NodeStream:
                 address=self._address,
             ) from None
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS + named)
         else:
-            options = [*_OPTIONS, *channel_options()]
+            options = [*_OPTIONS, *named, *channel_options()]
             self._channel = grpc.aio.secure_channel(
                 target, self._credentials.channel(), options=options
             )
@@ -217,7 +226,8 @@ class NodeStream:
             if is_protocol_mismatch(details):
                 what = await asyncio.to_thread(identify_service, self._address)
             if self._credentials is not None:
-                reason = self._credentials.explain(reason)
+                if reason in CLOSED_REASONS:
+                    reason = self._credentials.validity_error() or reason
                 what = GRPC if what == TLS else what
             reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(

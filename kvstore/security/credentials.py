@@ -105,13 +105,6 @@ class Credentials:
         error = self.validity().error(time.time())
         return error and f"the certificate of auth {self.path} is not valid: {error}"
 
-    def explain(self, reason: str) -> str:
-        """Return what gRPC's reason for a failed connection means if we show a certificate."""
-        if reason in ("socket closed", "connection reset by peer"):
-            reason = "it has closed the connection: it may reject our certificate"
-            return self.validity_error() or reason
-        return reason
-
     def warn_if_expiring(self) -> None:
         """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
         if uptime() < self._remind_at:

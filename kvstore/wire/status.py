@@ -133,8 +133,12 @@ def detail_of(error: grpc.RpcError) -> bytes | None:
 
 
 NO_TLS: Final = "it does not speak TLS"
+CLOSED: Final = "it closed the connection"
+CLOSED_REASONS: Final = (CLOSED, "connection reset by peer")
+"""Of a peer that may reject our certificate."""
 
-_TLS_FAILURES: Final = (
+_MEANINGS: Final = (
+    ("Socket closed", CLOSED),
     ("WRONG_VERSION_NUMBER", NO_TLS),
     ("Hostname Verification", "its certificate is not that of a master"),
     ("EXPIRED", "its certificate has expired by the clock of this host"),
@@ -143,13 +147,13 @@ _TLS_FAILURES: Final = (
     ("is not yet valid", "its certificate is not valid yet by the clock of this host"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
-"""Meanings of gRPC's texts about failed handshakes."""
+"""Meanings of gRPC's texts about connections that fail or end."""
 
 
 def short_reason(details: str | None) -> str:
     """Return the end of gRPC's long explanations: ``connection refused``."""
     said = (details or "no details").partition("\n")[0]  # a binary address may follow
-    for sign, meaning in _TLS_FAILURES:
+    for sign, meaning in _MEANINGS:
         if sign in said:
             return meaning
     return _printable(said.rpartition(": ")[2]).partition(" (")[0].lower()

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
+from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError, UnavailableError
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
 from kvstore.master.rpc_servers import ListenAddresses
@@ -475,6 +475,21 @@ def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
     ha.another_leads(first)
     with Client(second) as client:
         assert client.status().cluster == "prod"
+
+
+def test_a_value_of_another_program_in_etcd_is_reported_and_not_kept(ha: HaCluster) -> None:
+    master, key = ha.add_master(), ha.etcd.place().leader_key.decode()
+    until(lambda: ha.leader() == master)
+    with ha.client(timeout_ms=1_500) as by_etcd, Client(master, timeout_ms=1_500) as by_address:
+        ha.etcd.control("put", key, "[::1")
+        until(lambda: "standby leader=" in ha.masters[master].errors)
+        for client, what in ((by_etcd, "holds '.::1', not the address"), (by_address, "stands by")):
+            with pytest.raises(MasterUnreachableError, match=what):
+                client.exists("nothing")
+        ha.etcd.control("del", key)
+        ha.another_leads("")
+        assert not by_etcd.exists("nothing")
+        assert not by_address.exists("nothing")
 
 
 def test_what_a_standby_says(ha: HaCluster) -> None:

@@ -24,6 +24,7 @@ from kvstore.console.diagnostics.problems import DetectedProblem, of_a_status
 from kvstore.errors import ConfigError, KVStoreError, NotLeaderError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.shm_entries import directories
+from kvstore.runtime import resolver
 from kvstore.runtime.addresses import (
     ETCD_SCHEME,
     EtcdPlace,
@@ -222,8 +223,12 @@ class ClusterChecks:
         """
         address = join_address(*split_address(place, default_port=DEFAULT_PORT))
         call = CALLS[calls.Status]
-        options = [("grpc.enable_http_proxy", 0)]
-        with open_channel(address, self._credentials, options) as channel:
+        try:
+            target, named = resolver.grpc_target(address, deadline)
+        except resolver.NameResolutionError:
+            return  # ``join`` reports it
+        options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0), *named]
+        with open_channel(target, self._credentials, options) as channel:
             ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
             try:
                 ask(encode_request(calls.Status()), timeout=max(0.1, deadline - uptime()) / 2)
