@@ -575,4 +575,5 @@ def import_torch() -> ModuleType:
 def _torch_of(value: object) -> ModuleType | None:
     """Return torch if ``value`` is one of its tensors, without importing it."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(value, torch.Tensor) else None
+    tensor = getattr(torch, "Tensor", None)  # None while another thread imports it
+    return torch if tensor is not None and isinstance(value, tensor) else None
