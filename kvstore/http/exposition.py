@@ -4,6 +4,7 @@ numbers of the store from the status."""
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -162,10 +163,13 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         for node in status.nodes
         for segment in node.segments
     }
+    states = Counter(node.state for node in status.nodes)
+    joined = {node.name for node in status.nodes}
+    states["dead"] = sum(
+        node.reason != "left" and node.name not in joined for node in status.departed
+    )
     of: dict[str, Rows] = {
-        "kvstore_nodes": {
-            (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
-        },
+        "kvstore_nodes": {(state,): states[state] for state in NODE_STATES},
         **{
             name: {place: getattr(segment, field) for place, segment in segments.items()}
             for name, field in OF_SEGMENT.items()

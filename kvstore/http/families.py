@@ -54,7 +54,7 @@ OF_SEGMENT: Final = {
 """Byte metrics by field of a segment."""
 
 STORE: Final = (
-    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. Dead nodes are removed at once, suspect ones are alive or dead within seconds."),
+    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. Suspect nodes are alive or dead within seconds. Dead: died within six hours, as far as this leader knows, and no node of the name has joined since."),
     Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
     Family("kvstore_departed_nodes_total", "counter", (), "Departed nodes: stopped or drained."),
     *(Family(name, "gauge", ("node", "segment"), field_texts(SegmentStatus)[field]) for name, field in OF_SEGMENT.items()),

@@ -285,7 +285,6 @@ def _guarantees(seen: _Seen) -> Words:
 
 OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
     "suspect": lambda node: node.state == "suspect",
-    "dead": lambda node: node.state == "dead",
     "draining": lambda node: node.state == "draining",
     "unreachable": lambda node: node.unreachable,
     "shm_entry_missing": lambda node: node.shm_entry_missing,

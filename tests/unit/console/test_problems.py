@@ -82,7 +82,6 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("bad", "KvstoreNodeNotJoined", "No node has joined: nothing can be stored.", store(status())),
     ("bad", "KvstoreNodeSuspect", "Node b (10.0.0.8:50003) is suspect: no heartbeat for 2.3 s",
      store(status(node("b", "suspect")))),
-    ("bad", "KvstoreNodeDead", "its objects are missing.", store(status(node("b", "dead")))),
     ("note", "Draining", "Node a (10.0.0.8:50003) is draining: its objects are moved",
      store(status(node("a", "draining")))),
     ("bad", "KvstoreNodeSuspect", "is unreachable from the master: refused.",

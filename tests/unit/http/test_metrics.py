@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.calls import (
     ClusterStatus,
     Counter,
+    DepartedNode,
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
@@ -68,7 +69,6 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_stored_objects_total", ()] == 9
     assert found["kvstore_refused_puts_total", ()] == 2
     assert found["kvstore_evicted_objects_total", ()] == 0, "what has not happened is 0"
-    assert found["kvstore_nodes", (("state", "dead"),)] == 0
     place = (("node", "a"), ("segment", "4"))
     assert found["kvstore_segment_used_bytes", place] == 300
     assert found["kvstore_segment_pending_bytes", place] == 30
@@ -76,6 +76,15 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_segment_reclaim_bytes", place] == 10
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.004"),)] == 1
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.002"),)] == 0
+
+
+def test_a_node_counts_as_dead_until_one_of_its_name_joins() -> None:
+    departed = [
+        DepartedNode(name, "h", reason, departed_ms=9, missing=0, lost=3, reports=False)
+        for name, reason in (("a", "silent"), ("b", "broken"), ("c", "left"))
+    ]
+    found = page(measured(), status()._replace(departed=departed))
+    assert found["kvstore_nodes", (("state", "dead"),)] == 1, "a is back, c was stopped"
 
 
 def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
