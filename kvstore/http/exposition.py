@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus, TenantStatus
+from kvstore.calls.no_space_messages import CAUSES
 from kvstore.http.families import MASTER, OF_COUNTERS, OF_SEGMENT, STORE, Family
 from kvstore.runtime import logs
 from kvstore.runtime.histograms import cumulative
@@ -151,9 +152,10 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
 
 
 def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
+    counters = dict(status.counters)
     counted: dict[str, Rows] = {
         OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
-        for name, value in status.counters
+        for name, value in counters.items()
     }
     largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
     objects = sum(row.objects for row in status.namespaces)
@@ -173,6 +175,9 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         **{
             name: {place: getattr(segment, field) for place, segment in segments.items()}
             for name, field in OF_SEGMENT.items()
+        },
+        "kvstore_refused_puts_total": {
+            (cause,): counters.get(f"refused_{cause}", 0) for cause in CAUSES
         },
         "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
         "kvstore_reuse_seconds": {(): measured["reuse_ms"]},

@@ -94,7 +94,7 @@ STORE: Final = (
     Family("kvstore_revoked_puts_total", "counter", (), "Objects whose writers revoked the put."),
     Family("kvstore_expired_puts_total", "counter", (), "Objects whose writers did not end the put before its deadline."),
     Family("kvstore_queued_puts_total", "counter", (), "Puts that waited for space."),
-    Family("kvstore_refused_puts_total", "counter", (), "Puts that found no space in time."),
+    Family("kvstore_refused_puts_total", "counter", ("cause",), "Puts that found no space in time, by the cause that their error names."),
     Family("kvstore_refused_pins_total", "counter", (), "Pins above the limit of their namespace, or of all."),
     Family("kvstore_moved_objects_total", "counter", (), "Objects that draining moved to other nodes."),
     Family("kvstore_moved_bytes_total", "counter", (), "Bytes of these objects."),
@@ -134,7 +134,6 @@ CLIENT: Final = (
 )  # fmt: skip
 
 OF_COUNTERS: Final = {
-    "refused_no_space": "kvstore_refused_puts_total",
     "under_replicated_objects": "kvstore_under_replicated_objects",
     "missing_objects": "kvstore_missing_objects",
     "pinned_objects": "kvstore_pinned_objects",

@@ -28,7 +28,7 @@ from kvstore.console.diagnostics.problems import (
     of_identity,
     standby_problems,
 )
-from kvstore.console.diagnostics.rows import ADVICE, PROBLEMS, ROWS
+from kvstore.console.diagnostics.rows import PROBLEMS, ROWS
 from kvstore.security.validity import ValidityPeriod
 from tests.unit.console.test_history import EVERY_MS, histogram, measured
 from tests.unit.console.test_why import asks, record, writes
@@ -134,8 +134,15 @@ def test_a_problem_has_its_level_words_and_advice(
 ) -> None:
     assert [(each.level, each.runbook) for each in found] == [(level, row)]
     assert words in found[0].text
-    assert found[0].advice == ADVICE[row]
+    assert found[0].advice
     assert "\n" not in found[0].advice
+
+
+def test_after_a_take_over_the_advice_is_to_wait() -> None:
+    found = store(status(node(ready_ms=7_300)), after(refused_restarted=2))
+    assert len(found) == 2
+    assert all("wait" in each.advice.lower() for each in found)
+    assert not any("add " in each.advice.lower() for each in found)
 
 
 COUNTERS = [name for name, row in PROBLEMS.items() if row.one]
