@@ -35,6 +35,7 @@ from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.open_access import OpenAccess
+from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
@@ -142,6 +143,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
     await master.bind()
     listener: socket.socket | None = None
     election: Election | None = None
+    peers: PeerMasters | None = None
     running: list[asyncio.Task[None]] = [start_task("collector", _freeze_gc(), died=broken)]
     stopping = loop.create_task(stopped.wait())
     breaking = loop.create_task(broken.wait())
@@ -160,7 +162,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
         else:
             address = _advertised(config, endpoints.port, etcd.place)
             election = Election(etcd, address, master, cluster=config.cluster)
-            master.lead_as(address, election)
+            peers = PeerMasters(Etcd(etcd.place), address, master.notices)
+            master.lead_as(address, election, peers)
+            running.append(start_task("masters", peers.run(), died=broken))
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
@@ -232,6 +236,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             listener.close()
         if election is not None:
             await election.resign()
+        if peers is not None:
+            await peers.stop(as_asked=stopped.is_set())
         if etcd is not None:
             await etcd.close()
         await master.stop()
@@ -274,6 +280,7 @@ class _MasterProcess:
         self._address = ""
         self._logged_leader = ""
         self._election: Election | None = None
+        self._peers: PeerMasters | None = None
         self._outruns = SupersededEpochs(random.SystemRandom())
         self.feed = MasterChannel() if config.events else None
         self.notices = ClusterEventLog(wall_clock_ms)
@@ -291,10 +298,10 @@ class _MasterProcess:
         has_events = self.feed is not None
         self.endpoints = self.endpoints._replace(http_port=port, has_events=has_events)
 
-    def lead_as(self, address: str, election: Election) -> None:
+    def lead_as(self, address: str, election: Election, peers: PeerMasters) -> None:
         """Makes this one of several masters: ``address`` is its own, ``election`` decides who
         leads."""
-        self._address, self._election = address, election
+        self._address, self._election, self._peers = address, election, peers
 
     def begin(self, epoch: int, until: float) -> None:
         self.epoch = epoch
@@ -449,16 +456,21 @@ class _MasterProcess:
                 "connections_refused": rpc_servers.lane.stats.rejected,
                 "refused": self.access.refused,
                 "connections_stalled": rpc_servers.lane.stats.stalled,
-                **({} if self._election is None else self._election.counters()),
+                **self._election_counters(),
                 **({} if self.feed is None else self.feed.counters()),
                 **logs.counters(),
             },
         }
 
     def _counters(self) -> dict[str, int]:
-        elections = {} if self._election is None else self._election.counters()
         own = {"grpc_connections": self._grpc_connections, "refused": self.access.refused}
+        elections = self._election_counters()
         return {**self.rpc_servers.counters(), **own, **elections, **logs.counters()}
+
+    def _election_counters(self) -> dict[str, int]:
+        if self._election is None or self._peers is None:
+            return {}
+        return {**self._election.counters(), "lost_masters": len(self._peers.lost)}
 
 
 def wall_clock_ms() -> int:

@@ -279,6 +279,11 @@ def _under_replicated(seen: _Seen) -> Words:
     return {"count": _count(short, "object")} if short else None
 
 
+def _lost_masters(seen: _Seen) -> Words:
+    lost = seen.counter("lost_masters")
+    return {"count": _count(lost, "master")} if lost else None
+
+
 def _guarantees(seen: _Seen) -> Words:
     short = guarantee_warning(seen.status)
     return {"short": short} if short else None
@@ -295,6 +300,7 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
 OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
     "no_node": lambda seen: None if seen.status.nodes else {},
     "under_replicated": _under_replicated,
+    "lost_masters": _lost_masters,
     "waiting": _waiting,
     "guarantees": _guarantees,
     "pinned": _pinned,
