@@ -46,7 +46,13 @@ from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.master.tenants_file import TenantsFileWatcher
 from kvstore.runtime import descriptors, logs, sd_notify, tasks
 from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
-from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node
+from kvstore.runtime.child_process import (
+    NO_PARENT,
+    Child,
+    ParentLink,
+    start_node,
+    start_timeout_s,
+)
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd
 from kvstore.runtime.histograms import Histogram
@@ -189,9 +195,12 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 demands_encryption=config.data_encryption == "tls",
             )  # fmt: skip
             running.append(start_task("http", serving, died=broken))
-        if temporary is None:
-            _print_startup_banner(config, endpoints, listener, secured.scheme)
-            sd_notify.ready(f"serves on port {endpoints.port}")
+        # With etcd, memory waits for a leader, which may be far away.
+        after_memory = bool(config.memory) and election is None
+        if after_memory:
+            sd_notify.still_starting("starts its memory", start_timeout_s(config.memory))
+        elif temporary is None:
+            _announce_ready(config, endpoints, listener, secured.scheme)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -207,6 +216,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 if not stopped.is_set():  # a service manager ends the node at the same time
                     raise
                 return 0
+            master.awaits_memory = False
+            if after_memory and temporary is None:
+                _announce_ready(config, endpoints, listener, secured.scheme)
             if is_own:
                 owned = f"{config.memory >> 20} MiB as node {child.said['name']}"
                 print(f"kvstore-master owns {owned}", flush=True)
@@ -252,6 +264,8 @@ class _MasterProcess:
         self._died = died
         self.epoch = 0
         """The epoch of the present or the last term."""
+        self.awaits_memory = bool(config.memory)
+        """Whether its own node has not joined yet."""
         self._config = config
         self._rules = MasterRules(
             lease_ms=config.lease_ms,
@@ -419,9 +433,11 @@ class _MasterProcess:
                 log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
 
     def role(self) -> dict[str, object]:
-        """Whether this master leads, and if not, the leader's ``host:port``, as far as known."""
+        """Whether this master leads, and if not, the leader's ``host:port``, as far as known; and
+        whether it awaits its own memory."""
         leads = self._service is not None and not self._service.ceased
-        return {"leads": leads, "leader": "" if leads else self._standby.leader}
+        leader = "" if leads else self._standby.leader
+        return {"leads": leads, "leader": leader, "awaits_memory": self.awaits_memory}
 
     def measures(self) -> dict[str, object]:
         """The values that ``kvstore.http.exposition`` shows of this process."""
@@ -564,7 +580,7 @@ def _names(config: MasterConfig) -> list[str]:
     return [name for name in names if name]
 
 
-def _print_startup_banner(
+def _announce_ready(
     config: MasterConfig, endpoints: ListenAddresses, http: socket.socket | None, scheme: str
 ) -> None:
     at = join_address(config.host, endpoints.port)
@@ -582,6 +598,7 @@ def _print_startup_banner(
             f"kvstore-master serves metrics on {at}/metrics, and a dashboard on {at}/",
             flush=True,
         )
+    sd_notify.ready(f"serves on port {endpoints.port}")
 
 
 async def _freeze_gc() -> None:

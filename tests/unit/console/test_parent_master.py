@@ -33,3 +33,11 @@ def test_a_drain_demands_encryption_as_its_master_does(tmp_path: Path, demands: 
             await master.close()
 
     assert asyncio.run(main()) == ("tls" if demands else "off")
+
+
+def test_a_master_that_awaits_its_own_memory_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def role(*_: str) -> dict[str, object]:
+        return {"leads": True, "leader": "", "awaits_memory": True}
+
+    monkeypatch.setattr(ParentMaster, "_call", role)
+    assert not asyncio.run(ParentMaster.readiness(object.__new__(ParentMaster))).ready
