@@ -48,8 +48,8 @@ CAUSES: Final = {
     ),
     AVOIDED: (
         "{free} free on {nodes}, which this client failed to reach recently{hint}",
-        "Open the nodes' ports for the client's host; a node that advertises a loopback address needs "
-        "--host. kvstore doctor tests the path.",
+        "Open the nodes' ports for the client's host; a node that advertises a loopback address "
+        "needs --host. kvstore doctor tests the path.",
         "their clients failed to reach the nodes with free space: run kvstore doctor there",
     ),
     RESTARTED: (
