@@ -149,7 +149,6 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
     await master.bind()
     listener: socket.socket | None = None
     election: Election | None = None
-    peers: PeerMasters | None = None
     running: list[asyncio.Task[None]] = [start_task("collector", _freeze_gc(), died=broken)]
     stopping = loop.create_task(stopped.wait())
     breaking = loop.create_task(broken.wait())
@@ -167,9 +166,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            election = Election(etcd, address, master, cluster=config.cluster)
             peers = PeerMasters(Etcd(etcd.place), address, master.notices)
-            master.lead_as(address, election, peers)
+            election = Election(etcd, address, master, peers, cluster=config.cluster)
+            master.lead_as(address, election)
             running.append(start_task("masters", peers.run(), died=broken))
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
@@ -248,8 +247,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             listener.close()
         if election is not None:
             await election.resign()
-        if peers is not None:
-            await peers.stop(as_asked=stopped.is_set())
+            await election.peers.stop(as_asked=stopped.is_set())
         if etcd is not None:
             await etcd.close()
         await master.stop()
@@ -294,7 +292,6 @@ class _MasterProcess:
         self._address = ""
         self._logged_leader = ""
         self._election: Election | None = None
-        self._peers: PeerMasters | None = None
         self._outruns = SupersededEpochs(random.SystemRandom())
         self.feed = MasterChannel() if config.events else None
         self.notices = ClusterEventLog(wall_clock_ms)
@@ -312,10 +309,10 @@ class _MasterProcess:
         has_events = self.feed is not None
         self.endpoints = self.endpoints._replace(http_port=port, has_events=has_events)
 
-    def lead_as(self, address: str, election: Election, peers: PeerMasters) -> None:
+    def lead_as(self, address: str, election: Election) -> None:
         """Makes this one of several masters: ``address`` is its own, ``election`` decides who
         leads."""
-        self._address, self._election, self._peers = address, election, peers
+        self._address, self._election = address, election
 
     def begin(self, epoch: int, until: float) -> None:
         self.epoch = epoch
@@ -472,21 +469,16 @@ class _MasterProcess:
                 "connections_refused": rpc_servers.lane.stats.rejected,
                 "refused": self.access.refused,
                 "connections_stalled": rpc_servers.lane.stats.stalled,
-                **self._election_counters(),
+                **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
                 **logs.counters(),
             },
         }
 
     def _counters(self) -> dict[str, int]:
+        elections = {} if self._election is None else self._election.counters()
         own = {"grpc_connections": self._grpc_connections, "refused": self.access.refused}
-        elections = self._election_counters()
         return {**self.rpc_servers.counters(), **own, **elections, **logs.counters()}
-
-    def _election_counters(self) -> dict[str, int]:
-        if self._election is None or self._peers is None:
-            return {}
-        return {**self._election.counters(), "lost_masters": len(self._peers.lost)}
 
 
 def wall_clock_ms() -> int:

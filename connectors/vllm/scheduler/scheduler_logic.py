@@ -616,6 +616,6 @@ def _params(request: Request) -> dict[str, Any]:
 
 def _milliseconds(request: Request, name: str, most: int) -> int:
     """Return a time requested in the parameters, at most ``most``; 0: none."""
-    wanted = _params(request).get(name)
+    wanted = _params(request).get(name, 0)
     is_valid = type(wanted) in (int, float) and wanted > 0
     return math.ceil(min(wanted, most)) if is_valid else 0
