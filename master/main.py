@@ -46,13 +46,7 @@ from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.master.tenants_file import TenantsFileWatcher
 from kvstore.runtime import descriptors, logs, sd_notify, tasks
 from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
-from kvstore.runtime.child_process import (
-    NO_PARENT,
-    Child,
-    ParentLink,
-    start_node,
-    start_timeout_s,
-)
+from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node, start_timeout_s
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd
 from kvstore.runtime.histograms import Histogram

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Final
@@ -35,28 +36,25 @@ class PeerMasters:
         self._notices = notices
         self._running: set[str] = set()
         self._lease_id = 0
-        self._fails = False
 
     async def run(self) -> None:
         """Announce this master until cancelled; then call ``stop``."""
+        level = logging.WARNING
         while True:
             try:
                 await self._announce(uptime() + EVERY_S)
-                self._fails = False
+                level = logging.WARNING
             except KVStoreError as error:
-                if not self._fails:
-                    log.warning("not_announced reason=%s", error)
-                self._fails = True
+                log.log(level, "not_announced reason=%s", error)
+                level = logging.DEBUG
             await asyncio.sleep(EVERY_S)
 
     async def stop(self, *, as_asked: bool) -> None:
         """``as_asked``: whether others may take this for an end that an operator wants."""
-        try:
-            if self._lease_id and as_asked:
+        if self._lease_id and as_asked:
+            with contextlib.suppress(KVStoreError):
                 deadline = uptime() + EVERY_S
                 await self._etcd.announce(self._address, STOPPED, self._lease_id, deadline)
-        except KVStoreError as error:
-            log.debug("stop_not_announced reason=%s", error)
         await self._etcd.close()
 
     async def _announce(self, deadline: float) -> None:
@@ -80,6 +78,6 @@ class PeerMasters:
             self._notices.add("master_lost", {"address": shown})
         for address in running - self._running:
             self.lost.pop(address if address in self.lost else next(iter(self.lost), ""), None)
-        while len(self.lost) > MASTERS_MAX:
-            del self.lost[next(iter(self.lost))]
+        for address in list(self.lost)[:-MASTERS_MAX]:
+            del self.lost[address]
         self._running = running
