@@ -81,6 +81,7 @@ def groups(runbook: str) -> str:
 def _rule(row: Row, runbook: str) -> list[str]:
     if row.alert is None:
         return []
+    description = f"{row.means} {row.alert.advice(row)}"
     return [
         f"      - alert: {row.name}",
         f"        expr: >-\n          {row.alert.expr}",
@@ -88,7 +89,7 @@ def _rule(row: Row, runbook: str) -> list[str]:
         f"        labels: {{severity: {row.alert.severity}}}",
         "        annotations:",
         f"          summary: {json.dumps(row.alert.summary)}",
-        f"          description: {json.dumps(f'{row.means} {row.advice}', ensure_ascii=False)}",
+        f"          description: {json.dumps(description, ensure_ascii=False)}",
         f"          runbook_url: '{runbook}#{row.anchor}'",
     ]
 

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.limits import EPOCH_AHEAD_MAX, plausible_epoch_max
 from kvstore.master import times
+from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.role import (
     AcquireLease,
     Action,
@@ -59,8 +60,8 @@ class Election:
     """Takes part in the election while ``run`` runs, until ``resign``."""
 
     def __init__(
-        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = "",
-        may_lead: Callable[[], bool] = lambda: True,
+        self, etcd: Etcd, address: str, terms: LeadershipListener, peers: PeerMasters, *,
+        cluster: str = "", may_lead: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """``address``: this master's own. ``cluster``: its name; empty: taken from etcd.
         ``may_lead``: as in ``ElectionStateMachine.next_action``."""
@@ -68,6 +69,7 @@ class Election:
         """Name of the cluster; etcd's once this master campaigns."""
         self.leader_known = asyncio.Event()
         """Set once any leader is known."""
+        self.peers = peers
         self._etcd = etcd
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
@@ -79,8 +81,8 @@ class Election:
         self._counters = {"elections_won": 0, "leadership_lost": 0, "etcd_failures": 0}
 
     def counters(self) -> dict[str, int]:
-        """Return ``elections_won``, ``leadership_lost`` and ``etcd_failures``."""
-        return dict(self._counters)
+        """Return ``elections_won``, ``leadership_lost``, ``etcd_failures`` and ``lost_masters``."""
+        return {**self._counters, "lost_masters": len(self.peers.lost)}
 
     async def run(self) -> None:
         """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another

@@ -36,6 +36,7 @@ from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.open_access import OpenAccess
+from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
@@ -47,7 +48,7 @@ from kvstore.master.tenants_file import TenantsFileWatcher
 from kvstore.memory import cgroup
 from kvstore.runtime import descriptors, logs, sd_notify, tasks
 from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
-from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node
+from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node, start_timeout_s
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd
 from kvstore.runtime.histograms import Histogram
@@ -167,10 +168,13 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
+            peers = PeerMasters(Etcd(etcd.place), address, master.notices)
             election = Election(
-                etcd, address, master, cluster=config.cluster, may_lead=master.access.may_lead
-            )
+                etcd, address, master, peers, cluster=config.cluster,
+                may_lead=master.access.may_lead,
+            )  # fmt: skip
             master.lead_as(address, election)
+            running.append(start_task("masters", peers.run(), died=broken))
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
@@ -195,9 +199,12 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 demands_encryption=config.data_encryption == "tls",
             )  # fmt: skip
             running.append(start_task("http", serving, died=broken))
-        if temporary is None:
-            _print_startup_banner(config, endpoints, listener, secured.scheme)
-            sd_notify.ready(f"serves on port {endpoints.port}")
+        # With etcd, memory waits for a leader, which may be far away.
+        after_memory = bool(config.memory) and election is None
+        if after_memory:
+            sd_notify.still_starting("starts its memory", start_timeout_s(config.memory))
+        elif temporary is None:
+            _announce_ready(config, endpoints, listener, secured.scheme)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -213,6 +220,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 if not stopped.is_set():  # a service manager ends the node at the same time
                     raise
                 return 0
+            master.awaits_memory = False
+            if after_memory and temporary is None:
+                _announce_ready(config, endpoints, listener, secured.scheme)
             if is_own:
                 owned = f"{config.memory >> 20} MiB as node {child.said['name']}"
                 print(f"kvstore-master owns {owned}", flush=True)
@@ -242,6 +252,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             listener.close()
         if election is not None:
             await election.resign()
+            await election.peers.stop(as_asked=stopped.is_set())
         if etcd is not None:
             await etcd.close()
         await master.stop()
@@ -256,6 +267,8 @@ class _MasterProcess:
         self._died = died
         self.epoch = 0
         """The epoch of the present or the last term."""
+        self.awaits_memory = bool(config.memory)
+        """Whether its own node has not joined yet."""
         self._config = config
         self._rules = MasterRules(
             lease_ms=config.lease_ms,
@@ -421,9 +434,11 @@ class _MasterProcess:
                 log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
 
     def role(self) -> dict[str, object]:
-        """Whether this master leads, and if not, the leader's ``host:port``, as far as known."""
+        """Whether this master leads, and if not, the leader's ``host:port``, as far as known; and
+        whether it awaits its own memory."""
         leads = self._service is not None and not self._service.ceased
-        return {"leads": leads, "leader": "" if leads else self._standby.leader}
+        leader = "" if leads else self._standby.leader
+        return {"leads": leads, "leader": leader, "awaits_memory": self.awaits_memory}
 
     def measures(self) -> dict[str, object]:
         """The values that ``kvstore.http.exposition`` shows of this process."""
@@ -559,7 +574,7 @@ def _names(config: MasterConfig) -> list[str]:
     return [name for name in names if name]
 
 
-def _print_startup_banner(
+def _announce_ready(
     config: MasterConfig, endpoints: ListenAddresses, http: socket.socket | None, scheme: str
 ) -> None:
     at = join_address(config.host, endpoints.port)
@@ -577,6 +592,7 @@ def _print_startup_banner(
             f"kvstore-master serves metrics on {at}/metrics, and a dashboard on {at}/",
             flush=True,
         )
+    sd_notify.ready(f"serves on port {endpoints.port}")
 
 
 async def _freeze_gc() -> None:

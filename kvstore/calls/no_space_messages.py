@@ -51,14 +51,14 @@ CAUSES: Final = {
     ),
     AVOIDED: (
         "{free} free on {nodes}, which this client failed to reach recently{hint}",
-        "Open the nodes' ports for this host; a node that advertises a loopback address needs "
-        "--host. kvstore doctor tests the path.",
+        "Open the nodes' ports for the client's host; a node that advertises a loopback address "
+        "needs --host. kvstore doctor tests the path.",
         "their clients failed to reach the nodes with free space: run kvstore doctor there",
     ),
     RESTARTED: (
         "{free} on {nodes} can be granted {when}: after a (re)start of a master or node, "
         "earlier leases must end first",
-        "Wait longer (wait_ms), or try again then.",
+        "Nothing is broken: wait longer (wait_ms), or try again some seconds later.",
         "the master or the nodes had just started, and granted no memory yet",
     ),
     SUSPECT: (
@@ -75,29 +75,29 @@ CAUSES: Final = {
     NOT_HERE: (
         "the client uses shared memory alone, and {nodes} does not share the memory of its host "
         "({host})",
-        "Start a kvstore-node on this host, or allow tcp among the client's transports.",
+        "Start a kvstore-node on the client's host, or allow tcp among the client's transports.",
         "their clients use shared memory alone, and no node of their host had room",
     ),
     ON_DEVICE: (
         "{nodes} has memory of a device, and an allocation is memory of a host",
-        "Start a kvstore-node without --device on this host.",
+        "Start a kvstore-node without --device on the client's host.",
         "they wanted memory of a host, and only devices had room",
     ),
     NO_NODE: (
         "no node has mounted any memory",
-        "Start one: kvstore-node --master HOST:PORT --memory 4GiB",
+        "Start a node: kvstore-node --master HOST:PORT --memory 4GiB",
         "no node had joined",
     ),
     QUOTA: (
         "{tenant} holds {held} of at most {bound}, and none of its own objects can be evicted now: "
         "they are leased, pinned or being written",
-        "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its limit.",
+        "Wait longer (wait_ms), remove or unpin objects of the tenant, or raise its limit.",
         "their tenant had reached its limit",
     ),
     GUARANTEES: (
         "the guarantees of other tenants hold the rest, and what is above them is leased, pinned "
         "or being written",
-        "Wait longer (wait_ms), add a node, or raise the guarantee of this tenant.",
+        "Wait longer (wait_ms), add a node, or raise the guarantee of the tenant.",
         "the guarantees of other tenants held the rest",
     ),
 }

@@ -63,14 +63,16 @@ def _checks(
     client: ClientConfig, master: MasterConfig, node: NodeConfig, config_path: str | None
 ) -> Iterator[tuple[str, Check]]:
     yield "settings", lambda: _of_settings(config_path)
+    # Zero without a planned node: a host of clients alone needs no memory for one.
+    node_memory = node.memory if "memory" in node.model_fields_set else master.memory
     checks: list[tuple[Any, ...]] = [
         ("Python", "software.python", IMPORTS_TIMEOUT_S),
         ("installation", "software.installation"),
         ("optional", "software.optional"),
         ("mooncake.store", "software.mooncake_store"),
-        ("entries", "host.entries", node.memory),
+        ("entries", "host.entries", node_memory),
         ("NUMA", "host.numa_nodes"),
-        ("locked memory", "host.locked_memory", node.memory),
+        ("locked memory", "host.locked_memory", node_memory),
         ("open files", "host.open_files"),
         ("RDMA", "host.rdma"),
         ("transfer engine", "software.transfer_engine", IMPORTS_TIMEOUT_S),

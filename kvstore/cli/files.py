@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from kvstore.errors import UnsupportedValueError
+from kvstore.errors import UnsupportedValueError, ValueTooLargeError
 from kvstore.runtime.watched_files import write_file
+
+STREAM_BYTES_MAX: Final = 1 << 30
+"""Bytes to read from what may not end: a pipe, a device."""
 
 
 def read_file(name: str) -> bytes:
-    """Return the bytes of a file, or of standard input for ``-``."""
-    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    """Return the bytes of a file, or of standard input for ``-``.
+
+    Raises:
+        ValueTooLargeError: not a regular file, and more than ``STREAM_BYTES_MAX`` bytes.
+    """
+    if name != "-" and Path(name).is_file():
+        return Path(name).read_bytes()
+    with contextlib.nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+        content = file.read(STREAM_BYTES_MAX + 1)
+    if len(content) > STREAM_BYTES_MAX:
+        raise ValueTooLargeError(
+            f"{name} has more than {STREAM_BYTES_MAX >> 20} MiB, and is not a regular file",
+            advice="Write it to a file, and give the file's name.",
+        )
+    return content
 
 
 def write_output(path: Path, content: memoryview) -> None:

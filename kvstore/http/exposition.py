@@ -4,6 +4,7 @@ numbers of the store from the status."""
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus, TenantStatus
+from kvstore.calls.no_space_messages import CAUSES
 from kvstore.http.families import MASTER, OF_COUNTERS, OF_SEGMENT, STORE, Family
 from kvstore.runtime import logs
 from kvstore.runtime.histograms import cumulative
@@ -150,9 +152,10 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
 
 
 def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
+    counters = dict(status.counters)
     counted: dict[str, Rows] = {
         OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
-        for name, value in status.counters
+        for name, value in counters.items()
     }
     largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
     objects = sum(row.objects for row in status.namespaces)
@@ -162,13 +165,19 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         for node in status.nodes
         for segment in node.segments
     }
+    states = Counter(node.state for node in status.nodes)
+    joined = {node.name for node in status.nodes}
+    states["dead"] = sum(
+        node.reason != "left" and node.name not in joined for node in status.departed
+    )
     of: dict[str, Rows] = {
-        "kvstore_nodes": {
-            (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
-        },
+        "kvstore_nodes": {(state,): states[state] for state in NODE_STATES},
         **{
             name: {place: getattr(segment, field) for place, segment in segments.items()}
             for name, field in OF_SEGMENT.items()
+        },
+        "kvstore_refused_puts_total": {
+            (cause,): counters.get(f"refused_{cause}", 0) for cause in CAUSES
         },
         "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
         "kvstore_reuse_seconds": {(): measured["reuse_ms"]},

@@ -41,6 +41,7 @@ MASTER: Final = (
     Family("kvstore_master_events_dropped_total", "counter", (), "Events dropped because the HTTP process did not keep up."),
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master started after an election."),
     Family("kvstore_master_leadership_lost_total", "counter", (), "Terms that ended because the etcd lease was lost."),
+    Family("kvstore_master_lost_masters", "gauge", (), "Other masters of its etcd that ended without stopping, and were neither started again nor replaced, as far as this master knows."),
     Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),
     Family("kvstore_master_log_lines_dropped_total", "counter", (), "Log lines that could not be written: a full disk, or a pipe that is closed or not read. Includes the HTTP process."),
     Family("kvstore_master_log_lines_suppressed_total", "counter", (), "Log lines suppressed by the rate limit. Includes the HTTP process."),
@@ -54,7 +55,7 @@ OF_SEGMENT: Final = {
 """Byte metrics by field of a segment."""
 
 STORE: Final = (
-    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. Dead nodes are removed at once, suspect ones are alive or dead within seconds."),
+    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. Suspect nodes are alive or dead within seconds. Dead: died within six hours, as far as this leader knows, and no node of the name has joined since."),
     Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
     Family("kvstore_departed_nodes_total", "counter", (), "Departed nodes: stopped or drained."),
     *(Family(name, "gauge", ("node", "segment"), field_texts(SegmentStatus)[field]) for name, field in OF_SEGMENT.items()),
@@ -94,7 +95,7 @@ STORE: Final = (
     Family("kvstore_revoked_puts_total", "counter", (), "Objects whose writers revoked the put."),
     Family("kvstore_expired_puts_total", "counter", (), "Objects whose writers did not end the put before its deadline."),
     Family("kvstore_queued_puts_total", "counter", (), "Puts that waited for space."),
-    Family("kvstore_refused_puts_total", "counter", (), "Puts that found no space in time."),
+    Family("kvstore_refused_puts_total", "counter", ("cause",), "Puts that found no space in time, by the cause that their error names."),
     Family("kvstore_refused_pins_total", "counter", (), "Pins above the limit of their namespace, or of all."),
     Family("kvstore_moved_objects_total", "counter", (), "Objects that draining moved to other nodes."),
     Family("kvstore_moved_bytes_total", "counter", (), "Bytes of these objects."),
@@ -134,7 +135,6 @@ CLIENT: Final = (
 )  # fmt: skip
 
 OF_COUNTERS: Final = {
-    "refused_no_space": "kvstore_refused_puts_total",
     "under_replicated_objects": "kvstore_under_replicated_objects",
     "missing_objects": "kvstore_missing_objects",
     "pinned_objects": "kvstore_pinned_objects",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 from functools import partial
 from typing import Final
@@ -65,8 +64,9 @@ async def _serve(config: ProxyConfig) -> int:
     tasks.watch_loop(loop)
     tasks.watch_threads()
     broken = tasks.ShutdownRequest()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in tasks.shutdown_signals():
         loop.add_signal_handler(number, stopped.set)
+    tasks.install_signal_handlers()
     async with contextlib.AsyncExitStack() as stack:
         clients_max = connections_max(serving.INFLIGHT_MAX)
         # Fewer requests than connections, so that there is always an idle one.

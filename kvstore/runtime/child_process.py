@@ -200,7 +200,7 @@ def start_node(
     return Child.start(
         "kvstore.cli.node", *(["--keep-orphaned"] if keep_orphaned else []), *flags,
         environ={f"KVSTORE_NODE_{key.upper()}": str(value) for key, value in told.items()},
-        timeout_s=_start_timeout_s(memory),
+        timeout_s=start_timeout_s(memory),
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def start_master(*, memory: int) -> Child:
     return Child.start(
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
         "--http-port", "0",
-        timeout_s=_start_timeout_s(memory),
+        timeout_s=start_timeout_s(memory),
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def _flag(key: str, value: str | int | bool | None) -> list[str]:
     return [] if value is None else [f"--{name}", str(value)]
 
 
-def _start_timeout_s(memory: int) -> float:
+def start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 

@@ -11,7 +11,7 @@ SOCKET_VARIABLE: Final = "NOTIFY_SOCKET"
 SEND_S: Final = 1.0
 """Maximum delay by a supervisor that does not read."""
 
-EXTENDED_S: Final = 60
+EXTENDED_S: Final = 60.0
 """Extension of the start timeout after each sign of progress."""
 
 
@@ -20,9 +20,9 @@ def ready(status: str) -> None:
     _tell("READY=1", f"STATUS={status}")
 
 
-def still_starting(status: str) -> None:
+def still_starting(status: str, extended_s: float = EXTENDED_S) -> None:
     """Notify progress of the start, which extends the supervisor's timeout."""
-    _tell(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={EXTENDED_S * 1_000_000}")
+    _tell(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={extended_s * 1_000_000:.0f}")
 
 
 def stopping() -> None:

@@ -19,6 +19,7 @@ import _thread
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -325,10 +326,13 @@ class ShutdownRequest:
 
 
 def shutdown_signals() -> list[signal.Signals]:
-    """Return the signals that stop a server cleanly. SIGHUP, unless ``nohup`` ignores it."""
+    """Return the signals that stop a server cleanly. SIGHUP only if a terminal may close, and
+    ``nohup`` does not ignore it."""
     ends = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        ends.append(signal.SIGHUP)
+        with contextlib.suppress(OSError):
+            os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY))
+            ends.append(signal.SIGHUP)
     return ends
 
 
@@ -336,8 +340,11 @@ def install_signal_handlers() -> None:
     """Prepare the signals of a server in its main thread, after its handlers are installed.
 
     Signals that the parent blocks or ignores are inherited: unblocks them, so that SIGTERM and
-    SIGCHLD arrive. Ignores SIGTTOU, by which a terminal stops background programs that write.
+    SIGCHLD arrive. Ignores SIGTTOU, by which a terminal stops background programs that write, and
+    SIGHUP without a terminal: supervisors take an end by it for a wanted one.
     """
+    if signal.SIGHUP not in shutdown_signals():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

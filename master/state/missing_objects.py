@@ -22,7 +22,11 @@ LOST_AFTER_MS = 300_000
 """Grace period for departed memory; a process, container or host restart takes less."""
 
 TOLD_MS = 600_000
-"""Time for which the status lists a departed node."""
+"""Time for which the status lists a departed node that stopped, or has rejoined without all of its
+objects."""
+
+DEAD_MS = 21_600_000
+"""Time for which the status lists a node that died and has not rejoined."""
 
 NODES_MAX = 64
 """Departed nodes to track; beyond, the missing objects of the oldest count as lost."""
@@ -162,8 +166,9 @@ class MissingObjects:
             is_complete = (
                 not departed.missing and not departed.lost and (departed.is_back() or name in nodes)
             )
+            listed_ms = TOLD_MS if name in nodes or departed.why == "left" else DEAD_MS
             if (is_complete and not departed.reports()) or (
-                departed.is_quiesced and age_ms >= TOLD_MS
+                departed.is_quiesced and age_ms >= listed_ms
             ):
                 self._forget(now_ms, name)
 

@@ -123,7 +123,8 @@ def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> Non
     need_own_shm()
     node = store.node()
     small = own_shm("size=24m")
-    found = doctor("--master", store.address, prefix=small)
+    assert doctor("--master", store.address, prefix=small).code == 0, "no node is planned here"
+    found = doctor("--master", store.address, "--memory", "1GiB", prefix=small)
     row = found.one("shared memory", "24.0 MiB of 24.0 MiB free")
     assert row["state"] == "problem"
     assert "--shm-size=1g" in row["advice"]

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
+from kvstore.console.diagnostics.problems import of_a_status
 from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError, UnavailableError
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
@@ -507,6 +508,20 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
     assert f"leader {first} (found by {second})" in status.stdout
     counters = dict(ha.client().status().counters)
     assert (counters["elections_won"], counters["leadership_lost"]) == (1, 0)
+
+
+def test_the_loss_of_a_standby_is_a_problem_until_another_one_begins(ha: HaCluster) -> None:
+    _, second = ha.pair()
+    until(lambda: second in ha.etcd.control("get", "--prefix", "kvstore/masters/"))
+    client = ha.client()
+
+    def problems() -> list[str]:
+        return [problem.runbook for problem in of_a_status(client.status())]
+
+    ha.masters[second].kill()
+    until(lambda: "KvstoreMasterLost" in problems(), within_s=30)
+    ha.add_master()
+    until(lambda: "KvstoreMasterLost" not in problems())
 
 
 def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer) -> None:

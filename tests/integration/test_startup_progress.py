@@ -1,4 +1,4 @@
-"""A master tells systemd when it serves."""
+"""A master tells systemd when it and its own memory serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.wait import until
 
 
 def test_a_master_says_when_it_serves(
@@ -19,8 +18,9 @@ def test_a_master_says_when_it_serves(
         systemd.settimeout(20)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         master = cluster.master(memory="16MiB")
+        assert systemd.recv(300).startswith(b"STATUS=starts its memory\nEXTEND_TIMEOUT_USEC=")
         assert systemd.recv(300).startswith(b"READY=1\nSTATUS=serves on port ")
-        until(lambda: cluster.status().nodes)
+        assert cluster.status().nodes
         assert master.terminate() == 0
         assert systemd.recv(300) == b"STOPPING=1"  # nothing of its node before
         cluster.master_server = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -618,5 +619,6 @@ def _params(request: Request) -> dict[str, Any]:
 
 def _milliseconds(request: Request, name: str, most: int) -> int:
     """Return a time requested in the parameters, at most ``most``; 0: none."""
-    wanted = _params(request).get(name)
-    return min(wanted, most) if type(wanted) is int and wanted > 0 else 0
+    wanted = _params(request).get(name, 0)
+    is_valid = type(wanted) in (int, float) and wanted > 0
+    return math.ceil(min(wanted, most)) if is_valid else 0

@@ -165,8 +165,11 @@ class ParentMaster:
         )  # fmt: skip
 
     async def readiness(self) -> Readiness:
-        """Return whether this master leads or knows the leader, so that it can serve clients."""
+        """Return whether this master leads or knows the leader, and its own memory, if it has any,
+        has joined."""
         said = await self._call("role")
+        if said["awaits_memory"]:
+            return Readiness(False, "its own memory has not joined yet")
         if said["leads"]:
             return Readiness(True, "leads")
         if said["leader"]:

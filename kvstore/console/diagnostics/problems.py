@@ -12,7 +12,7 @@ from kvstore.calls import ClusterStatus, DepartedNode, NamespaceTraffic, NodeSta
 from kvstore.calls.fleet_records import FleetRecord
 from kvstore.calls.no_space_messages import guarantee_warning
 from kvstore.console.diagnostics.history import HistoryPoints, added, spread_of
-from kvstore.console.diagnostics.rows import ADVICE, PROBLEMS
+from kvstore.console.diagnostics.rows import PROBLEMS, ProblemRow
 from kvstore.console.diagnostics.why import Evidence, diagnose, parties_of
 from kvstore.memory.shm_entries import SHM_ENTRY_MISSING
 from kvstore.runtime.formatting import duration_text, name_text, sanitize, size_text
@@ -54,15 +54,16 @@ class DetectedProblem(NamedTuple):
     text: str
     runbook: str
     """The name of the row and of the runbook's section."""
-
-    @property
-    def advice(self) -> str:
-        return ADVICE[self.runbook]
+    advice: str
 
 
 def _found(name: str, **words: object) -> DetectedProblem:
     row = PROBLEMS[name]
-    return DetectedProblem(row.level, row.text.format(**words), row.row)
+    return _of_row(row, row.text.format(**words))
+
+
+def _of_row(row: ProblemRow, text: str) -> DetectedProblem:
+    return DetectedProblem(row.level, text, row.row, row.advice)
 
 
 class _CounterDeltas(NamedTuple):
@@ -172,7 +173,7 @@ def _now(seen: _Seen) -> Iterator[DetectedProblem]:
     yield from map(_departed_node, gone[:NODES_NAMED])
     if len(gone) > NODES_NAMED:
         text = f"{len(gone) - NODES_NAMED} more nodes left or died."
-        yield DetectedProblem("bad", text, "KvstoreNodeDead")
+        yield _of_row(PROBLEMS["died"], text)
     for name, words_of in OF_STORE.items():
         if (words := words_of(seen)) is not None:
             yield _found(name, **words)
@@ -183,7 +184,7 @@ def _counted(seen: _Seen) -> Iterator[DetectedProblem]:
         counted = seen.hour if counter in IN_AN_HOUR else seen.recent
         if row.one and (count := counted.counters.get(counter, 0)):
             said = row.text.format(when=counted.when)
-            yield DetectedProblem(row.level, f"{_count(count, row.one)} {said}", row.row)
+            yield _of_row(row, f"{_count(count, row.one)} {said}")
 
 
 def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProblem]:
@@ -198,7 +199,7 @@ def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[DetectedProble
         yield found._replace(text=f"{who} {row.what}: {found.text}.")
     if len(nodes) > NODES_NAMED:
         text = f"{len(nodes) - NODES_NAMED} more nodes: each {row.what}."
-        yield DetectedProblem(row.level, text, row.row)
+        yield _of_row(row, text)
 
 
 def _departed_node(node: DepartedNode) -> DetectedProblem:
@@ -273,9 +274,8 @@ def _slow_loop(seen: _Seen) -> Words:
     return {"late_ms": seen.late_us / 1000} if is_late and seen.late_us else None
 
 
-def _under_replicated(seen: _Seen) -> Words:
-    short = seen.counter("under_replicated_objects")
-    return {"count": _count(short, "object")} if short else None
+def _gauge(name: str, one: str) -> Callable[[_Seen], Words]:
+    return lambda seen: {"count": _count(seen.counter(name), one)} if seen.counter(name) else None
 
 
 def _guarantees(seen: _Seen) -> Words:
@@ -285,7 +285,6 @@ def _guarantees(seen: _Seen) -> Words:
 
 OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
     "suspect": lambda node: node.state == "suspect",
-    "dead": lambda node: node.state == "dead",
     "draining": lambda node: node.state == "draining",
     "unreachable": lambda node: node.unreachable,
     "shm_entry_missing": lambda node: node.shm_entry_missing,
@@ -294,7 +293,8 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
 
 OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
     "no_node": lambda seen: None if seen.status.nodes else {},
-    "under_replicated": _under_replicated,
+    "under_replicated": _gauge("under_replicated_objects", "object"),
+    "lost_masters": _gauge("lost_masters", "master"),
     "waiting": _waiting,
     "guarantees": _guarantees,
     "pinned": _pinned,

@@ -26,6 +26,18 @@ class Alert(NamedTuple):
     lasts: str = ""
     """Minimum time for which ``expr`` must hold."""
 
+    def advice(self, row: Row) -> str:
+        """Return the remedy: a template over the causes of refused puts, if it is by cause."""
+        if "{{ $labels.cause }}" not in self.summary:
+            return row.advice
+        return "".join(
+            f'{{{{ if eq $labels.cause "{cause}" }}}}{advice}{{{{ end }}}}'
+            for cause, (_, advice, _) in SHORTAGES.items()
+        )
+
+
+_BY_CAUSE: Final = " ".join(f"`{cause}`: {row[1].rstrip('.')}." for cause, row in SHORTAGES.items())
+
 
 class Row(NamedTuple):
     name: str
@@ -47,7 +59,7 @@ class Row(NamedTuple):
         """The paragraphs of the runbook's section, with their headings."""
         yield "Means", self.means
         yield "Look at", self.see_also
-        yield "Do", f"{self.advice} {self.more}".rstrip()
+        yield "Do", f"{self.advice} {self.more}".rstrip().format(shortages=_BY_CAUSE)
 
 
 class CauseRow(NamedTuple):
@@ -85,6 +97,8 @@ class ProblemRow(NamedTuple):
     """Text of the problem of one node."""
     one: str = ""
     """Unit of the counter of this name; empty: it is no counter."""
+    advice: str = ""
+    """The remedy for this cause; empty in the table: that of ``row``."""
 
 
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
@@ -116,10 +130,13 @@ CHECKS: Final = {name: CheckRow(**_joined(fields)) for name, fields in _TABLE["c
 
 PROBLEMS: Final = {
     f"refused_{cause}": ProblemRow(
-        "KvstorePutsRefused", f"found no room {{when}}: {why}.", "bad", one="put"
+        "KvstorePutsRefused", f"found no room {{when}}: {why}.", "bad", one="put", advice=advice
     )
-    for cause, (_, _, why) in SHORTAGES.items()
-} | {name: ProblemRow(**_joined(fields)) for name, fields in _TABLE["problem"].items()}
+    for cause, (_, advice, why) in SHORTAGES.items()
+} | {
+    name: ProblemRow(**{"advice": ADVICE[fields["row"]]} | _joined(fields))
+    for name, fields in _TABLE["problem"].items()
+}
 
 PHRASES: Final[dict[str, str]] = _joined(_TABLE["phrases"])
 

@@ -299,6 +299,7 @@ def test_a_reset_forgets_what_is_stored() -> None:
     [
         ({"ttl_ms": 5_000}, 5_000), ({"ttl_ms": TTL_MS_MAX + 1}, TTL_MS_MAX), ({"ttl_ms": -1}, 0),
         ({"ttl_ms": "5"}, 0), ({"ttl_ms": True}, 0), ({}, 0),
+        ({"ttl_ms": 4_999.5}, 5_000), ({"ttl_ms": float("nan")}, 0),
     ],
 )  # fmt: skip
 def test_a_request_may_say_how_long_its_blocks_are_kept_at_most(

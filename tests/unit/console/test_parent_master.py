@@ -48,3 +48,11 @@ def test_a_query_for_all_requesters_has_no_rights_of_the_first() -> None:
             assert await CoalescedQuery("query", query)() is ITSELF
 
     asyncio.run(main())
+
+
+def test_a_master_that_awaits_its_own_memory_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def role(*_: str) -> dict[str, object]:
+        return {"leads": True, "leader": "", "awaits_memory": True}
+
+    monkeypatch.setattr(ParentMaster, "_call", role)
+    assert not asyncio.run(ParentMaster.readiness(object.__new__(ParentMaster))).ready

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.calls import (
     ClusterStatus,
     Counter,
+    DepartedNode,
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
@@ -56,7 +57,7 @@ def page(*args: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_what_was_measured_is_there_with_its_labels() -> None:
-    found = page(measured(), status(counters={"stored_objects": 9, "refused_no_space": 2}))
+    found = page(measured(), status(counters={"stored_objects": 9, "refused_leased": 2}))
     assert found["kvstore_master_epoch", ()] == 7
     call = ("call", "Lookup")
     assert found["kvstore_master_calls_total", (call, ("outcome", "ok"))] == 2
@@ -66,9 +67,8 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_master_call_seconds_bucket", (call, ("le", "4e-06"))] == 1
     assert found["kvstore_master_connections_refused_total", ()] == 5
     assert found["kvstore_stored_objects_total", ()] == 9
-    assert found["kvstore_refused_puts_total", ()] == 2
+    assert found["kvstore_refused_puts_total", (("cause", "leased"),)] == 2
     assert found["kvstore_evicted_objects_total", ()] == 0, "what has not happened is 0"
-    assert found["kvstore_nodes", (("state", "dead"),)] == 0
     place = (("node", "a"), ("segment", "4"))
     assert found["kvstore_segment_used_bytes", place] == 300
     assert found["kvstore_segment_pending_bytes", place] == 30
@@ -76,6 +76,15 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_segment_reclaim_bytes", place] == 10
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.004"),)] == 1
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.002"),)] == 0
+
+
+def test_a_node_counts_as_dead_until_one_of_its_name_joins() -> None:
+    departed = [
+        DepartedNode(name, "h", reason, departed_ms=9, missing=0, lost=3, reports=False)
+        for name, reason in (("a", "silent"), ("b", "broken"), ("c", "left"))
+    ]
+    found = page(measured(), status()._replace(departed=departed))
+    assert found["kvstore_nodes", (("state", "dead"),)] == 1, "a is back, c was stopped"
 
 
 def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
@@ -127,8 +136,8 @@ def test_every_counter_of_the_state_has_a_family() -> None:
         names |= set(re.findall(r'counters\["(\w+)"\] \+?= ', file.read_text()))
     assert "stored_objects" in names
     families = {family.name for family in STORE}
-    renamed = {"refused_no_space": "refused_puts"}
-    assert {f"kvstore_{renamed.get(name, name)}_total" for name in names} <= families
+    names.remove("refused_no_space")  # the sum of those by cause
+    assert {f"kvstore_{name}_total" for name in names} <= families
 
 
 def test_every_declared_metric_is_served_and_no_other() -> None:

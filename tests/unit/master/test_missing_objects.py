@@ -73,6 +73,11 @@ def test_what_does_not_come_back_in_time_is_lost_and_its_node_named(one: Cluster
     one.after(LOST_AFTER_MS)
     assert [(row.name, row.missing, row.lost) for row in gone(one)] == [("a", 0, 3)]
     assert counted(one, "lost_objects") == 3
+    one.after(TOLD_MS)
+    assert gone(one), "it is still dead"
+    one.join("a", 8)
+    one.after(1_000)
+    assert gone(one) == []
 
 
 def test_a_drained_node_is_not_missed(one: Cluster) -> None:

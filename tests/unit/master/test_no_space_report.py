@@ -107,7 +107,7 @@ def test_a_client_of_shared_memory_alone_with_no_node_on_its_host(new_cluster: N
     assert error.fields["cause"] == "not_here"
     assert "shared memory alone" in error.message
     assert "host-x" in error.message
-    assert "kvstore-node on this host" in error.advice
+    assert "kvstore-node on the client's host" in error.advice
     mine = calls.Allocate(Namespace("default"), 10, 0, "host-one", (), True)
     assert isinstance(cluster.state.putting.allocate(cluster.now_ms, mine), calls.Grants)
 

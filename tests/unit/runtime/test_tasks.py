@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 
@@ -75,11 +76,18 @@ def test_threads_and_callbacks_that_were_started_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("handler", "ends"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)], ids=["usual", "nohup"]
+    ("handler", "terminal", "ends"),
+    [
+        (signal.SIG_DFL, "/dev/null", True),
+        (signal.SIG_IGN, "/dev/null", False),
+        (signal.SIG_DFL, "/no/terminal", False),
+    ],
+    ids=["usual", "nohup", "supervisor"],
 )
-def test_a_closed_terminal_ends_a_server_unless_nohup_started_it(
-    handler: signal.Handlers, ends: bool
+def test_a_closed_terminal_ends_a_server_unless_nohup_or_a_supervisor_started_it(
+    handler: signal.Handlers, terminal: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "ctermid", lambda: terminal)
     before = signal.signal(signal.SIGHUP, handler)
     try:
         assert (signal.SIGHUP in tasks.shutdown_signals()) == ends
