@@ -114,6 +114,11 @@ class AsyncClient:
     allocate = _awaited(Client.allocate)
     pin = _awaited(Client.pin)
     unpin = _awaited(Client.unpin)
+    hint = _awaited(Client.hint)
+    retain = _awaited(Client.retain)
+    end_session = _awaited(Client.end_session)
+    demote = _awaited(Client.demote)
+    prefetch = _awaited(Client.prefetch)
 
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 import numpy as np
 
 from kvstore import calls, limits
-from kvstore.calls import DrainStep, PutOutcome
+from kvstore.calls import DrainStep, HintAction, PutOutcome
 from kvstore.client import fork_support, validation
 from kvstore.client.client_resources import ClientResources, ClientStats, MasterHTTP
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
@@ -19,6 +19,7 @@ from kvstore.client.flows.copy_objects import MoveProgress
 from kvstore.client.flows.read_objects import GetOptions
 from kvstore.client.flows.steps import CallMaster, Flow, SleepFor, WaitForDevice, ask
 from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.hints import RETAIN_S, Hint, HintResult, check_hint, check_hints
 from kvstore.client.leases.lease_table import Lease
 from kvstore.client.rpc.stub import MasterStub, wait_in_call
 from kvstore.client.tracing import traceparent, tracing
@@ -283,6 +284,8 @@ class Client:
         partial: bool = False,
         wait_ms: int | None = None,
         ttl: Duration | None = None,
+        hint: HintAction | str | None = None,
+        retain: Duration = RETAIN_S,
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
@@ -293,6 +296,7 @@ class Client:
             parent: of the first key; None: the first is a root.
             partial: on a full pool, store the first blocks that fit; the others are NO_SPACE.
             ttl: as of ``put``, for each block.
+            hint: as of ``hint``, for this chain; ``retain``: for how long. Costs no further call.
             stream: as of ``put_many``.
 
         Raises:
@@ -308,6 +312,8 @@ class Client:
             namespace=namespace, parent=parent, chain=True, replicas=replicas,
             partial=partial, wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
         )  # fmt: skip
+        number, retain_ms = check_hint(hint, retain)
+        options = options._replace(hint=number, retain_ms=retain_ms)
         checked = check_keys(keys, distinct=True)
         flow = put.put_many(self._context, checked, values, options, stream)
         return self._run(flow, timeout_ms)
@@ -543,15 +549,24 @@ class Client:
     # --- lookups -----------------------------------------------------------------------------
 
     def match_prefix(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        namespace: str | None = None,
+        hint: HintAction | str | None = None,
+        retain: Duration = RETAIN_S,
+        timeout_ms: int | None = None,
     ) -> int:
         """Return the number of leading keys of a chain that are stored, and lease those.
 
         The lease ends when the last of them has been read or released (``release``). O(log n) at
         the master for a chain stored by ``put_chain``. More than 16,384 keys take several calls.
+
+        Args:
+            hint: as of ``hint``, for the matched prefix; ``retain``: for how long.
         """
-        space = self._namespace(namespace)
-        flow = control_calls.match_prefix(self._context, [space], _packed(keys))
+        space, hinted = self._namespace(namespace), check_hint(hint, retain)
+        flow = control_calls.match_prefix(self._context, [space], _packed(keys), *hinted)
         return self._run(flow, timeout_ms)[0].matched
 
     def match_prefixes(
@@ -779,6 +794,54 @@ class Client:
         """
         space = self._namespace(namespace)
         return self._run(control_calls.unpin(space, validation.key_list(keys)), timeout_ms)
+
+    # --- hints -------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        hints: Sequence[Hint],
+        *,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[HintResult]:
+        """Tell the store what to expect of chains; each is named by its last key.
+
+        Hints change the order of eviction among the objects of one tenant, and cost others nothing:
+
+        * ``retain``: used again within ``ttl``. The chain is evicted last, until it is used or the
+          time is over, which the store clips to six times the age at which it evicts.
+        * ``release``: over. The blocks at its end that no other chain shares are evicted first.
+        * ``demote``: not used soon. As ``release``, but evicted after what is over.
+        * ``prefetch``: used soon. IGNORED while all objects are in memory.
+
+        Hints are lost when the master restarts.
+
+        Returns:
+            One result per hint.
+
+        Raises:
+            InvalidArgumentError: an action is unknown, or a time is not within an hour.
+        """
+        rows, space = check_hints(hints), self._namespace(namespace)
+        return self._run(control_calls.hint(space, rows), timeout_ms)
+
+    def retain(
+        self, key: AnyKey, ttl: Duration = RETAIN_S, *, namespace: str | None = None
+    ) -> HintResult:
+        """Keep the chain that ends with ``key`` for its next use; see ``hint``."""
+        return self.hint([Hint("retain", key, ttl)], namespace=namespace)[0]
+
+    def end_session(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+        """Release the chain that ends with ``key``; see ``hint``."""
+        return self.hint([Hint("release", key)], namespace=namespace)[0]
+
+    def demote(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+        """Have the chain that ends with ``key`` evicted early; see ``hint``."""
+        return self.hint([Hint("demote", key)], namespace=namespace)[0]
+
+    def prefetch(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+        """Have the chain that ends with ``key`` brought into memory; see ``hint``."""
+        return self.hint([Hint("prefetch", key)], namespace=namespace)[0]
 
     # --- remove ------------------------------------------------------------------------------
 

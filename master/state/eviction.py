@@ -68,19 +68,20 @@ NewPolicy = Callable[[], EvictionPolicy]
 class LruPolicy:
     """Evicts the least recently used candidate.
 
-    The position is ``time << 50 | sequence``. A use does not move a record: it is moved to the
-    position of its last use when it is first.
-    """
+    The position is ``time << 50 | sequence``, above ``base``. A use does not move a record: it is
+    moved to the position of its last use when it is first."""
 
     counts_hits = False
 
-    def __init__(self) -> None:
+    def __init__(self, base: int = 0) -> None:
         self._queue = SortedRecordQueue()
         self._sequence = 0
+        self._base = base
 
     def insert(self, record: ObjectRecord) -> None:
         self._sequence += 1
-        record.position = record.last_used_ms + 1 << _SEQUENCE_BITS | self._sequence
+        position = record.last_used_ms + 1 << _SEQUENCE_BITS | self._sequence
+        record.position = self._base + position
         self._queue.add(record)
 
     def remove(self, record: ObjectRecord, *, evicted: bool) -> None:
@@ -91,14 +92,14 @@ class LruPolicy:
         return self._queue.first()
 
     def hit(self, record: ObjectRecord) -> bool:
-        if record.position >> _SEQUENCE_BITS > record.last_used_ms:
+        if self.weight(record) > record.last_used_ms:
             return False
         self._queue.remove(record)
         self.insert(record)
         return True
 
     def weight(self, record: ObjectRecord) -> int:
-        return record.position >> _SEQUENCE_BITS
+        return record.position - self._base >> _SEQUENCE_BITS
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return self._queue.after(position)

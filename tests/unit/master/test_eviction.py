@@ -21,6 +21,7 @@ from kvstore.calls.tenants import TenantRule
 from kvstore.config.servers import EVICTION_POLICIES, MasterConfig
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state import eviction_hints
 from kvstore.master.state.candidates import MOVES_PER_STEP, EvictionCandidates, SweepCursor
 from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.evictor import EVICTIONS_PER_STEP
@@ -330,6 +331,15 @@ class CandidatesMachine(RuleBasedStateMachine):
         record.keep_until(self.now_ms + leased_ms)
 
     @precondition(lambda self: self.records)
+    @rule(data=st.data(), hint=st.sampled_from(["over", "demoted", "retained", ""]))
+    def hint(self, data: st.DataObject, hint: str) -> None:
+        record = data.draw(st.sampled_from(self.records))
+        number = eviction_hints.dismissed(self.now_ms, over=hint == "over")
+        if hint in ("retained", ""):
+            number = self.now_ms + 20 if hint else 0
+        self.candidates.hint(record, number)
+
+    @precondition(lambda self: self.records)
     @rule(data=st.data())
     def lease_ends(self, data: st.DataObject) -> None:
         record = data.draw(st.sampled_from(self.records))
@@ -367,9 +377,16 @@ class CandidatesMachine(RuleBasedStateMachine):
                 continue
             assert record in due
             assert (record in self.detached) == queue.is_detached(record)
-            assert queue.weight(record) >= 0 or record in self.detached
+            rank, weight = queue.value(record)
+            assert weight >= 0 or record in self.detached
             if not queue.is_detached(record):
                 assert not due & self.detached
+            if record.hint >= 0:
+                assert all(eviction_hints.has_ended(r, self.now_ms) for r in due if r.hint < 0)
+            if queue.is_retained(record):
+                assert record.hint > self.now_ms
+                assert all(r.hint > 0 for r in due), "one that is not retained stays"
+            assert rank <= 3 or queue.is_retained(record)
             if then == "evict":
                 self._discard(record, evicted=True)
             elif then == "defer":
