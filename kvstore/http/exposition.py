@@ -150,10 +150,11 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
 
 
 def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
-    counted: dict[str, Rows] = {
-        OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
-        for name, value in status.counters
-    }
+    counted: dict[str, Rows] = {}
+    for counter, value in status.counters:
+        name, *labels = counter.split(".")
+        family = OF_COUNTERS.get(name, f"kvstore_{name}_total")
+        counted.setdefault(family, {})[tuple(labels)] = value
     largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
     objects = sum(row.objects for row in status.namespaces)
     size = sum(row.size for row in status.namespaces)

@@ -8,6 +8,7 @@ comes first is *deferred*: no search passes it again before the end of its lease
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple, final
@@ -52,8 +53,11 @@ class SweepCursor(NamedTuple):
 class CandidateQueue:
     """The candidates of one segment and tenant."""
 
-    def __init__(self, policy: EvictionPolicy, tenant: Tenant | None) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, tenant: Tenant | None, counters: Counter[str]
+    ) -> None:
         self.tenant = tenant
+        self._counters = counters
         self._policy = policy
         self._detached = SortedRecordQueue()
         self._over = LruPolicy(_OVER)
@@ -68,8 +72,6 @@ class CandidateQueue:
         """Records that the last ``peek`` moved to their present position."""
         self._now_ms = 0
         """Of the last ``peek``."""
-        self.retained_unused = 0
-        """Retained records that expired or were evicted before they were used."""
 
     def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
         self._count += 1
@@ -77,7 +79,8 @@ class CandidateQueue:
 
     def discard(self, record: ObjectRecord, *, evicted: bool = False) -> None:
         self._count -= 1
-        self.retained_unused += evicted and record.hint > 0
+        if evicted and record.hint > 0:
+            self._counters["retained_unused"] += 1
         self._remove(record, evicted=evicted)
 
     def is_detached(self, record: ObjectRecord) -> bool:
@@ -122,7 +125,7 @@ class CandidateQueue:
                 record = self._retained.first()
                 is_due = record is not None and eviction_hints.has_ended(record, now_ms)
                 if record is not None and is_due and record.hint:
-                    self.retained_unused += 1
+                    self._counters["retained_unused"] += 1
             if not is_due:
                 record = (
                     self._detached.first()
@@ -227,12 +230,15 @@ class CandidateQueue:
 class EvictionCandidates:
     """The queues of one segment. They know of each other only ``CandidateQueue.value``."""
 
-    def __init__(self, new_policy: NewPolicy, tenants: UnlimitedTenancy) -> None:
+    def __init__(
+        self, new_policy: NewPolicy, tenants: UnlimitedTenancy, counters: Counter[str]
+    ) -> None:
+        self._counters = counters
         self._new_policy = new_policy
         self._tenants = tenants
         policy = new_policy()
         self.counts_hits = policy.counts_hits
-        self.queues = {1: CandidateQueue(policy, tenants.unnamed)}
+        self.queues = {1: CandidateQueue(policy, tenants.unnamed, counters)}
         """By the number of the tenant; 1: of the unnamed one, and of all if there are none."""
         self.unfinished = False
         """Whether the last search for a victim reached its limit before it found one."""
@@ -245,7 +251,9 @@ class EvictionCandidates:
         record.queue = 1 if tenant is None else tenant.number
         queue = self.queues.get(record.queue)
         if queue is None:
-            queue = self.queues[record.queue] = CandidateQueue(self._new_policy(), tenant)
+            queue = self.queues[record.queue] = CandidateQueue(
+                self._new_policy(), tenant, self._counters
+            )
         queue.add(record, detached=detached)
 
     def discard(self, record: ObjectRecord, *, evicted: bool = False) -> None:

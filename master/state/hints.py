@@ -15,8 +15,14 @@ from kvstore.master.state.state_context import StateContext
 
 RETAINED_TURNOVERS = 6
 
+_COUNTERS = {
+    (int(action), int(outcome)): f"hints.{action.name.lower()}.{outcome}"
+    for action in HintAction
+    for outcome in HintOutcome
+}
+
 RELEASE_STEPS = 8_192
-"""Blocks of a chain that one hint releases or demotes: 2 ms."""
+"""Blocks that the hints of one request release or demote: 2 ms."""
 
 
 class HintHandler:
@@ -24,27 +30,34 @@ class HintHandler:
         self._common = common
         self._pool = common.pool
         self._counters = common.counters
+        self._steps = 0
+        """Blocks that the present request may still release."""
 
     def hint(self, now_ms: int, request: calls.Hint) -> calls.HintReply:
         """Carry out the hints of one namespace in their order."""
         table = self._common.forest.table(request.namespace)
         outcomes = bytearray()
         retained_ms: list[int] = []
+        self._steps = RELEASE_STEPS
         rows = zip(request.keys, request.actions, request.retain_ms, strict=True)
         for key, action, wanted_ms in rows:
             record = None if table is None else table.get(key)
             if record is not None and not self._pool.is_stored(record, now_ms):
                 record = None
-            outcome, until_ms = self.apply(now_ms, record, action, wanted_ms)
+            outcome, granted_ms = self._apply(now_ms, record, action, wanted_ms)
             outcomes.append(outcome)
-            retained_ms.append(until_ms)
+            retained_ms.append(granted_ms)
         return calls.HintReply(bytes(outcomes), retained_ms)
 
-    def apply(
+    def apply(self, now_ms: int, tip: ObjectRecord, action: int, retain_ms: int) -> None:
+        """Carry out a hint for the chain that ends with ``tip``."""
+        self._steps = RELEASE_STEPS
+        self._apply(now_ms, tip, action, retain_ms)
+
+    def _apply(
         self, now_ms: int, tip: ObjectRecord | None, action: int, retain_ms: int
     ) -> tuple[int, int]:
-        """Carry out a hint for the chain that ends with ``tip``. Return its ``HintOutcome``, and
-        for how long it is retained."""
+        """Return the ``HintOutcome``, and for how long the chain is retained."""
         outcome, granted_ms = int(HintOutcome.IGNORED), 0
         if tip is None:
             outcome = int(HintOutcome.MISSING)
@@ -55,7 +68,7 @@ class HintHandler:
             if self._dismiss(tip, eviction_hints.dismissed(now_ms, over=over)):
                 outcome = int(HintOutcome.ACCEPTED)
         if action:
-            self._counters[f"hint_{HintAction(action).name}_{HintOutcome(outcome).name}"] += 1
+            self._counters[_COUNTERS[action, outcome]] += 1
         return outcome, granted_ms
 
     def _retain(self, now_ms: int, tip: ObjectRecord, retain_ms: int) -> tuple[int, int]:
@@ -71,14 +84,16 @@ class HintHandler:
     def _dismiss(self, tip: ObjectRecord, hint: int) -> bool:
         """Mark the blocks at the end of the chain that no other chain shares."""
         at: ObjectRecord | None = tip
-        marked = 0
-        while at is not None and at.children <= (marked > 0) and marked < RELEASE_STEPS:
+        is_tip = True
+        while at is not None and at.children == (not is_tip) and self._steps > 0:
             self._pool.hint(at, hint)
-            marked += 1
+            self._steps -= 1
+            is_tip = False
             at = at.parent
-        return marked > 0
+        return not is_tip
 
     def on_use(self, record: ObjectRecord) -> None:
         """Called when an object with a hint was found: that is what the hint was about."""
-        self._counters["retained_found" if record.hint > 0 else "released_found"] += 1
+        hint = "retained" if record.hint > 0 else "released"
+        self._counters[f"hinted_found.{hint}"] += 1
         record.hint = 0

@@ -358,7 +358,9 @@ class MemoryPool:
     def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
         self._capacity_changed()
-        candidates = self.candidates[segment] = EvictionCandidates(self._new_policy, self.tenants)
+        candidates = self.candidates[segment] = EvictionCandidates(
+            self._new_policy, self.tenants, self.counters
+        )
         self.counts_hits = candidates.counts_hits
 
     def _capacity_changed(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pkgutil import resolve_name
 
@@ -272,7 +273,7 @@ def made(number: int) -> ObjectRecord:
 def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there(
     policy: NewPolicy,
 ) -> None:
-    candidates = EvictionCandidates(policy, UnlimitedTenancy())
+    candidates = EvictionCandidates(policy, UnlimitedTenancy(), Counter())
     queue = candidates.queues[1]
     records = [made(index) for index in range(2_000)]
     for record in records:
@@ -304,7 +305,7 @@ class CandidatesMachine(RuleBasedStateMachine):
         accounts = open_tenancy(rules if with_tenants else None, forest.namespaces, {})
         forest.tenants = accounts
         self.forest = forest
-        self.candidates = EvictionCandidates(self.policy, accounts)
+        self.candidates = EvictionCandidates(self.policy, accounts, Counter())
         self.now_ms = 0
         self.count = 0
         self.records: list[ObjectRecord] = []

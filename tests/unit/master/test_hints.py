@@ -62,8 +62,8 @@ def test_a_use_ends_it(new_cluster: NewCluster) -> None:
     cluster.after(LEASE_MS)
     put_apart(cluster, "12")
     assert cluster.present("abc12") == "c12"
-    assert cluster.state.counters["retained_found"] == 1
-    assert cluster.state.counters["released_found"] == 1
+    assert cluster.state.counters["hinted_found.retained"] == 1
+    assert cluster.state.counters["hinted_found.released"] == 1
 
 
 def test_what_is_over_goes_first_then_what_is_demoted(new_cluster: NewCluster) -> None:
@@ -166,4 +166,4 @@ def test_what_is_not_there_is_said_to_be_missing(new_cluster: NewCluster) -> Non
     cluster.put("a")
     assert hint(cluster, HintAction.RETAIN, ["x"], LONG_MS) == [(HintOutcome.MISSING, 0)]
     assert hint(cluster, HintAction.PREFETCH, ["a"]) == [(HintOutcome.IGNORED, 0)]
-    assert cluster.state.counters["hint_RETAIN_MISSING"] == 1
+    assert cluster.state.counters["hints.retain.missing"] == 1
