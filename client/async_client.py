@@ -119,6 +119,7 @@ class AsyncClient:
     end_session = _awaited(Client.end_session)
     demote = _awaited(Client.demote)
     prefetch = _awaited(Client.prefetch)
+    apply_hints = _awaited(Client.apply_hints)
 
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)

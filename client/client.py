@@ -11,15 +11,32 @@ import numpy as np
 
 from kvstore import calls, limits
 from kvstore.calls import DrainStep, HintAction, PutOutcome
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client import fork_support, validation
 from kvstore.client.client_resources import ClientResources, ClientStats, MasterHTTP
-from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
+from kvstore.client.flows import (
+    allocate,
+    apply_hints,
+    control_calls,
+    copy_objects,
+    get,
+    put,
+    read_objects,
+)
 from kvstore.client.flows.control_calls import EngineMatchResult, ObjectStat, PrefixMatchResult
 from kvstore.client.flows.copy_objects import MoveProgress
 from kvstore.client.flows.read_objects import GetOptions
 from kvstore.client.flows.steps import CallMaster, Flow, SleepFor, WaitForDevice, ask
 from kvstore.client.flows.write_objects import PutOptions
-from kvstore.client.hints import RETAIN_S, Hint, HintResult, check_hint, check_hints
+from kvstore.client.hints import (
+    RETAIN_S,
+    ActionResult,
+    Hint,
+    HintResult,
+    check_actions,
+    check_hint,
+    check_hints,
+)
 from kvstore.client.leases.lease_table import Lease
 from kvstore.client.rpc.stub import MasterStub, wait_in_call
 from kvstore.client.tracing import traceparent, tracing
@@ -842,6 +859,28 @@ class Client:
     def prefetch(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
         """Have the chain that ends with ``key`` brought into memory; see ``hint``."""
         return self.hint([Hint("prefetch", key)], namespace=namespace)[0]
+
+    def apply_hints(
+        self,
+        actions: Sequence[EnvelopeAction],
+        *,
+        key: AnyKey | None = None,
+        namespaces: Sequence[str] = (limits.DEFAULT_NAMESPACE,),
+        timeout_ms: int | None = None,
+    ) -> list[ActionResult]:
+        """Carry out the actions of an envelope (``kvstore.calls.hint_envelopes.parse_envelope``).
+
+        Args:
+            key: the last key of the chain that actions without keys are about; None: none.
+            namespaces: where each action is carried out.
+
+        Returns:
+            One result per action.
+        """
+        spaces, _ = self._namespaces("apply_hints", namespaces, ())
+        checked = check_actions(actions)
+        tip = None if key is None else limits.check_key(key)
+        return self._run(apply_hints.apply_hints(spaces, checked, tip), timeout_ms)
 
     # --- remove ------------------------------------------------------------------------------
 

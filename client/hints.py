@@ -7,8 +7,10 @@ from typing import NamedTuple, cast
 
 from kvstore import limits
 from kvstore.calls import HintAction, HintOutcome
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client import validation
 from kvstore.client.validation import AnyKey, Duration
+from kvstore.errors import InvalidArgumentError
 from kvstore.limits import check_key
 
 RETAIN_S: int = limits.RETAIN_MS_MAX // 1000
@@ -31,6 +33,17 @@ class HintResult(NamedTuple):
     chains continue this one, or all of it is in memory already."""
     retained_s: float
     """For how long it is retained from now, in seconds; 0: it is not."""
+
+
+class ActionResult(NamedTuple):
+    """The result of one action of an envelope, for all its keys and namespaces together."""
+
+    action_id: str
+    outcome: HintOutcome
+    reason: str
+    """Why it was not carried out as requested; empty: it was."""
+    retained_s: float
+    """The shortest time for which one of its chains is retained or pinned; 0: none is."""
 
 
 class HintRow(NamedTuple):
@@ -66,3 +79,13 @@ def check_hints(hints: Sequence[Hint]) -> list[HintRow]:
         number, retain_ms = check_hint(action, ttl)
         rows.append(HintRow(number, check_key(key), retain_ms))
     return rows
+
+
+def check_actions(actions: Sequence[EnvelopeAction]) -> Sequence[EnvelopeAction]:
+    """Raises InvalidArgumentError: these are not actions of ``parse_envelope``."""
+    several = validation.sequence("actions", actions)
+    if not all(isinstance(action, EnvelopeAction) for action in several):
+        raise InvalidArgumentError(
+            "actions are EnvelopeActions", advice="parse_envelope makes them from an envelope."
+        )
+    return cast("Sequence[EnvelopeAction]", several)

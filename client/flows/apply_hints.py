@@ -1,0 +1,71 @@
+"""Carries out the actions of a hint envelope in several namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.calls import HintAction, HintOutcome
+from kvstore.calls.hint_envelopes import EnvelopeAction
+from kvstore.client.flows import control_calls
+from kvstore.client.flows.steps import Flow
+from kvstore.client.hints import ActionResult, HintResult, HintRow
+from kvstore.errors import NoSpaceError, PermissionDeniedError, UsageError
+from kvstore.limits import Key, Namespace
+
+_REASONS = {
+    HintOutcome.CLIPPED: "retained for a shorter time than requested",
+    HintOutcome.MISSING: "no stored object has this key",
+    HintOutcome.IGNORED: "other chains continue this one",
+}
+_ORDER = (HintOutcome.CLIPPED, HintOutcome.ACCEPTED, HintOutcome.IGNORED, HintOutcome.MISSING)
+"""An action has the first of these outcomes that it has for some key in some namespace."""
+
+
+def apply_hints(
+    namespaces: Sequence[Namespace], actions: Sequence[EnvelopeAction], tip: Key | None
+) -> Flow[list[ActionResult]]:
+    """As ``Client.apply_hints``. One call per namespace, and one per namespace and pin."""
+    own = () if tip is None else (tip,)
+    targets = [() if action.ignored_reason else action.keys or own for action in actions]
+    rows: list[HintRow] = []
+    owners: list[int] = []
+    for number, (action, keys) in enumerate(zip(actions, targets, strict=True)):
+        if action.action:
+            rows += (HintRow(int(action.action), key, action.duration_ms) for key in keys)
+            owners += [number] * len(keys)
+    replies: list[list[HintResult]] = [[] for _ in actions]
+    refusals = [action.ignored_reason for action in actions]
+    for namespace in namespaces:
+        results = yield from control_calls.hint(namespace, rows)
+        for number, result in zip(owners, results, strict=True):
+            replies[number].append(result)
+        for number, (action, keys) in enumerate(zip(actions, targets, strict=True)):
+            if not action.is_pin or not keys:
+                continue
+            try:
+                pinned = yield from control_calls.pin(namespace, keys, action.duration_ms)
+            except (NoSpaceError, PermissionDeniedError, UsageError) as error:
+                refusals[number] = str(error)
+                continue
+            replies[number] += (_pin_result(is_pinned, action) for is_pinned in pinned)
+    return [
+        _merge(action, replies[number], refusals[number]) for number, action in enumerate(actions)
+    ]
+
+
+def _pin_result(is_pinned: bool, action: EnvelopeAction) -> HintResult:
+    if is_pinned:
+        return HintResult(HintOutcome.ACCEPTED, action.duration_ms / 1000)
+    return HintResult(HintOutcome.MISSING, 0)
+
+
+def _merge(action: EnvelopeAction, replies: list[HintResult], refusal: str) -> ActionResult:
+    if not replies:
+        reason = refusal or "this names no chain: give keys in hexadecimal"
+        return ActionResult(action.action_id, HintOutcome.IGNORED, reason, 0)
+    outcome = min((reply.outcome for reply in replies), key=_ORDER.index)
+    reason = refusal or _REASONS.get(outcome, "")
+    if outcome is HintOutcome.IGNORED and action.action is HintAction.PREFETCH:
+        reason = "nothing to do: all of it is in memory"
+    retained_s = min((reply.retained_s for reply in replies if reply.retained_s), default=0)
+    return ActionResult(action.action_id, outcome, reason, retained_s)
