@@ -13,7 +13,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvstore.calls import HintOutcome
 from kvstore.calls.fleet_records import RECORDS_MAX, FleetRecord
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client.async_client import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.console.diagnostics.evidence import read_records
@@ -107,6 +109,26 @@ class StoreLookup:
         self._breaker.succeeded()
         self._metrics.lookups.labels("held" if blocks else "missing").inc()
         return StoredPrefix(blocks, record.block_size)
+
+    async def last_key(self, model: str, token_ids: Sequence[int], salt: str) -> bytes | None:
+        """Return the key of the prompt's last full block; None: unknown, or there is none."""
+        record = records.serving(self._records, model)
+        keys = [] if record is None else await _keys(record, token_ids, salt)
+        return keys[-1] if keys else None
+
+    async def hint(self, model: str, action: EnvelopeAction) -> HintOutcome | None:
+        """Carry out a hint in the namespaces of the model's engines; None: unknown, or it failed.
+        Raises only CancelledError."""
+        record = records.serving(self._records, model)
+        outcome = None
+        if record is not None and not self._breaker.is_open(clock_ms()):
+            try:
+                results = await self._client.apply_hints([action], namespaces=record.namespaces)
+                outcome = results[0].outcome
+            except KVStoreError as error:
+                log.debug("hint_failed model=%s reason=%s", model, error)
+        self._metrics.hints.labels(action.action_id, str(outcome or "failed")).inc()
+        return outcome
 
     async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
         states = record.states

@@ -15,6 +15,7 @@ from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.bodies import EngineRoute
 from kvstore.proxy.decode import decode, no_decoder
+from kvstore.proxy.hints import SESSION, SessionHints, envelope_of, session_of
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
@@ -44,7 +45,7 @@ slowest gives way to one more."""
 
 
 async def serve(
-    parts: ProxyContext, route: EngineRoute, request: web.Request
+    parts: ProxyContext, hints: SessionHints, route: EngineRoute, request: web.Request
 ) -> web.StreamResponse:
     """Handle both routes: limit, count and log requests; ``_answer`` does the work.
 
@@ -64,6 +65,8 @@ async def serve(
                 status = 502  # in the log and in the metrics; the client saw the engine's status
             elif request.transport is None or request.transport.is_closing():
                 status = CLIENT_LEFT
+            if status == 200:
+                hints.on_answer(context)
             return answer
         except _RejectedError as error:
             status = error.response.status
@@ -122,7 +125,12 @@ async def _read_request(
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
         raw = bodies.dump(body)
-    return RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
+    if (envelope := envelope_of(request.headers, request_id)) is not None:
+        body = bodies.with_hint(body, envelope)
+        raw = bodies.dump(body)
+    context = RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
+    context.session = session_of(request.headers.get(SESSION, ""), caller)
+    return context
 
 
 async def _answer(

@@ -480,7 +480,8 @@ def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_com
     assert engine.step({"r": 8}).saves == []
     assert engine.side.pinned_blocks == 2
     promised = engine.side.finished(request)
-    assert promised and promised["stored_tokens"] == 8, "as it will be stored"
+    assert promised is not None
+    assert promised["stored_tokens"] == 8, "as it will be stored"
     engine.identity.is_verified = True
     orders = engine.step({"r": 5})
     assert saved(orders) == {0: [0, 1, 2]}
