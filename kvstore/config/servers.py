@@ -175,6 +175,16 @@ class MasterConfig(HttpConfig):
         description="Which objects are evicted first: lru, the least recently used; s3-fifo, new "
         "ones that are not used twice soon, where most objects are never used again.",
     )
+    record: File = Field(
+        default="",
+        description="File for a trace of the requests (hashes, sizes and times, no contents), for "
+        "kvstore plan. Empty: none.",
+    )
+    record_bytes: Bytes = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="Bytes that --record keeps: half of them in FILE, the older ones in FILE.1.",
+    )
     tenants: File = Field(
         default="",
         description="File (TOML) with tenants: patterns of namespaces, guarantees and limits. "
