@@ -91,6 +91,9 @@ class LruPolicy:
     def first(self) -> ObjectRecord | None:
         return self._queue.first()
 
+    def last(self) -> ObjectRecord | None:
+        return self._queue.last()
+
     def hit(self, record: ObjectRecord) -> bool:
         if self.weight(record) > record.last_used_ms:
             return False
@@ -158,6 +161,9 @@ class SortedRecordQueue:
 
     def first(self) -> ObjectRecord | None:
         return self._runs[0][0] if self._runs else None
+
+    def last(self) -> ObjectRecord | None:
+        return self._runs[-1][-1] if self._runs else None
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         """Yields the records with later positions, as long as none is added or removed."""
