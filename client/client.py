@@ -331,9 +331,9 @@ class Client:
         """Allocate a tensor inside the pool to compute into; putting it copies nothing.
 
         Its contents are undefined. The client keeps the memory while the tensor, or anything made
-        of it, lives; memory that is dropped without a put is freed. Check ``lease(tensor).held``:
-        if the master was unreachable for longer than the put deadline, another client may have got
-        it.
+        of it, lives; memory that is dropped without a put is freed. Check
+        ``lease(tensor).is_held``: if the master was unreachable for longer than the put deadline,
+        another client may have got it.
 
         Args:
             namespace: namespace of the later put, whose tenant is charged for the memory until
@@ -373,8 +373,8 @@ class Client:
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
                 returns; bytes as ``uint8``. With ``copy=False`` it is the pool's memory if a node
                 pools memory of that device, and a copy elsewhere. Keep the tensor until the kernels
-                that read it have ended, then check ``lease(tensor).held``: the memory ends with its
-                node, and later reads are undefined.
+                that read it have ended, then check ``lease(tensor).is_held``: the memory ends with
+                its node, and later reads are undefined.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
@@ -851,7 +851,7 @@ class Client:
         """Remove an object; returns whether there was one.
 
         After this call no client finds it, even after a restart. Views keep their bytes until their
-        lease ends, which is no longer renewed: check ``lease(view).held``.
+        lease ends, which is no longer renewed: check ``lease(view).is_held``.
         """
         return self.remove_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 

@@ -309,7 +309,7 @@ class _MasterProcess:
             version=__version__,
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
-            policy=resolve_name(EVICTION_POLICIES[self._config.eviction]),
+            policy=resolve_name(EVICTION_POLICIES[self._config.eviction])(),
             started_ms=clock_ms(),
             events=self.feed is not None,
             tenants=None if self._tenants is None else self._tenants.rules,

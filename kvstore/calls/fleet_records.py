@@ -164,7 +164,7 @@ class DescriptionDiff(NamedTuple):
         """Return the text for the engine whose description is ``ours``."""
         must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
         cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
-        parts = [must and f"must be equal: {must}", cuts and f"only another cut: {cuts}"]
+        parts = [must and f"must be equal: {must}", cuts and f"can be reconciled: {cuts}"]
         return "; ".join(filter(None, parts)) or "only the layout of the cache differs"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from kvstore.master.state.eviction import LruPolicy
+from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
 
 CLASSES: Final = 4
@@ -34,7 +34,9 @@ GHOSTS_MAX: Final = 1 << 16
 
 _BASE_BITS: Final = 200
 _WEIGHT_SCALE: Final = 1e12
-_SCALE = _WEIGHT_SCALE
+
+_KNOWN: Final = HITS_MAX + 1
+"""The bit of ``hits`` for objects whose first use the learner has seen."""
 
 
 def _bin_of(gap_ms: int) -> int:
@@ -114,23 +116,27 @@ class DensityLearner:
 class DensityPolicy:
     """See the module."""
 
-    counts_hits = True
+    learns_uses = True
 
     def __init__(self, learner: DensityLearner) -> None:
-        self.learner = learner
+        self._learner = learner
         self._lists = [LruPolicy((number + 1) << _BASE_BITS) for number in range(CLASSES)]
 
+    def used(self, record: ObjectRecord, now_ms: int) -> None:
+        hits = record.hits & HITS_MAX
+        self._learner.on_use(hits, now_ms - record.last_used_ms, now_ms)
+        record.hits += hits < HITS_MAX
+
     def insert(self, record: ObjectRecord) -> None:
-        if record.hits < HITS_MAX + 1:
-            record.hits |= HITS_MAX + 1
-            self.learner.on_first_use(record)
-            record.hits |= HITS_MAX + 1
+        if not record.hits & _KNOWN:
+            self._learner.on_first_use(record)
+            record.hits |= _KNOWN
         self._lists[record.hits & HITS_MAX].insert(record)
 
     def remove(self, record: ObjectRecord, *, evicted: bool) -> None:
         self._lists[(record.position >> _BASE_BITS) - 1].remove(record, evicted=evicted)
         if evicted:
-            self.learner.on_evict(record)
+            self._learner.on_evict(record)
 
     def first(self) -> ObjectRecord | None:
         found: ObjectRecord | None = None
@@ -139,8 +145,10 @@ class DensityPolicy:
             for record in (queue.first(), queue.last()):
                 if record is not None:
                     worth = self._worth(record)
-                    if found is None or worth < lowest or (
-                        worth == lowest and record.last_used_ms < found.last_used_ms
+                    if (
+                        found is None
+                        or worth < lowest
+                        or (worth == lowest and record.last_used_ms < found.last_used_ms)
                     ):
                         found, lowest = record, worth
         return found
@@ -155,11 +163,16 @@ class DensityPolicy:
         return True
 
     def weight(self, record: ObjectRecord) -> int:
-        return int(self._worth(record) * _SCALE)
+        return int(self._worth(record) * _WEIGHT_SCALE)
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain.from_iterable([queue.after(position) for queue in self._lists])
 
     def _worth(self, record: ObjectRecord) -> float:
-        age_ms = self.learner.now_ms - record.last_used_ms
-        return self.learner.worths[record.hits & HITS_MAX][_bin_of(age_ms)]
+        age_ms = self._learner.now_ms - record.last_used_ms
+        return self._learner.worths[record.hits & HITS_MAX][_bin_of(age_ms)]
+
+
+def density() -> NewPolicy:
+    learner = DensityLearner()
+    return lambda: DensityPolicy(learner)

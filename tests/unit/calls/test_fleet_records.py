@@ -234,7 +234,7 @@ def test_another_cut_is_told_from_what_must_be_equal() -> None:
         "vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"}
     )
     assert contrast.text() == (
-        "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; only another cut: "
+        "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; can be reconciled: "
         'block size: 16 here, 32 there ("block_tokens": 16 in the one with blocks of 32 would let '
         "them share)"
     )
