@@ -255,9 +255,9 @@ class Client:
 
         Args:
             items: pairs of a key and a value, or a dict.
-            partial: on a full pool, store the first items that fit; the outcome of the others is
-                NO_SPACE. More than 512 items take several requests, which may evict each other's
-                objects.
+            partial: on a full pool, at a tenant's limit or after a restart, store the first items
+                that fit; the outcome of the others is NO_SPACE. More than 512 items take several
+                requests, which may evict each other's objects.
             ttl: as of ``put``, for each item.
             stream: as of ``put``. Values that are all on one device are copied directly from there;
                 a mixed batch passes through host memory.
@@ -294,7 +294,7 @@ class Client:
         Args:
             keys: from root to tip, such as the hashes of an engine's blocks.
             parent: of the first key; None: the first is a root.
-            partial: on a full pool, store the first blocks that fit; the others are NO_SPACE.
+            partial: as of ``put_many``: store the first blocks that fit; the others are NO_SPACE.
             ttl: as of ``put``, for each block.
             hint: as of ``hint``, for this chain; ``retain``: for how long. Costs no further call.
             stream: as of ``put_many``.
@@ -569,19 +569,10 @@ class Client:
         flow = control_calls.match_prefix(self._context, [space], _packed(keys), *hinted)
         return self._run(flow, timeout_ms)[0].matched
 
-    def match_prefixes(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[int]:
-        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
-        return [
-            match.matched
-            for match in self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
-        ]
-
     def matches(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[PrefixMatchResult]:
-        """As ``match_prefixes``, with the number of following keys that are being written."""
+        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
         spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(
             control_calls.match_prefix(self._context, spaces, _packed(keys)), timeout_ms

@@ -109,7 +109,7 @@ class StoreLookup:
         return StoredPrefix(blocks, record.block_size)
 
     async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
-        states = record.states
+        states = record.ends
         chains = [name for name in record.namespaces if name not in states]
         async with asyncio.timeout(TIMEOUT_S):
             reach = await self._client.match_all(keys, namespaces=chains, states=sorted(states))

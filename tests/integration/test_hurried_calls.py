@@ -96,7 +96,6 @@ ROWS: dict[str, Row | str] = {
     "device": Row(name="cuda:0"),
     "lease": Row(view=BUFFER),
     "match_prefix": Row(keys=KEYS, namespace=None),
-    "match_prefixes": Row(keys=KEYS, namespaces=["default"]),
     "matches": Row(keys=KEYS, namespaces=["default"]),
     "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),

@@ -126,8 +126,8 @@ class SchedulerLogic:
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
-        self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
-        """Pins the chains of these tips, by group, in the store."""
+        self.keep: Callable[[dict[int, Sequence[bytes]], int], object] = lambda tips, time_ms: None
+        """Pins the objects of these keys, by group, and their ancestors in the store."""
         self.are_names_marked = True
         """Whether the plug-in prefixes client names of images, sounds and videos."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
@@ -224,7 +224,8 @@ class SchedulerLogic:
 
     def _request_lookup(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
         """``limit``: the maximum of tokens to load."""
-        if self._groups.recurrent:  # a state beyond them is useless, and hides an earlier one
+        if self._groups.recurrent or self._groups.windows:
+            # A state or window beyond them is useless, and hides an earlier one.
             hashes = hashes[: limit // self._groups.hash_block_tokens]
         expected = _params(request).get("stored_tokens")
         return self._lookups.request(
@@ -454,7 +455,9 @@ class SchedulerLogic:
             self._unpin(pinned)
             if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
                 if pinned.keep_ms:
-                    self.keep({run.group: run.keys[-1] for run in pinned.runs}, pinned.keep_ms)
+                    last_keys = self._groups.last_keys
+                    tips = {run.group: last_keys(run.group, run.keys) for run in pinned.runs}
+                    self.keep(tips, pinned.keep_ms)
                 chains = [run for run in pinned.runs if run.group in self._groups.chains]
                 self._events.stored(chains, pinned.tokens, pinned.lora, pinned.plain)
             elif not pinned.stored:

@@ -221,6 +221,7 @@ class SchedulerSide:
         self._identity.move(
             record._replace(namespaces=tuple(chain.from_iterable(namespaces.values()))),
             hash_block_size=self._groups.hash_block_tokens,
+            role=self._vllm_config.kv_transfer_config.kv_role,
             **told,
         )
         if has_moved:
@@ -363,14 +364,14 @@ class SchedulerSide:
             keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
         )
 
-    def _keep(self, tips: dict[int, bytes], milliseconds: int) -> None:
-        """Pin the chains of these tips, by group, in the background."""
-        places = [(name, key) for group, key in tips.items() for name in self._namespaces[group]]
+    def _keep(self, tips: dict[int, Sequence[bytes]], milliseconds: int) -> None:
+        """Pin these keys, by group, and their ancestors in the background."""
+        places = [(name, keys) for group, keys in tips.items() for name in self._namespaces[group]]
 
         def pin() -> None:
-            for name, key in places:
+            for name, keys in places:
                 self._client.pin(
-                    [key], milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
+                    keys, milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
                 )
 
         def pinned(done: Future[None]) -> None:
