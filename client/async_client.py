@@ -114,6 +114,12 @@ class AsyncClient:
     allocate = _awaited(Client.allocate)
     pin = _awaited(Client.pin)
     unpin = _awaited(Client.unpin)
+    hint = _awaited(Client.hint)
+    retain = _awaited(Client.retain)
+    end_session = _awaited(Client.end_session)
+    demote = _awaited(Client.demote)
+    prefetch = _awaited(Client.prefetch)
+    apply_hints = _awaited(Client.apply_hints)
 
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypedDict, TypeVar, cast, overload
 
@@ -11,15 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls, limits
-from kvstore.calls import DrainStep, PutOutcome
+from kvstore.calls import DrainStep, HintAction, PutOutcome
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client import fork_support, validation
 from kvstore.client.client_resources import ClientResources, ClientStats, MasterHTTP
-from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
+from kvstore.client.flows import (
+    allocate,
+    apply_hints,
+    control_calls,
+    copy_objects,
+    get,
+    put,
+    read_objects,
+)
 from kvstore.client.flows.control_calls import EngineMatchResult, ObjectStat, PrefixMatchResult
 from kvstore.client.flows.copy_objects import MoveProgress
 from kvstore.client.flows.read_objects import GetOptions
 from kvstore.client.flows.steps import CallMaster, Flow, SleepFor, WaitForDevice, ask
 from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.hints import (
+    RETAIN_S,
+    ActionResult,
+    Hint,
+    HintResult,
+    check_actions,
+    check_chains,
+    check_hint,
+    check_hints,
+)
 from kvstore.client.leases.lease_table import Lease
 from kvstore.client.rpc.stub import MasterStub, wait_in_call
 from kvstore.client.tracing import traceparent, tracing
@@ -297,6 +316,8 @@ class Client:
         partial: bool = False,
         wait_ms: int | None = None,
         ttl: Duration | None = None,
+        hint: HintAction | str | None = None,
+        retain: Duration = RETAIN_S,
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
@@ -307,6 +328,7 @@ class Client:
             parent: of the first key; None: the first is a root.
             partial: as of ``put_many``: store the first blocks that fit; the others are NO_SPACE.
             ttl: as of ``put``, for each block.
+            hint: as of ``hint``, for this chain; ``retain``: for how long. Costs no further call.
             stream: as of ``put_many``.
 
         Raises:
@@ -322,6 +344,8 @@ class Client:
             namespace=namespace, parent=parent, chain=True, replicas=replicas,
             partial=partial, wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
         )  # fmt: skip
+        number, retain_ms = check_hint(hint, retain)
+        options = options._replace(hint=number, retain_ms=retain_ms)
         checked = check_keys(keys, distinct=True)
         flow = put.put_many(self._context, checked, values, options, stream)
         return self._run(flow, timeout_ms)
@@ -573,15 +597,24 @@ class Client:
     # --- lookups -----------------------------------------------------------------------------
 
     def match_prefix(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        namespace: str | None = None,
+        hint: HintAction | str | None = None,
+        retain: Duration = RETAIN_S,
+        timeout_ms: int | None = None,
     ) -> int:
         """Return the number of leading keys of a chain that are stored, and lease those.
 
         The lease ends when the last of them has been read or released (``release``). O(log n) at
         the master for a chain stored by ``put_chain``. More than 16,384 keys take several calls.
+
+        Args:
+            hint: as of ``hint``, for the matched prefix; ``retain``: for how long.
         """
-        space = self._namespace(namespace)
-        flow = control_calls.match_prefix(self._context, [space], _packed(keys))
+        space, hinted = self._namespace(namespace), check_hint(hint, retain)
+        flow = control_calls.match_prefix(self._context, [space], _packed(keys), *hinted)
         return self._run(flow, timeout_ms)[0].matched
 
     def matches(
@@ -800,6 +833,84 @@ class Client:
         """
         space = self._namespace(namespace)
         return self._run(control_calls.unpin(space, validation.key_list(keys)), timeout_ms)
+
+    # --- hints -------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        hints: Sequence[Hint],
+        *,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[HintResult]:
+        """Tell the store what to expect of chains; each is named by its last key.
+
+        Hints change the order of eviction among the objects of one tenant, and cost others nothing:
+
+        * ``retain``: used again within ``ttl``. The chain is evicted last, until it is used or the
+          time is over, which the store clips to six times the age at which it evicts.
+        * ``release``: over. The blocks at its end that no other chain shares are evicted first.
+        * ``demote``: not used soon. As ``release``, but evicted after what is over.
+        * ``prefetch``: used soon. IGNORED while all objects are in memory.
+
+        Hints are lost when the master restarts.
+
+        Returns:
+            One result per hint.
+
+        Raises:
+            InvalidArgumentError: an action is unknown, or a time is not within an hour.
+        """
+        rows, space = check_hints(hints), self._namespace(namespace)
+        return self._run(control_calls.hint(space, rows), timeout_ms)
+
+    def retain(
+        self, key: AnyKey, ttl: Duration = RETAIN_S, *, namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> HintResult:  # fmt: skip
+        """Keep the chain that ends with ``key`` for its next use; see ``hint``."""
+        hints = [Hint("retain", key, ttl)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
+
+    def end_session(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
+        """Release the chain that ends with ``key``; see ``hint``."""
+        hints = [Hint("release", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
+
+    def demote(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
+        """Have the chain that ends with ``key`` evicted early; see ``hint``."""
+        hints = [Hint("demote", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
+
+    def prefetch(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
+        """Have the chain that ends with ``key`` brought into memory; see ``hint``."""
+        hints = [Hint("prefetch", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
+
+    def apply_hints(
+        self,
+        actions: Sequence[EnvelopeAction],
+        chains: Mapping[str, Sequence[AnyKey]],
+        *,
+        timeout_ms: int | None = None,
+    ) -> list[ActionResult]:
+        """Carry out the actions of an envelope (``kvstore.calls.hint_envelopes.parse_envelope``).
+
+        Args:
+            chains: by namespace: the last keys of the chains that actions without keys are about.
+                All actions are carried out in each of these namespaces.
+
+        Returns:
+            One result per action.
+        """
+        checked, targets = check_actions(actions), check_chains(chains)
+        return self._run(apply_hints.apply_hints(checked, targets), timeout_ms)
 
     # --- remove ------------------------------------------------------------------------------
 

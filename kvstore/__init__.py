@@ -21,9 +21,10 @@ from kvstore._version import __version__
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.calls import PutOutcome
+    from kvstore.calls import HintAction, HintOutcome, PutOutcome
     from kvstore.client.async_client import AsyncClient
     from kvstore.client.client import Client
+    from kvstore.client.hints import Hint
     from kvstore.client.leases.lease_table import Lease
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
@@ -35,6 +36,9 @@ _HOMES = {
     "AsyncClient": "kvstore.client.async_client",
     "Client": "kvstore.client.client",
     "ClientConfig": "kvstore.config",
+    "Hint": "kvstore.client.hints",
+    "HintAction": "kvstore.calls",
+    "HintOutcome": "kvstore.calls",
     "Lease": "kvstore.client.leases.lease_table",
     "MasterConfig": "kvstore.config",
     "NodeConfig": "kvstore.config",
@@ -45,6 +49,9 @@ __all__ = [
     "AsyncClient",
     "Client",
     "ClientConfig",
+    "Hint",
+    "HintAction",
+    "HintOutcome",
     "KVStoreError",
     "Lease",
     "MasterConfig",

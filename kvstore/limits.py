@@ -66,6 +66,9 @@ PIN_KEYS_MAX = 512
 """Objects of one pin request, which pins all stored ones or none: 1 to 2 ms. Clients split larger
 batches."""
 
+RETAIN_MS_MAX = 3_600_000
+"""The longest time for which a hint retains a chain, in ms."""
+
 PIN_MS_MAX = 86_400_000
 """The longest pin, in ms: a day. Pins can be renewed."""
 

@@ -18,6 +18,7 @@ from kvstore.client.flows.steps import (
     ask,
     resolve_placements,
 )
+from kvstore.client.hints import HintResult, HintRow
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import UnavailableError
 from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
@@ -85,11 +86,12 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLea
 
 
 def match_prefix(
-    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
-) -> Flow[list[PrefixMatchResult]]:
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], hint: int = 0,
+    retain_ms: int = 0,
+) -> Flow[list[PrefixMatchResult]]:  # fmt: skip
     """Match a chain in each namespace; leased until the last blocks found are read."""
     lease = context.leases.new()
-    matches = yield from _match(context, namespaces, keys, lease)
+    matches = yield from _match(context, namespaces, keys, lease, hint, retain_ms)
     tips = {
         (namespace, keys[match.matched - 1]): None
         for namespace, match in zip(namespaces, matches, strict=True)
@@ -101,8 +103,9 @@ def match_prefix(
 
 
 def _match(
-    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
-) -> Flow[list[PrefixMatchResult]]:
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease,
+    hint: int = 0, retain_ms: int = 0,
+) -> Flow[list[PrefixMatchResult]]:  # fmt: skip
     """Match from the front in requests of the maximum size, while any namespace has all keys of
     one. Matched keys are leased, so the prefix stays complete during the next call."""
     found = [PrefixMatchResult(0, 0)] * len(namespaces)
@@ -112,7 +115,9 @@ def _match(
         chunk = keys[start : start + keys_max] if len(keys) > keys_max else keys
         requested = [namespaces[index] for index in complete]
         released = context.leases.take()
-        request = calls.MatchPrefix(requested, chunk, False, (), lease.number, released)
+        request = calls.MatchPrefix(
+            requested, chunk, False, (), lease.number, released, hint, retain_ms
+        )
         reply = yield from ask(request, calls.MatchPrefixReply)
         for index, match in zip(complete, reply.matches, strict=True):
             found[index] = PrefixMatchResult(start + match.matched, match.being_written)
@@ -165,6 +170,17 @@ def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
         request = calls.Unpin(namespace, keys[start : start + PIN_KEYS_MAX])
         unpinned += map(bool, (yield from ask(request, calls.UnpinReply)).unpinned)
     return unpinned
+
+
+def hint(namespace: Namespace, rows: Sequence[HintRow]) -> Flow[list[HintResult]]:
+    """As ``Client.hint``."""
+    results: list[HintResult] = []
+    for start in range(0, len(rows), PIN_KEYS_MAX):
+        actions, keys, retain_ms = zip(*rows[start : start + PIN_KEYS_MAX], strict=True)
+        reply = yield from ask(calls.Hint(namespace, keys, actions, retain_ms), calls.HintReply)
+        for outcome, ms in zip(reply.outcomes, reply.retained_ms, strict=True):
+            results.append(HintResult(calls.HintOutcome(outcome), ms / 1000))
+    return results
 
 
 CLEAR_STEP = 1_024

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import allocate
+from kvstore.client.flows import allocate, control_calls
 from kvstore.client.flows.device_io import ready
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.flows.write_objects import Items, PutOptions, write
+from kvstore.client.hints import HintRow
 from kvstore.client.validation import Stream
 from kvstore.client.values import EncodedBatch, Storable, encode_all
 from kvstore.device.streams import computing_on
@@ -44,7 +45,11 @@ def put_many(
         yield ready(items.device, items.parts, stream)
     else:
         allocate.refuse_lost(context, items)
-    return (yield from write(context, items, options))
+    outcomes = yield from write(context, items, options)
+    if options.hint and outcomes and outcomes[-1] is PutOutcome.FOUND:  # no put carried it
+        rows = [HintRow(options.hint, keys[-1], options.retain_ms)]
+        yield from control_calls.hint(options.namespace, rows)
+    return outcomes
 
 
 def _encoded(context: Context, values: Sequence[Storable], stream: Stream | None) -> EncodedBatch:

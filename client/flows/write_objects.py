@@ -80,6 +80,9 @@ class PutOptions(NamedTuple):
     ttl_ms: int = 0
     wait_ms: int = 0
     """Maximum wait of the master for leases to end if there is no space."""
+    hint: int = 0
+    """A ``HintAction`` for the chain that ends with the last item."""
+    retain_ms: int = 0
 
 
 def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutOutcome]]:
@@ -110,7 +113,10 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
                     for started in (
                         yield from _start(context, items, run, options, options.wait_ms, avoid)
                     ):
-                        ended = yield from _finish(context, started, options, failures)
+                        its_options = options
+                        if options.hint and started.run[-1] + 1 < len(keys):
+                            its_options = options._replace(hint=0)
+                        ended = yield from _finish(context, started, its_options, failures)
                         for index, outcome in zip(started.run, ended, strict=True):
                             outcomes[index] = outcome
             except NoSpaceError as full:
@@ -315,10 +321,12 @@ def _finish(
     if not written:
         return outcomes
     tokens = [grants.tokens[number] for number in written]
+    is_last = granted[written[-1]] + 1 == len(outcomes)
+    end = calls.PutEnd(grants.epoch, tokens, options.hint if is_last else 0, options.retain_ms)
     ended = calls.PutEndReply([PutOutcome.REFUSED] * len(tokens))
     for _ in range(2):
         try:
-            ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEndReply)
+            ended = yield from ask(end, calls.PutEndReply)
             break
         except UnavailableError as error:
             # The put may or may not be complete. If not, another put_end completes it. Otherwise,

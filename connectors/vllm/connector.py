@@ -171,8 +171,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return False, so that vLLM frees the request's blocks at once (blocks being saved have
         their own reference), and the parameters to return with the request."""
+        params = self._decisions.finished(request)
         self._scheduler_side.finished(request.request_id)
-        return False, self._decisions.finished(request)
+        return False, params
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler_side.events.take()

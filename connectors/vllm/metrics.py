@@ -37,6 +37,7 @@ COUNTERS: Final = {
     "saves_failed": "Saves that the store did not accept from some worker",
     "saves_refused": "Saves postponed, in part or whole, because too many blocks were waiting",
     "pins_failed": "Requests whose blocks could not be pinned as they asked (pin_ms)",
+    "hints_failed": "Requests whose hints were malformed, or failed at the store",
     "load_bytes": "Bytes loaded",
     "load_bytes_shm": "Bytes read from memory of nodes on the worker's host",
     "load_bytes_device": "Bytes read from nodes' memory of a GPU on the worker's host",

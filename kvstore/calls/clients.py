@@ -19,6 +19,7 @@ from kvstore.calls.field_constraints import (
     Port,
     Released,
     Replicas,
+    RetainMs,
     RowCount,
     SixteenBytes,
     SixteenOrEmpty,
@@ -32,6 +33,7 @@ from kvstore.limits import (
     NAMESPACES_MAX,
     PIN_KEYS_MAX,
     PUT_KEYS_MAX,
+    RETAIN_MS_MAX,
     SIZE_BYTES_MAX,
     Key,
     Namespace,
@@ -68,6 +70,39 @@ class Presence(enum.IntEnum):
     ABSENT = 0
     COMPLETE = 1
     BEING_WRITTEN = 2
+
+
+class HintAction(enum.IntEnum):
+    """A client's expectation of a chain, named by its last key."""
+
+    NONE = 0
+    RETAIN = 1
+    """It is used again within ``retain_ms``: evict it last."""
+    RELEASE = 2
+    """It is over: evict first the blocks at its end that no other chain shares."""
+    DEMOTE = 3
+    """It is not used again soon: evict these blocks next after those that are over."""
+    PREFETCH = 4
+    """It is used soon: bring it into memory, if it is on a slower medium."""
+
+
+class HintOutcome(enum.IntEnum):
+    """The answer to a hint."""
+
+    ACCEPTED = 1
+    CLIPPED = 2
+    """Retained for a shorter time than requested."""
+    MISSING = 3
+    """No object has this key."""
+    IGNORED = 4
+    """Other chains continue this one; or there is nothing to do."""
+
+    def __str__(self) -> str:
+        """Return ``accepted``, ``clipped`` etc."""
+        return self.name.lower()
+
+
+HintNumber = Annotated[int, IntRange(0, int(HintAction.PREFETCH))]
 
 
 class Join(NamedTuple):
@@ -122,6 +157,9 @@ class MatchPrefix(NamedTuple):
     """Lease number, with which the client releases it; 0: the lease ends by time alone."""
     released: Released = ()
     """Earlier leases to release now; unknown numbers are ignored."""
+    hint: HintNumber = 0
+    """A ``HintAction`` for the chain that ends with the last matched key of each namespace."""
+    retain_ms: RetainMs = 0
 
 
 class PrefixMatch(NamedTuple):
@@ -228,6 +266,9 @@ class PutEnd(NamedTuple):
 
     epoch: int
     tokens: Numbers
+    hint: HintNumber = 0
+    """A ``HintAction`` for the chain that ends with the last object that is stored."""
+    retain_ms: RetainMs = 0
 
 
 class PutEndReply(NamedTuple):
@@ -351,6 +392,25 @@ class UnpinReply(NamedTuple):
     """1 or 0 per key: whether it was pinned."""
 
 
+class Hint(NamedTuple):
+    """Tell what to expect of chains. Hints change the order of eviction within a tenant."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], RowCount(PIN_KEYS_MAX)]
+    """The last key of each chain."""
+    actions: Annotated[Sequence[int], RowCount(like="keys", value_max=int(HintAction.PREFETCH))]
+    """One ``HintAction`` per key."""
+    retain_ms: Annotated[Sequence[int], RowCount(like="keys", value_max=RETAIN_MS_MAX)]
+    """Per key: of RETAIN, for how long from now; else 0."""
+
+
+class HintReply(NamedTuple):
+    outcomes: Sequence[int]
+    """One ``HintOutcome`` per key."""
+    retained_ms: Numbers
+    """Per key: for how long it is retained from now; 0: it is not."""
+
+
 class Remove(NamedTuple):
     namespace: Namespace
     keys: Sequence[Key]
@@ -434,6 +494,7 @@ ClientRequest = (
     | Release
     | Pin
     | Unpin
+    | Hint
     | Remove
     | Clear
     | DescribeSegments

@@ -16,6 +16,7 @@ from kvstore.limits import (
     PIN_MS_MAX,
     RELEASED_MAX,
     REPLICAS_MAX,
+    RETAIN_MS_MAX,
     SIZE_BYTES_MAX,
     TTL_MS_MAX,
     WAIT_MS_MAX,
@@ -86,6 +87,7 @@ Size = Annotated[int, IntRange(0, SIZE_BYTES_MAX)]
 WaitMs = Annotated[int, IntRange(0, WAIT_MS_MAX)]
 PinMs = Annotated[int, IntRange(1, PIN_MS_MAX)]
 TtlMs = Annotated[int, IntRange(0, TTL_MS_MAX)]
+RetainMs = Annotated[int, IntRange(0, RETAIN_MS_MAX)]
 Replicas = Annotated[int, IntRange(1, REPLICAS_MAX)]
 PageRows = Annotated[int, IntRange(1, BATCH_KEYS_MAX)]
 Numbers = Annotated[Sequence[int], RowCount()]

@@ -153,10 +153,11 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
 
 def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
     counters = dict(status.counters)
-    counted: dict[str, Rows] = {
-        OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
-        for name, value in counters.items()
-    }
+    counted: dict[str, Rows] = {}
+    for counter, value in counters.items():
+        name, *labels = counter.split(".")
+        family = OF_COUNTERS.get(name, f"kvstore_{name}_total")
+        counted.setdefault(family, {})[tuple(labels)] = value
     largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
     objects = sum(row.objects for row in status.namespaces)
     size = sum(row.size for row in status.namespaces)

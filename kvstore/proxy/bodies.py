@@ -37,6 +37,7 @@ TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - a field's name, no passwor
 STORED: Final = "stored_tokens"
 NO_LOAD: Final = "no_load"
 SALT: Final = "cache_salt"
+HINTS: Final = "kv_hint"
 
 # Fields that forbid a response of one token, or are useless because it is discarded.
 _NOT_FOR_PREFILL: Final = (
@@ -146,10 +147,24 @@ def error_message(answer: object) -> str | None:
     return message if isinstance(message, str) else None
 
 
+def hint_of(body: Body) -> object:
+    """Return the hint envelope of the request, or None."""
+    params = body.get(PARAMS)
+    return params.get(HINTS) if isinstance(params, dict) else None
+
+
+def with_hint(body: Body, envelope: Body) -> Body:
+    """Return the body with this hint envelope, unless it has one of its own."""
+    params = body.get(PARAMS) or {}
+    return {**body, PARAMS: {HINTS: envelope, **params}} if isinstance(params, dict) else body
+
+
 def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> Body:
     """Build the body for a prefiller: the same prompt, with a response of one token, the
     minimum."""
     sent = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    if hint_of(body) is not None:  # the decoder's: the request does not end here
+        sent[PARAMS] = {name: value for name, value in sent[PARAMS].items() if name != HINTS}
     sent |= {"stream": False, "n": 1, "max_tokens": 1}
     if route.chat:
         sent["max_completion_tokens"] = 1

@@ -184,10 +184,12 @@ async def _relay(
         parts.metrics.first_byte_seconds.labels(context.route.name).observe(
             context.first_byte_ms / 1000
         )
+        context.ending.feed(first)
         if first:
             await _sent(response.write(first))
         async for piece in engine.rest(turn.instance.address, answer):
             turn.instance.on_response(clock_ms())
+            context.ending.feed(piece)
             await _sent(response.write(piece))
             last = piece
         await _sent(response.write_eof())

@@ -13,7 +13,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvstore.calls import HintOutcome
 from kvstore.calls.fleet_records import RECORDS_MAX, FleetRecord
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client.async_client import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.console.diagnostics.evidence import read_records
@@ -30,6 +32,9 @@ log = logging.getLogger("kvstore.proxy")
 REFRESH_S: Final = 3.0
 KEYS_AT_ONCE: Final = 512
 """Keys hashed before the event loop runs other tasks: some milliseconds."""
+
+HINTS_AT_ONCE: Final = 8
+"""Hints in progress at the store: few, because the client's threads are for lookups."""
 
 CLIENT_TIMEOUT_MS: Final = 2_000
 FAILURES_MAX: Final = 3
@@ -60,6 +65,7 @@ class StoreLookup:
         self._records: list[FleetRecord] = []
         self._denied: set[str] = set()
         """Fingerprints of the records whose namespaces may not be read."""
+        self._hint_slots = asyncio.Semaphore(HINTS_AT_ONCE)
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
 
@@ -107,6 +113,28 @@ class StoreLookup:
         self._breaker.succeeded()
         self._metrics.lookups.labels("held" if blocks else "missing").inc()
         return StoredPrefix(blocks, record.block_size)
+
+    async def last_key(self, model: str, token_ids: Sequence[int], salt: str) -> bytes | None:
+        """Return the key of the prompt's last full block; None: unknown, or there is none."""
+        record = records.serving(self._records, model)
+        keys = [] if record is None else await _keys(record, token_ids, salt)
+        return keys[-1] if keys else None
+
+    async def hint(self, model: str, action: EnvelopeAction) -> HintOutcome | None:
+        """Carry out a hint in the namespaces of the model's engines; None: unknown, or it failed.
+        Raises only CancelledError."""
+        record = records.serving(self._records, model)
+        outcome = None
+        if record is not None and not self._breaker.is_open(clock_ms()):
+            try:
+                chains = dict.fromkeys(record.namespaces, ())
+                async with self._hint_slots:
+                    results = await self._client.apply_hints([action], chains)
+                outcome = results[0].outcome
+            except KVStoreError as error:
+                log.debug("hint_failed model=%s reason=%s", model, error)
+        self._metrics.hints.labels(action.action_id, str(outcome or "failed")).inc()
+        return outcome
 
     async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
         states = record.ends

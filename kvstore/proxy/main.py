@@ -24,6 +24,7 @@ from kvstore.proxy.admin import AdminHandlers, rows
 from kvstore.proxy.cache_salts import salts_by
 from kvstore.proxy.engine import EngineClient
 from kvstore.proxy.health import HealthChecks
+from kvstore.proxy.hints import SessionHints, delete_session
 from kvstore.proxy.instances import ROLES, Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -77,7 +78,9 @@ async def _serve(config: ProxyConfig) -> int:
         checking = start_task("health checks", health.run(), died=broken)
         stack.push_async_callback(_cancel, checking)
         doors = ConnectionLimiter(clients_max)
-        application = _application(parts, health, doors)
+        hints = SessionHints(parts.lookup)
+        stack.push_async_callback(hints.close)
+        application = _application(parts, hints, health, doors)
         listener = await asyncio.to_thread(
             bind, config.host, config.port, is_given=True, flag="--port"
         )
@@ -131,15 +134,16 @@ async def _parts(
 
 
 def _application(
-    parts: ProxyContext, health: HealthChecks, doors: ConnectionLimiter
+    parts: ProxyContext, hints: SessionHints, health: HealthChecks, doors: ConnectionLimiter
 ) -> web.Application:
     app = web.Application(client_max_size=serving.BODY_BYTES_MAX, middlewares=[doors.middleware])
     for route in bodies.ROUTES:
-        app.router.add_post(route.path, partial(serve, parts, route))
+        app.router.add_post(route.path, partial(serve, parts, hints, route))
+    app.router.add_delete("/v1/sessions/{session}", partial(delete_session, parts, hints))
     app.router.add_get("/healthz", partial(_healthz, parts))
     app.router.add_get("/metrics", partial(_metrics, parts))
     AdminHandlers(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
-    app.router.add_route("*", "/{path:.*}", partial(relay, parts))  # after all others
+    app.router.add_route("*", "/{path:.*}", partial(relay, parts, hints))  # after all others
     return app
 
 

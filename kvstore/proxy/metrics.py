@@ -87,6 +87,12 @@ class Metrics:
         self.lookup_seconds = seconds(
             "lookup", "Duration of a lookup in the store, hashing included.", buckets=LOOKUP_SECONDS
         )
+        self.hints = counter(
+            "hints",
+            "Hints sent to the store: tool_calls, session_end; by outcome: accepted, clipped, "
+            "missing, ignored, failed (or no record of the model).",
+            "action", "outcome",
+        )  # fmt: skip
         registry.register(_OfNow(instances))
 
     def text(self) -> bytes:

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 
 from kvstore.config import ProxyConfig
 from kvstore.proxy.affinity import Prints
+from kvstore.proxy.answer_ending import AnswerEnding
 from kvstore.proxy.bodies import Body, EngineRoute
 from kvstore.proxy.cache_salts import CacheSalts
 from kvstore.proxy.engine import EngineClient
@@ -113,6 +114,9 @@ class RequestContext:
     decode: str = ""
     first_byte_ms: int | None = None
     retries: int = 0
+    session: tuple[str, str] | None = None
+    """Its caller and session; None: it names no session."""
+    ending: AnswerEnding = field(default_factory=AnswerEnding)
     broken: bool = False
     """Whether the response ended too early, after its first byte was relayed."""
 

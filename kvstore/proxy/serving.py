@@ -17,6 +17,7 @@ from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.bodies import EngineRoute
 from kvstore.proxy.decode import decode, no_decoder
+from kvstore.proxy.hints import SESSION, SessionHints, envelope_of, session_of
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
@@ -52,7 +53,7 @@ _WITHOUT_PROMPT: Final = ("GET", "HEAD", "OPTIONS")
 
 
 async def serve(
-    parts: ProxyContext, route: EngineRoute, request: web.Request
+    parts: ProxyContext, hints: SessionHints, route: EngineRoute, request: web.Request
 ) -> web.StreamResponse:
     """Handle all requests for engines: limit, count and log requests; ``_answer`` does the work.
 
@@ -72,6 +73,8 @@ async def serve(
                 status = 502  # in the log and in the metrics; the client saw the engine's status
             elif request.transport is None or request.transport.is_closing():
                 status = CLIENT_LEFT
+            if status == 200:
+                hints.on_answer(context)
             return answer
         except _RejectedError as error:
             status = error.response.status
@@ -81,12 +84,15 @@ async def serve(
             _log(route, request_id, context, status, clock_ms() - arrived_ms)
 
 
-async def relay(parts: ProxyContext, request: web.Request) -> web.StreamResponse:
+async def relay(
+    parts: ProxyContext, hints: SessionHints, request: web.Request
+) -> web.StreamResponse:
     """Relay a request below ``/v1/`` that the proxy does not interpret, such as one of coding
     agents, to a decoder. Other paths are refused: engines do not authenticate them."""
     path = URL(f"http://engine{request.rel_url}").raw_path_qs  # as sent: without dot segments
     if path.startswith(RELAYED):
-        return await serve(parts, EngineRoute("relayed", path, method=request.method), request)
+        route = EngineRoute("relayed", path, method=request.method)
+        return await serve(parts, hints, route, request)
     message = f"the proxy serves {RELAYED}, /healthz, /metrics and /admin/instances, not this path"
     headers = {REQUEST_ID: request_id_of(request)}
     return error_response(404, message, "not_found", headers=headers)
@@ -144,7 +150,12 @@ async def _read_request(
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
         raw = bodies.dump(body)
-    return RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
+    if route.is_generation and (envelope := envelope_of(request.headers, request_id)):
+        body = bodies.with_hint(body, envelope)
+        raw = bodies.dump(body)
+    context = RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
+    context.session = session_of(request.headers.get(SESSION, ""), caller)
+    return context
 
 
 async def _answer(

@@ -65,6 +65,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.Release: Rule(Right.ENTER),  # only the client that chose the number knows it
     calls.Pin: Rule(Right.WRITE, _SPACE),
     calls.Unpin: Rule(Right.WRITE, _SPACE),
+    calls.Hint: Rule(Right.KEEP, _SPACE),
     calls.Remove: Rule(Right.WRITE, _SPACE),
     calls.Clear: Rule(Right.WRITE, _SPACE),
     calls.DescribeSegments: Rule(Right.HOLD),

@@ -104,6 +104,64 @@ PRESENCE_COMPLETE: Presence.ValueType  # 1
 PRESENCE_BEING_WRITTEN: Presence.ValueType  # 2
 Global___Presence: _TypeAlias = Presence  # noqa: Y015
 
+class _HintAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HintActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HINT_ACTION_NONE: _HintAction.ValueType  # 0
+    HINT_ACTION_RETAIN: _HintAction.ValueType  # 1
+    """It is used again within `retain_ms`: evict it last."""
+    HINT_ACTION_RELEASE: _HintAction.ValueType  # 2
+    """It is over: evict first the blocks at its end that no other chain shares."""
+    HINT_ACTION_DEMOTE: _HintAction.ValueType  # 3
+    """It is not used again soon: evict these blocks next after those that are over."""
+    HINT_ACTION_PREFETCH: _HintAction.ValueType  # 4
+    """It is used soon: bring it into memory, if it is on a slower medium."""
+
+class HintAction(_HintAction, metaclass=_HintActionEnumTypeWrapper):
+    """A client's expectation of a chain, named by its last key."""
+
+HINT_ACTION_NONE: HintAction.ValueType  # 0
+HINT_ACTION_RETAIN: HintAction.ValueType  # 1
+"""It is used again within `retain_ms`: evict it last."""
+HINT_ACTION_RELEASE: HintAction.ValueType  # 2
+"""It is over: evict first the blocks at its end that no other chain shares."""
+HINT_ACTION_DEMOTE: HintAction.ValueType  # 3
+"""It is not used again soon: evict these blocks next after those that are over."""
+HINT_ACTION_PREFETCH: HintAction.ValueType  # 4
+"""It is used soon: bring it into memory, if it is on a slower medium."""
+Global___HintAction: _TypeAlias = HintAction  # noqa: Y015
+
+class _HintOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HintOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HINT_OUTCOME_UNSPECIFIED: _HintOutcome.ValueType  # 0
+    HINT_OUTCOME_ACCEPTED: _HintOutcome.ValueType  # 1
+    HINT_OUTCOME_CLIPPED: _HintOutcome.ValueType  # 2
+    """Retained for a shorter time than requested."""
+    HINT_OUTCOME_MISSING: _HintOutcome.ValueType  # 3
+    """No object has this key."""
+    HINT_OUTCOME_IGNORED: _HintOutcome.ValueType  # 4
+    """Other chains continue this one; or there is nothing to do."""
+
+class HintOutcome(_HintOutcome, metaclass=_HintOutcomeEnumTypeWrapper):
+    """The answer to a hint."""
+
+HINT_OUTCOME_UNSPECIFIED: HintOutcome.ValueType  # 0
+HINT_OUTCOME_ACCEPTED: HintOutcome.ValueType  # 1
+HINT_OUTCOME_CLIPPED: HintOutcome.ValueType  # 2
+"""Retained for a shorter time than requested."""
+HINT_OUTCOME_MISSING: HintOutcome.ValueType  # 3
+"""No object has this key."""
+HINT_OUTCOME_IGNORED: HintOutcome.ValueType  # 4
+"""Other chains continue this one; or there is nothing to do."""
+Global___HintOutcome: _TypeAlias = HintOutcome  # noqa: Y015
+
 @_typing.final
 class Version(_message.Message):
     """One put of a key: the master's epoch, and its counter at `put_start`. The counter is also the
@@ -435,10 +493,15 @@ class MatchPrefixRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    RETAIN_MS_FIELD_NUMBER: _builtins.int
     placements: _builtins.bool
     """Whether the reply includes the locations of matched objects."""
     lease: _builtins.int
     """Lease number, with which the client releases it; 0: the lease ends by time alone."""
+    hint: _builtins.int
+    """A `HintAction` for the chain that ends with the last matched key of each namespace."""
+    retain_ms: _builtins.int
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -462,10 +525,12 @@ class MatchPrefixRequest(_message.Message):
         states: _abc.Iterable[_builtins.str] | None = ...,
         lease: _builtins.int = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
+        hint: _builtins.int = ...,
+        retain_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespaces", b"namespaces", "placements", b"placements", "released", b"released", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "keys", b"keys", "lease", b"lease", "namespaces", b"namespaces", "placements", b"placements", "released", b"released", "retain_ms", b"retain_ms", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,7 +791,12 @@ class PutEndRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    RETAIN_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    hint: _builtins.int
+    """A `HintAction` for the chain that ends with the last object that is stored."""
+    retain_ms: _builtins.int
     @_builtins.property
     def tokens(self) -> _common_pb2.Column: ...
     def __init__(
@@ -734,10 +804,12 @@ class PutEndRequest(_message.Message):
         *,
         epoch: _builtins.int = ...,
         tokens: _common_pb2.Column | None = ...,
+        hint: _builtins.int = ...,
+        retain_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hint", b"hint", "retain_ms", b"retain_ms", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,6 +1206,69 @@ class UnpinReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
+
+@_typing.final
+class HintRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    RETAIN_MS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys:
+        """The last key of each chain."""
+
+    @_builtins.property
+    def actions(self) -> _common_pb2.Column:
+        """One `HintAction` per key."""
+
+    @_builtins.property
+    def retain_ms(self) -> _common_pb2.Column:
+        """Per key: of RETAIN, for how long from now; else 0."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+        actions: _common_pb2.Column | None = ...,
+        retain_ms: _common_pb2.Column | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "keys", b"keys", "retain_ms", b"retain_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "keys", b"keys", "namespace", b"namespace", "retain_ms", b"retain_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintRequest: _TypeAlias = HintRequest  # noqa: Y015
+
+@_typing.final
+class HintReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    RETAINED_MS_FIELD_NUMBER: _builtins.int
+    outcomes: _builtins.bytes
+    """One `HintOutcome` per key."""
+    @_builtins.property
+    def retained_ms(self) -> _common_pb2.Column:
+        """Per key: for how long it is retained from now; 0: it is not."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _builtins.bytes = ...,
+        retained_ms: _common_pb2.Column | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retained_ms", b"retained_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "retained_ms", b"retained_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintReply: _TypeAlias = HintReply  # noqa: Y015
 
 @_typing.final
 class RemoveRequest(_message.Message):

@@ -122,6 +122,7 @@ _TABLE: tuple[RpcMethod[Any, Any], ...] = (
     RpcMethod(calls.Release, calls.ReleaseReply, idempotent=True),
     RpcMethod(calls.Pin, calls.PinReply, idempotent=True),
     RpcMethod(calls.Unpin, calls.UnpinReply, idempotent=True),
+    RpcMethod(calls.Hint, calls.HintReply, idempotent=True),
     RpcMethod(calls.Remove, calls.RemoveReply, idempotent=True),
     RpcMethod(calls.Clear, calls.ClearReply, idempotent=True),
     RpcMethod(calls.DescribeSegments, calls.DescribeSegmentsReply, idempotent=True),

@@ -1,19 +1,23 @@
 """The eviction candidates of a segment: complete leaves of the forest, a queue per tenant.
 
 Evicting a candidate never breaks a chain. Detached records, to which no path leads from a root, are
-first; an ``EvictionPolicy`` orders the others. A leased record that comes first is *deferred*: no
-search passes it again before the end of its lease.
+first; then those whose clients said that they are over or not needed soon; then the others, ordered
+by an ``EvictionPolicy``; then the retained ones, least recently used first. A leased record that
+comes first is *deferred*: no search passes it again before the end of its lease.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, NamedTuple, final
 
+from kvstore.master.state import eviction_hints
 from kvstore.master.state.eviction import (
     POSITION_BITS,
     EvictionPolicy,
+    LruPolicy,
     NewPolicy,
     SortedRecordQueue,
 )
@@ -24,10 +28,15 @@ from kvstore.master.state.tenants import UnlimitedTenancy
 MOVES_PER_STEP = 512
 """Records that one step of the loop moves to their present position, on all segments: 2 to 4 ms."""
 
-_DETACHED: Final = -(1 << 60)
+_DETACHED: Final = -(1 << 203)
 """Added to the positions of detached records."""
 
-_DEFERRED: Final = 1 << POSITION_BITS
+_OVER: Final = -(1 << 202)
+_DEMOTED: Final = -(1 << 201)
+_RETAINED: Final = 1 << POSITION_BITS
+"""Added to those of records with a hint."""
+
+_DEFERRED: Final = 1 << (POSITION_BITS + 1)
 """Added to those of deferred records, which are sorted by the end of the lease."""
 
 _SEQUENCE_BITS: Final = 50
@@ -44,10 +53,16 @@ class SweepCursor(NamedTuple):
 class CandidateQueue:
     """The candidates of one segment and tenant."""
 
-    def __init__(self, policy: EvictionPolicy, tenant: Tenant | None) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, tenant: Tenant | None, counters: Counter[str]
+    ) -> None:
         self.tenant = tenant
+        self._counters = counters
         self._policy = policy
         self._detached = SortedRecordQueue()
+        self._over = LruPolicy(_OVER)
+        self._demoted = LruPolicy(_DEMOTED)
+        self._retained = LruPolicy(_RETAINED)
         self._deferred = SortedRecordQueue()
         self._sequence = 0
         self._count = 0
@@ -55,6 +70,8 @@ class CandidateQueue:
         """Whether the last ``peek`` reached its limit before it found a candidate."""
         self.moved = 0
         """Records that the last ``peek`` moved to their present position."""
+        self._now_ms = 0
+        """Of the last ``peek``."""
 
     def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
         self._count += 1
@@ -62,34 +79,68 @@ class CandidateQueue:
 
     def discard(self, record: ObjectRecord, *, evicted: bool = False) -> None:
         self._count -= 1
+        if evicted and record.hint > 0:
+            self._counters["retained_unused"] += 1
         self._remove(record, evicted=evicted)
 
     def is_detached(self, record: ObjectRecord) -> bool:
         """Whether this candidate was added as detached."""
         position = record.position
-        return position < 0 or (position >= _DEFERRED and bool(position & 1))
+        return position < _OVER or (position >= _DEFERRED and bool(position & 1))
 
-    def weight(self, record: ObjectRecord) -> int:
-        """The value of keeping this candidate, which ``peek`` has returned."""
-        return -1 if record.position < 0 else self._policy.weight(record)
+    def is_retained(self, record: ObjectRecord) -> bool:
+        """Whether this candidate is evicted only after all that are not retained."""
+        return _RETAINED <= record.position < _DEFERRED
+
+    def value(self, record: ObjectRecord) -> tuple[int, int]:
+        """The value of keeping this candidate, which ``peek`` has returned: by hints, which count
+        within a tenant only, and by the policy."""
+        position = record.position
+        if position < _OVER:
+            return 0, -1
+        policy = self._policy_at(position)
+        return 1 + (position >= _DEMOTED) + (position >= 0) + (position >= _RETAINED), (
+            policy.weight(record)
+        )
+
+    def hint(self, record: ObjectRecord, hint: int) -> None:
+        """Replace the hint of this candidate."""
+        if self.is_detached(record) or record.position >= _DEFERRED:
+            record.hint = hint
+        else:
+            self._remove(record)
+            record.hint = hint
+            self._insert(record, detached=False)
 
     def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
         """The next record to evict, which is not leased and stays a candidate; None if all are
         leased, or the search is ``unfinished`` after ``moves``."""
         self.unfinished = False
         self.moved = 0
+        self._now_ms = now_ms
         while True:
             record = self._deferred.first()
             is_due = record is not None and _deferred_until_ms(record) <= now_ms
             if not is_due:
-                record = self._detached.first() or self._policy.first()
+                record = self._retained.first()
+                is_due = record is not None and eviction_hints.has_ended(record, now_ms)
+                if record is not None and is_due and record.hint:
+                    self._counters["retained_unused"] += 1
+            if not is_due:
+                record = (
+                    self._detached.first()
+                    or self._over.first()
+                    or self._demoted.first()
+                    or self._policy.first()
+                    or self._retained.first()
+                )
             if record is None:
                 return None
             if record.lease_until_ms > now_ms:
                 self.defer(record, record.lease_until_ms)
             elif is_due:
                 self._reinsert(record)
-            elif record.position < 0 or not self._policy.hit(record):
+            elif record.position < _OVER or not self._hit(record):
                 return record
             self.moved += 1
             if self.moved > moves:
@@ -119,8 +170,14 @@ class CandidateQueue:
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         """Yield the candidates with later positions, as long as none is added or removed."""
-        detached, deferred = self._detached.after(position), self._deferred.after(position)
-        return chain(detached, self._policy.after(position), deferred)
+        return chain(
+            self._detached.after(position),
+            self._over.after(position),
+            self._demoted.after(position),
+            self._policy.after(position),
+            self._retained.after(position),
+            self._deferred.after(position),
+        )
 
     def _reinsert(self, record: ObjectRecord) -> None:
         detached = self.is_detached(record)
@@ -132,28 +189,54 @@ class CandidateQueue:
             self._sequence += 1
             record.position = _DETACHED + self._sequence
             self._detached.add(record)
-        else:
+            return
+        if eviction_hints.has_ended(record, self._now_ms):
+            record.hint = 0
+        hint = record.hint
+        if not hint:
             self._policy.insert(record)
+        elif hint > 0:
+            self._retained.insert(record)
+        else:
+            (self._over if eviction_hints.is_over(record) else self._demoted).insert(record)
+
+    def _hit(self, record: ObjectRecord) -> bool:
+        """Move the first candidate if it was used since it got its position."""
+        if record.position < 0:
+            if not eviction_hints.has_ended(record, self._now_ms):
+                return False
+            self._remove(record)
+            record.hint = 0
+            self._insert(record, detached=False)
+            return True
+        return self._policy_at(record.position).hit(record)
+
+    def _policy_at(self, position: int) -> EvictionPolicy:
+        if position >= 0:
+            return self._retained if position >= _RETAINED else self._policy
+        return self._demoted if position >= _DEMOTED else self._over
 
     def _remove(self, record: ObjectRecord, *, evicted: bool = False) -> None:
-        if record.position < 0:
+        position = record.position
+        if position < _OVER:
             self._detached.remove(record)
-        elif record.position >= _DEFERRED:
+        elif position >= _DEFERRED:
             self._deferred.remove(record)
         else:
-            self._policy.remove(record, evicted=evicted)
+            self._policy_at(position).remove(record, evicted=evicted)
 
 
 @final
 class EvictionCandidates:
-    """The queues of one segment. They know of each other only ``CandidateQueue.weight``."""
+    """The queues of one segment. They know of each other only ``CandidateQueue.value``."""
 
-    def __init__(self, new_policy: NewPolicy, tenants: UnlimitedTenancy) -> None:
+    def __init__(
+        self, new_policy: NewPolicy, tenants: UnlimitedTenancy, counters: Counter[str]
+    ) -> None:
+        self._counters = counters
         self._new_policy = new_policy
         self._tenants = tenants
-        policy = new_policy()
-        self.counts_hits = policy.counts_hits
-        self.queues = {1: CandidateQueue(policy, tenants.unnamed)}
+        self.queues = {1: CandidateQueue(new_policy(), tenants.unnamed, counters)}
         """By the number of the tenant; 1: of the unnamed one, and of all if there are none."""
         self.unfinished = False
         """Whether the last search for a victim reached its limit before it found one."""
@@ -166,7 +249,9 @@ class EvictionCandidates:
         record.queue = 1 if tenant is None else tenant.number
         queue = self.queues.get(record.queue)
         if queue is None:
-            queue = self.queues[record.queue] = CandidateQueue(self._new_policy(), tenant)
+            queue = self.queues[record.queue] = CandidateQueue(
+                self._new_policy(), tenant, self._counters
+            )
         queue.add(record, detached=detached)
 
     def discard(self, record: ObjectRecord, *, evicted: bool = False) -> None:
@@ -175,6 +260,10 @@ class EvictionCandidates:
 
     def is_detached(self, record: ObjectRecord) -> bool:
         return self.queues[record.queue].is_detached(record)
+
+    def hint(self, record: ObjectRecord, hint: int) -> None:
+        """Replace the hint of a candidate."""
+        self.queues[record.queue].hint(record, hint)
 
     def is_misplaced(self, record: ObjectRecord) -> bool:
         """Whether a candidate is still in the queue of the tenant that it had before."""

@@ -79,8 +79,8 @@ class Evictor:
         """Records that the search for victims may still move to their present position."""
         self._budget = EVICTIONS_PER_STEP
         self.evicted: list[StaleExtents] = []
-        self._weights: dict[MountedSegment, int] = {}
-        """The weight of each head."""
+        self._values: dict[MountedSegment, tuple[int, int]] = {}
+        """The value of each head (``CandidateQueue.value``)."""
         if victims is not None and not victims.up_to.epoch:
             segments = ()
         self._heads = {segment: self.find_head(segment) for segment in segments}
@@ -119,7 +119,7 @@ class Evictor:
                 segments = [s for s, head in heads.items() if _keeps_bytes_on(wanted, head)]
                 if not segments:
                     return None
-            first = min(segments, key=self._weights.__getitem__)
+            first = segments[0] if len(segments) == 1 else self._lowest(segments)
             victim = heads[first]
             assert victim is not None
             if self._may_evict(victim):  # which other evictions may have changed
@@ -138,11 +138,28 @@ class Evictor:
             heads[segment] = self.find_head(segment)
         return freed
 
+    def _lowest(self, segments: Sequence[MountedSegment]) -> MountedSegment:
+        """The segment whose head is evicted first. Hints decide between heads of one tenant;
+        weights alone between tenants, so that a hint of one harms no other."""
+        values = self._values
+        of_tenants: dict[int, MountedSegment] = {}
+        for segment in segments:
+            head = self._heads[segment]
+            assert head is not None
+            best = of_tenants.get(head.queue)
+            if best is None or values[segment] < values[best]:
+                of_tenants[head.queue] = segment
+        lowest, *others = of_tenants.values()
+        for segment in others:
+            if values[segment][1] < values[lowest][1]:
+                lowest = segment
+        return lowest
+
     def find_head(self, segment: MountedSegment) -> ObjectRecord | None:
         """Find the candidate with the lowest weight that may be evicted. O(tenants)."""
         candidates, owner = self._pool.candidates[segment], self._owner
         found: ObjectRecord | None = None
-        lowest = 0
+        lowest = 0, 0
         candidates.unfinished = False
         own = [owner.number] if self._own_only and owner is not None else list(candidates.queues)
         for number in own:
@@ -156,10 +173,10 @@ class Evictor:
             head = self._first_of(candidates, queue)
             candidates.unfinished |= queue.unfinished
             if head is not None:
-                weight = queue.weight(head)
-                if (found is None or weight < lowest) and self._may_evict(head):
-                    found, lowest = head, weight
-        self._weights[segment] = lowest
+                value = queue.value(head)
+                if (found is None or value[1] < lowest[1]) and self._may_evict(head):
+                    found, lowest = head, value
+        self._values[segment] = lowest
         return found
 
     def _tenant_of(self, record: ObjectRecord) -> Tenant | None:
@@ -193,7 +210,12 @@ class Evictor:
             if detached and until_ms <= now_ms and pool.forest.is_reachable(head):
                 detached, wrong = False, True
             if until_ms <= now_ms and not wrong:
-                if victims is None or detached or head.last_used_ms < victims.used_before_ms:
+                if (
+                    victims is None
+                    or detached
+                    or head.hint < 0
+                    or (head.last_used_ms < victims.used_before_ms and not queue.is_retained(head))
+                ):
                     return head
                 return None
             if self._moves <= 0:

@@ -27,6 +27,7 @@ from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.effects import Effect, LogClusterEvent
 from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.nodes import NodeMessageHandler
@@ -100,6 +101,7 @@ class MasterState:
         self.removing = RemovalHandler(common, self.marks, self.granting)
         self.copying = ReplicationPlanner(common, self.granting, self.repairs)
         self.keeping = RetentionManager(common, self.granting)
+        self.hints = HintHandler(common)
         self.putting = PutHandler(
             common,
             self.leases,
@@ -108,9 +110,10 @@ class MasterState:
             self.removing,
             self.copying,
             self.keeping,
+            self.hints,
         )
         self.returning = InventoryLoader(common, self.marks, self.copying)
-        self.asking = QueryHandler(common, self.leases, self.granting, self.returning)
+        self.asking = QueryHandler(common, self.leases, self.granting, self.returning, self.hints)
         self.nodes = NodeMessageHandler(
             common, self.marks, self.returning, self.copying, self.sweeping
         )
@@ -129,6 +132,7 @@ class MasterState:
             calls.Commit: self.putting.commit,
             calls.Pin: self.keeping.pin,
             calls.Unpin: self.keeping.unpin,
+            calls.Hint: self.hints.hint,
             calls.Remove: self.removing.remove,
             calls.Clear: self.removing.clear,
             calls.ReportCorrupt: self.removing.report_corrupt,

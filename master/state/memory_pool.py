@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvstore.calls.tenants import TenantRule
 from kvstore.limits import REPLICAS_MAX
-from kvstore.master.state import repair_queue
+from kvstore.master.state import repair_queue, turnover
 from kvstore.master.state.background_jobs import DELETE_UNUSED, SWEEP, BackgroundJobs
 from kvstore.master.state.candidates import EvictionCandidates, SweepCursor
 from kvstore.master.state.eviction import NewPolicy
@@ -21,6 +21,7 @@ from kvstore.master.state.records import HITS_MAX, Extent, MountedSegment, Objec
 from kvstore.master.state.tenant import Tenant
 from kvstore.master.state.tenants import open_tenancy
 from kvstore.master.state.traffic import TrafficRecorder
+from kvstore.master.state.turnover import TurnoverClock
 from kvstore.memory.header import extent_bytes
 from kvstore.runtime.histograms import Histogram
 
@@ -50,8 +51,11 @@ class MemoryPool:
         segment has its candidates until they are swept."""
         self.capacity_max = 0
         """Capacity of the largest living segment."""
-        self.counts_hits = False
-        """Whether the eviction policy needs ``ObjectRecord.hits``."""
+        self._turnover = TurnoverClock()
+        """That of a pool without tenants."""
+        self._turnover_step = 1
+        self.policy = new_policy()
+        """One without candidates, which is told of uses."""
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
@@ -124,12 +128,27 @@ class MemoryPool:
             self.has_replicas = True
         record.epoch, record.counter = version
         record.last_used_ms = now_ms
-        record.hits = 0
+        record.hits = record.hint = 0
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
         self.forest.mark_complete(record, self._sizes.setdefault(size, size))
         self.pins.stored(record)
-        self.tenants.count_extents(record, extents, extent_bytes(size))
+        length = extent_bytes(size)
+        self.tenants.count_extents(record, extents, length)
+        tenant = self.tenants.of_record(record)
+        clock = self._turnover if tenant is None else tenant.turnover
+        clock.add(length * len(extents), self._turnover_step, now_ms)
+
+    def turnover_ms(self, namespace: str, now_ms: int) -> int | None:
+        """The time in which puts fill what the namespace's tenant holds and the free memory; None:
+        they have not yet."""
+        size = sum(segment.allocator.free_bytes for segment in self.segments.values())
+        tenant = self.tenant_of(namespace)
+        if tenant is None:
+            size, clock = sum(s.capacity for s in self.segments.values()), self._turnover
+        else:
+            size, clock = size + tenant.size, tenant.turnover
+        return clock.turnover_ms(size, self._turnover_step, now_ms)
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -208,7 +227,7 @@ class MemoryPool:
         children becomes a candidate for eviction instead.
 
         A parent inherits the recency of a deleted child, because it was used with it, and its
-        lease, because that protected the whole chain.
+        lease and the time that it is retained, because these protected the whole chain.
 
         Args:
             detached: how to mark a new candidate; None: find out whether a root leads to it. The
@@ -239,11 +258,14 @@ class MemoryPool:
             if at.writer:
                 return None
             used_ms, lease_until_ms, hits = at.last_used_ms, at.lease_until_ms, at.hits & HITS_MAX
+            hint = at.hint
             at = self.forest.forget(at)
             if at is not None:
                 at.last_used_ms = max(at.last_used_ms, used_ms)
                 at.keep_until(lease_until_ms)
                 at.hits = max(at.hits, hits)
+                if hint > 0:
+                    at.hint = max(at.hint, hint)
         return None
 
     def _delete_later(self, record: ObjectRecord) -> None:
@@ -287,6 +309,13 @@ class MemoryPool:
         if record.queue:
             self._candidates_of(record).lease_ended(record)
 
+    def hint(self, record: ObjectRecord, hint: int) -> None:
+        """Replaces the hint of an object (``eviction_hints``)."""
+        if record.queue:
+            self._candidates_of(record).hint(record, hint)
+        else:
+            record.hint = hint
+
     def marked_detached(self, record: ObjectRecord) -> bool:
         return bool(record.queue) and self._candidates_of(record).is_detached(record)
 
@@ -323,19 +352,25 @@ class MemoryPool:
 
     def prepare(self, segments: list[MountedSegment]) -> None:
         """Make the candidates of segments to ``mount``. An exception changes nothing."""
-        candidates = [EvictionCandidates(self._new_policy, self.tenants) for _ in segments]
+        candidates = [
+            EvictionCandidates(self._new_policy, self.tenants, self.counters) for _ in segments
+        ]
         self.candidates.update(zip(segments, candidates, strict=True))
 
     def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
-        self.capacity_max = max(self.capacity_max, segment.capacity)
-        self.counts_hits = self.candidates[segment].counts_hits
+        self._capacity_changed()
+
+    def _capacity_changed(self) -> None:
+        capacities = [segment.capacity for segment in self.segments.values()]
+        self.capacity_max = max(capacities, default=0)
+        self._turnover_step = max(1, sum(capacities) // turnover.STEPS)
 
     def unmount(self, segment: MountedSegment) -> None:
         """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""
         segment.alive = False
         del self.segments[segment.segment_id]
-        self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
+        self._capacity_changed()
         self.forest.breaks += 1
         self._jobs.due |= SWEEP
         self.pins.segment_died()

@@ -17,6 +17,7 @@ from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.evictor import AllocationFailure
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.grants import AllocationGrant, CopyGrant, ObjectGrant, PutGrant
+from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.put_queue import WaitingPuts, Wanting
 from kvstore.master.state.reclaim import WipeRequest
@@ -41,6 +42,7 @@ class PutHandler:
         removing: RemovalHandler,
         copying: ReplicationPlanner,
         keeping: RetentionManager,
+        hints: HintHandler,
     ) -> None:
         self._common = common
         self._forest = common.forest
@@ -54,6 +56,7 @@ class PutHandler:
         self._removing = removing
         self._copying = copying
         self._keeping = keeping
+        self._hints = hints
 
     # --- the first phase ----------------------------------------------------------------------
 
@@ -324,6 +327,9 @@ class PutHandler:
                 self._copying.note_stored(put.record)
         if ended:
             self._common.space_freed()  # they are evictable
+            if request.hint:
+                tip = ended[-1][0].record
+                self._hints.apply(now_ms, tip, request.hint, request.retain_ms)
         reply = calls.PutEndReply(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:

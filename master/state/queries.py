@@ -15,9 +15,10 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.background_jobs import ANSWER
 from kvstore.master.state.effects import DeferredReply, SendReply
 from kvstore.master.state.grant_manager import GrantManager
+from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.records import HIT_GAP_MS, HITS_MAX, NamespaceTable, ObjectRecord
+from kvstore.master.state.records import HIT_GAP_MS, NamespaceTable, ObjectRecord
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
@@ -49,6 +50,7 @@ class QueryHandler:
         leases: ReaderLeases,
         granting: GrantManager,
         returning: InventoryLoader,
+        hints: HintHandler,
     ) -> None:
         self._common = common
         self._leases = leases
@@ -61,6 +63,7 @@ class QueryHandler:
         self.reuses_ms = Histogram()
         """Idle time of each object that a call leased; of a chain, only of its tip."""
         self._returning = returning
+        self._hints = hints
         self._may_wait = common.rules.inventory_wait_ms > 0
         self._waiting: deque[tuple[int, Caller, Query]] = deque()
         """Reply id, caller and request of the queries that wait for inventories."""
@@ -129,6 +132,8 @@ class QueryHandler:
             common.counters["missed_objects"] += count - matched
             missing = matched < count and not being_written
             tip = holding[-1].key if holding else None
+            if request.hint and holding:
+                self._hints.apply(now_ms, holding[-1], request.hint, request.retain_ms)
             self._record_traffic(now_ms, namespace, keys, matched, matched if missing else -1, tip)
         state = 0
         if request.states:
@@ -231,10 +236,11 @@ class QueryHandler:
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
         self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
-        if self._common.pool.counts_hits:
+        policy = self._pool.policy
+        if policy.learns_uses:
             for record in records:
-                if record.hits & HITS_MAX < HITS_MAX and now_ms - record.last_used_ms >= HIT_GAP_MS:
-                    record.hits += 1
+                if now_ms - record.last_used_ms >= HIT_GAP_MS:
+                    policy.used(record, now_ms)
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for record in records:
             if record.last_used_ms != used_ms:
@@ -243,6 +249,8 @@ class QueryHandler:
                 used_ms, uses = record.last_used_ms, 0
             uses += 1
             record.last_used_ms = now_ms
+            if record.hint:
+                self._hints.on_use(record)
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)
 

@@ -133,6 +133,7 @@ class ObjectRecord:
         "counter",
         "depth",
         "epoch",
+        "hint",
         "hits",
         "kept_until_ms",
         "key",
@@ -183,6 +184,8 @@ class ObjectRecord:
         """The position in this queue; only what has set it reads it."""
         self.hits = 0
         """Up to ``HITS_MAX``; higher bits, and the decrease, are the eviction policy's business."""
+        self.hint = 0
+        """What a client expects of the object, encoded by ``eviction_hints``; 0: nothing."""
 
     def keep_until(self, until_ms: int) -> None:
         """Leases the bytes until then; no release ends the lease earlier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.calls.tenants import TenantRule
+from kvstore.master.state.turnover import TurnoverClock
 
 LIMIT = "limit"
 GUARANTEE = "guarantee"
@@ -31,6 +32,7 @@ class Tenant:
         """Objects that made room for its own puts, also ahead of need."""
         self.evicted_by_others = 0
         """Objects that made room for puts of others, and for copies."""
+        self.turnover = TurnoverClock()
         self.refused = 0
         """Puts and pins that were refused because of a quota."""
         self.name = rule.name

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
+from kvstore.calls import HintAction
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client.rpc import lane_client
 from kvstore.errors import InvalidArgumentError, KVStoreError, MasterUnreachableError
 from tests.integration.conftest import OF_MASTER, OF_NODE
@@ -39,6 +41,7 @@ TICK_S = 0.02
 HUNG_S = 15.0
 LARGE = 4 << 20
 KEYS = ["a", "b", "c"]
+ACTIONS = [EnvelopeAction("", HintAction.RETAIN, 1), EnvelopeAction("", duration_ms=1)]
 VALUE = np.arange(LARGE, dtype=np.uint8)
 
 Verb = Callable[[Any], Any]
@@ -60,6 +63,12 @@ CALLS: dict[str, Verb] = {
     "lookup": lambda c: c.lookup(KEYS),
     "pin": lambda c: c.pin(KEYS, 60),
     "unpin": lambda c: c.unpin(KEYS),
+    "hint": lambda c: c.hint([("retain", "a")]),
+    "retain": lambda c: c.retain("a", 1),
+    "end_session": lambda c: c.end_session("b"),
+    "demote": lambda c: c.demote("b"),
+    "prefetch": lambda c: c.prefetch("b"),
+    "apply_hints": lambda c: c.apply_hints(ACTIONS, {"default": ["a"]}),
     "exists": lambda c: c.exists("a"),
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),

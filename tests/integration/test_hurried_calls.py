@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.errors import KVStoreError
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster
@@ -83,7 +84,7 @@ BATCH = PUT | {"partial": False}
 ROWS: dict[str, Row | str] = {
     "put": Row(key="hurried", value=b"x", overwrite=True, **PUT),
     "put_many": Row(items=[("hurried", b"x")], overwrite=True, **BATCH),
-    "put_chain": Row(keys=KEYS, values=[b"x", b"y"], **BATCH),
+    "put_chain": Row(keys=KEYS, values=[b"x", b"y"], hint="retain", retain=60, **BATCH),
     "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0, namespace=None),
     "get": Row(key="hurried", namespace=None, copy=True, kind=None, device=None),
     "get_many": Row(keys=KEYS, namespace=None, copy=True, kind=None, device=None),
@@ -95,7 +96,7 @@ ROWS: dict[str, Row | str] = {
     "payload_at": Row(addresses=[BUFFER.ctypes.data], sizes=[8]),
     "device": Row(name="cuda:0"),
     "lease": Row(view=BUFFER),
-    "match_prefix": Row(keys=KEYS, namespace=None),
+    "match_prefix": Row(keys=KEYS, namespace=None, hint="retain", retain=60),
     "matches": Row(keys=KEYS, namespaces=["default"]),
     "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),
@@ -113,6 +114,12 @@ ROWS: dict[str, Row | str] = {
     "list_page": Row(namespace="", prefix=b"", cursor=0),
     "pin": Row(keys=KEYS, seconds=1, namespace=None),
     "unpin": Row(keys=KEYS, namespace=None),
+    "hint": Row(hints=[("retain", "hurried", 60)], namespace=None),
+    "retain": Row(key="hurried", ttl=60, namespace=None),
+    "end_session": Row(key="hurried", namespace=None),
+    "demote": Row(key="hurried", namespace=None),
+    "prefetch": Row(key="hurried", namespace=None),
+    "apply_hints": Row(actions=[EnvelopeAction("")], chains={"default": ["hurried"]}),
     "remove": Row(key="hurried", namespace=None),
     "remove_many": Row(keys=KEYS, namespace=None),
     "clear": Row("progress", namespace="nothing"),

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from kvstore.calls.hint_envelopes import parse_envelope
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy.records import block_hashes
 from tests.support.certificates import Identities
 from tests.support.cluster import Cluster
-from tests.support.engines import World, play
+from tests.support.engines import Call, World, events, play
 from tests.support.wait import until
 
 BLOCK = 8
@@ -22,6 +24,7 @@ PROMPT = list(range(100, 141))
 """41 tokens: five full blocks and one token."""
 
 THRESHOLD = 16
+ACCEPTED = 'kvstore_proxy_hints_total{action="%s",outcome="accepted"}'
 STORED = 'kvstore_proxy_prefill_skipped_total{reason="stored"}'
 
 
@@ -134,6 +137,70 @@ def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
     play(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
         constants={"lookup:TIMEOUT_S": 0.2},
+    )  # fmt: skip
+
+
+def test_hints_of_answers_and_sessions_reach_the_store(tmp_path: Path, cluster: Cluster) -> None:
+    called = {"finish_reason": "tool_calls", "delta": {}}
+
+    async def of_tools(request: web.Request, call: Call) -> web.StreamResponse:
+        """It ends in a tool's call; without a stream the connector's parameters say the tip."""
+        if not call.body.get("stream"):
+            params = {"stored_tokens": 16, "tip": tips[0].hex()}
+            return web.json_response({"choices": [called], "kv_transfer_params": params})
+        response = await events(request)
+        await response.write(b"data: " + json.dumps({"choices": [called]}).encode() + b"\n\n")
+        await response.write_eof()
+        return response
+
+    def hints(action: str) -> int:
+        return dict(cluster.status().counters).get(f"hints.{action}.accepted", 0)
+
+    async def counted(action: str, number: int) -> None:
+        await asyncio.to_thread(until, lambda: hints(action) == number)
+
+    async def scenario(w: World) -> None:
+        await w.until(lambda: known(w))
+        decoder = w.decoders[0]
+
+        assert (await w.complete(PROMPT, headers={"X-KV-Session": "plain"}))[0] == 200
+        decoder.answer = of_tools
+        assert (await w.complete(PROMPT, headers={"X-KV-Session": "agent"}))[0] == 200
+        await counted("retain", 2)  # in both namespaces
+        async with w.streaming(PROMPT) as response:
+            assert b"tool_calls" in await response.read()
+        await counted("retain", 4)
+
+        url = f"{w.url}/v1/sessions"
+        for session in ("plain", "agent"):
+            async with w.http.delete(f"{url}/{session}") as response:
+                assert (response.status, (await response.json())["outcome"]) == (200, "accepted")
+        async with w.http.delete(f"{url}/agent") as response:
+            assert response.status == 404, "it is over"
+        assert await asyncio.to_thread(hints, "release") == 4
+        assert await w.metric(ACCEPTED % "session_end") == 2
+
+        # What the client says itself is carried out by the decoder's connector.
+        await w.complete([*PROMPT, *PROMPT], headers={"X-KV-Hint": "tool_wait=30"})
+        (action,) = decoder.calls[-1].params["kv_hint"]["actions"]
+        assert (action["action_type"], action["payload"]) == ("tool_wait", {"resume_ms": 30_000})
+        parse_envelope(decoder.calls[-1].params["kv_hint"])
+        assert "kv_hint" not in w.prefillers[0].calls[-1].params
+        await w.complete(PROMPT, headers={"X-KV-Hint": "nonsense"})
+        assert decoder.calls[-1].params == {}
+        await counted("retain", 6)  # of the last answer alone
+
+    hashes = block_hashes(
+        PROMPT, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
+    )
+    tips = list(hashes)[9::-2]
+    cluster.start()
+    cluster.client().put("f", record(), namespace="vllm-fleet")
+    for namespace in NAMESPACES:
+        put(cluster, namespace, 5)
+    play(
+        tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
+        constants={"lookup:TIMEOUT_S": 5.0},
     )  # fmt: skip
 
 

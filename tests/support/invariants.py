@@ -144,10 +144,11 @@ def _(it: CandidateQueue) -> None:
     positions = [record.position for record in records]
     assert positions == sorted(set(positions)), "positions out of order or twice"
     assert len(records) == len(it)
-    ordered = records[len(it._detached) : len(records) - len(it._deferred)]
+    ordered = [each for each in records if 0 < each.position < candidates._RETAINED]
     assert ordered == list(it._policy.after(0)), "the policy has others"
-    assert all(0 < record.position < candidates._DEFERRED for record in ordered)
     assert (it._policy.first() is None) == (not ordered)
+    hinted = [*it._over.after(candidates._OVER), *it._demoted.after(candidates._DEMOTED)]
+    assert all(record.hint <= 0 for record in hinted)
 
 
 def _all_of(it: EvictionCandidates) -> list[ObjectRecord]:

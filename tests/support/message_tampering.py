@@ -180,6 +180,7 @@ def true_calls(
         calls.Release([1]),
         calls.Pin(namespace, keys, 1_000),
         calls.Unpin(namespace, keys),
+        calls.Hint(namespace, keys, [1], [1_000]),
         calls.Remove(namespace, keys),
         calls.Clear(namespace, 10),
         calls.DescribeSegments([1]),

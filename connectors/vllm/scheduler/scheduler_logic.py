@@ -18,8 +18,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.calls import HintAction
+from kvstore.calls.hint_envelopes import EnvelopeAction, parse_envelope
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import (
@@ -34,6 +37,7 @@ from kvstore.connectors.vllm.scheduler.events import BlockEvents
 from kvstore.connectors.vllm.scheduler.fingerprint_tracker import FingerprintTracker
 from kvstore.connectors.vllm.scheduler.lookups import LookupThread
 from kvstore.connectors.vllm_media import is_shared
+from kvstore.errors import InvalidArgumentError
 from kvstore.limits import TTL_MS_MAX
 
 if TYPE_CHECKING:
@@ -54,6 +58,9 @@ within ten minutes."""
 
 LOADS_MAX = 2
 """Failed loads of a request after which all its tokens are computed."""
+
+Tips = dict[int, Sequence[bytes]]
+"""The last keys of a request, by group."""
 
 SAVES_MAX = 2
 """Failed saves of a request after which no more of its blocks are saved."""
@@ -83,6 +90,8 @@ class TrackedRequest:
     salt: bytes = b""
     salted: HashCache = field(default_factory=HashCache)
     """The keys of its hash blocks, salted, if the request uses an adapter."""
+    hints: list[EnvelopeAction] = field(default_factory=list)
+    """The actions of its hint envelope that have not been sent to the store."""
 
 
 @dataclass
@@ -102,6 +111,8 @@ class BlocksBeingSaved:
     fingerprint: str = ""
     keep_ms: int = 0
     """Duration of the pin in the store; 0: none."""
+    send_hints: Callable[[], object] | None = None
+    """Sends the hints of the finished request, whose last save this is."""
 
 
 class SchedulerLogic:
@@ -127,8 +138,10 @@ class SchedulerLogic:
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
-        self.keep: Callable[[dict[int, Sequence[bytes]], int], object] = lambda tips, time_ms: None
+        self.keep: Callable[[Tips, int], object] = lambda tips, time_ms: None
         """Pins the objects of these keys, by group, and their ancestors in the store."""
+        self.hint: Callable[[list[EnvelopeAction], Tips], object] = lambda hints, tips: None
+        """Carries out hints in the store; the tips are those of the request."""
         self.are_names_marked = True
         """Whether the plug-in prefixes client names of images, sounds and videos."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
@@ -155,6 +168,7 @@ class SchedulerLogic:
     def new_request(self, request: Request) -> None:
         """Start the request's lookup, so that the result is ready when the scheduler needs it."""
         tracked = self._tracked[request.request_id] = TrackedRequest(request)
+        tracked.hints = self._hints_of(request)
         if self._may_load(request) and len(request.block_hashes):
             hashes = self._hashes(tracked)
             if hashes is not None:
@@ -178,6 +192,8 @@ class SchedulerLogic:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
         tracked.state_tokens = there
+        if prefetched := self._take_hints(tracked, at_arrival=True):
+            self.hint(prefetched, self._tips(tracked, there))
         if not useful:  # the lookup still shows which blocks need not be saved
             return 0, False
         tokens = self._groups.aligned(min(there, limit))
@@ -186,6 +202,39 @@ class SchedulerLogic:
             return 0, False
         tracked.external_tokens = tokens
         return tokens - computed, True
+
+    def _hints_of(self, request: Request) -> list[EnvelopeAction]:
+        """Return the actions of a request's hint envelope; a malformed one is counted."""
+        envelope = getattr(request, "kv_hints", None) or _params(request).get("kv_hint")
+        if envelope is None:
+            return []
+        try:
+            actions = parse_envelope(envelope)
+        except InvalidArgumentError as error:
+            self.counters["hints_failed"] += 1
+            log.debug("hints_malformed request=%s reason=%s", request.request_id, error)
+            return []
+        shortened = [
+            each._replace(duration_ms=min(each.duration_ms, REQUEST_PIN_MS_MAX))
+            for each in actions
+            if each.is_pin
+        ]
+        return shortened + [each for each in actions if each.action]
+
+    def _take_hints(self, tracked: TrackedRequest, *, at_arrival: bool) -> list[EnvelopeAction]:
+        """Return the hints to send at a request's arrival (prefetches), or at its end."""
+        if not tracked.hints:
+            return []
+        early = [each for each in tracked.hints if each.action is HintAction.PREFETCH]
+        late = [each for each in tracked.hints if each.action is not HintAction.PREFETCH]
+        tracked.hints = late if at_arrival else []
+        return early if at_arrival else late
+
+    def _tips(self, tracked: TrackedRequest, tokens: int) -> Tips:
+        """Return the last keys of the first ``tokens`` tokens; empty: they are not known."""
+        if not tokens or tracked.is_stale or (hashes := self._hashes(tracked)) is None:
+            return {}
+        return self._groups.tips(hashes, tokens)
 
     def _may_load(self, request: Request) -> bool:
         is_wanted = self._does_load and not _params(request).get("no_load")
@@ -459,6 +508,8 @@ class SchedulerLogic:
                     last_keys = self._groups.last_keys
                     tips = {run.group: last_keys(run.group, run.keys) for run in pinned.runs}
                     self.keep(tips, pinned.keep_ms)
+                if pinned.send_hints is not None:
+                    pinned.send_hints()
                 chains = [run for run in pinned.runs if run.group in self._groups.chains]
                 self._events.stored(chains, pinned.tokens, pinned.lora, pinned.plain)
             elif not pinned.stored:
@@ -544,16 +595,36 @@ class SchedulerLogic:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Return the parameters for the finished request, with the number of its tokens that the
-        store has, or will have; None: no tokens. Pins those blocks if the request asks for that;
-        blocks that are still being saved are pinned when their save has ended."""
+        store has, or will have, and the last key of their chain; None: no tokens. Pins those blocks
+        if the request asks for that, and sends its hints; both wait for blocks being saved."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return None
         tokens = self._stored_tokens(tracked)
         keep_ms = self._keep_ms(request)
-        if tokens and keep_ms and self._identity.fingerprint and (hashes := self._hashes(tracked)):
-            self.keep(self._groups.tips(hashes, tokens), keep_ms)
-        return {"stored_tokens": tokens} if tokens and self._does_save else None
+        hints = self._take_hints(tracked, at_arrival=False)
+        tips = self._tips(tracked, tokens) if hints or keep_ms else {}
+        if tips and keep_ms and self._identity.fingerprint:
+            self.keep(tips, keep_ms)
+        if hints:
+            self._hint_when_saved(request, hints, tips)
+        if not tokens or not self._does_save:
+            return None
+        if tracked.is_stale or (hashes := self._hashes(tracked)) is None:
+            return {"stored_tokens": tokens}
+        tip = bytes(hashes[tokens // self._groups.hash_block_tokens - 1])
+        return {"stored_tokens": tokens, "tip": tip.hex()}
+
+    def _hint_when_saved(self, request: Request, hints: list[EnvelopeAction], tips: Tips) -> None:
+        """Send hints at once, or when the last save of this request has ended."""
+        if not self._identity.fingerprint:
+            return
+        send = partial(self.hint, hints, tips)
+        saves = [save for save in self._pinned.values() if save.request_id == request.request_id]
+        if saves:
+            saves[-1].send_hints = send
+        else:
+            send()
 
     def _stored_tokens(self, tracked: TrackedRequest) -> int:
         """Return the number of leading tokens that the store has or will have, according to this

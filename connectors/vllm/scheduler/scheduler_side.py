@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.calls.fleet_records import FleetRecord
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client.client import Client
 from kvstore.client.flows.control_calls import EngineMatchResult
 from kvstore.config import ConnectorConfig
@@ -144,6 +145,7 @@ class SchedulerSide:
         )  # fmt: skip
         self.decisions.salt = self._salt
         self.decisions.keep = self._keep
+        self.decisions.hint = self._hint
         self.decisions.hashes = hashes
         self.decisions.are_names_marked = are_names_marked()
         self._auditing: Future[list[Block]] | None = None
@@ -374,12 +376,31 @@ class SchedulerSide:
                     keys, milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
                 )
 
-        def pinned(done: Future[None]) -> None:
-            if (error := done.exception()) is not None:
-                self._lookups.count("pins_failed")
-                log.debug("pin_failed reason=%s", error)
+        self._run_in_background(pin, "pins_failed")
 
-        self._lookups.run_on_thread(pin).add_done_callback(pinned)
+    def _hint(self, hints: list[EnvelopeAction], tips: dict[int, Sequence[bytes]]) -> None:
+        """Carry out hints in all namespaces of this engine, in the background."""
+        targets = {
+            name: tips.get(group, ()) for group, names in self._namespaces.items() for name in names
+        }
+        for draft in self._of_drafts:  # "g0/part.draft-..." has the blocks of "g0/part"
+            targets[draft] = targets.get(draft.rpartition(".")[0], ())
+
+        def hint() -> None:
+            if not self._lookups.breaker.is_open(time.monotonic()):
+                self._client.apply_hints(hints, targets, timeout_ms=self._lookup_ms)
+
+        self._run_in_background(hint, "hints_failed")
+
+    def _run_in_background(self, work: Callable[[], None], counter: str) -> None:
+        """Run ``work`` on the lookup thread; count and log its failure."""
+
+        def done(future: Future[None]) -> None:
+            if (error := future.exception()) is not None:
+                self._lookups.count(counter)
+                log.debug("%s reason=%s", counter, error)
+
+        self._lookups.run_on_thread(work).add_done_callback(done)
 
     def _listen(self) -> None:
         groups = {name: group for group, names in self._namespaces.items() for name in names}

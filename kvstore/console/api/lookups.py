@@ -1,4 +1,4 @@
-"""Operations on keys over HTTP: match, exists, stat, remove, pin and unpin.
+"""Operations on keys over HTTP: match, exists, stat, remove, pin, unpin and hints.
 
 Keys are in hexadecimal. Payloads do not pass through HTTP.
 """
@@ -9,12 +9,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore import calls
+from kvstore.calls.hint_envelopes import parse_envelope
 from kvstore.client.async_client import AsyncClient
 from kvstore.console.api.schemas import KeyText, Shape, shaped
 from kvstore.http.operations import ApiRequest, HexKey, endpoint
@@ -26,6 +27,7 @@ STAT_PATH: Final = "/api/v1/stat"
 REMOVE_PATH: Final = "/api/v1/remove"
 PIN_PATH: Final = "/api/v1/pin"
 UNPIN_PATH: Final = "/api/v1/unpin"
+HINTS_PATH: Final = "/api/v1/hints"
 
 TIMEOUT_MS: Final = 2_000
 """Timeout of a call to the store."""
@@ -95,6 +97,27 @@ class PinRequest(KeysRequest):
     seconds: float = Field(gt=0, le=PIN_MS_MAX / 1000, description="From now on.")
 
 
+class HintsRequest(ApiRequest):
+    """A hint envelope as vLLM, SGLang and Dynamo have it, and where it is carried out."""
+
+    model_config = ConfigDict(extra="ignore")  # fields of later envelopes
+
+    protocol_version: str
+    message_id: str
+    actions: list[dict[str, Any]] = Field(
+        description="Of each: action_id, action_type, action_version, payload."
+    )
+    key: HexKey | None = Field(
+        default=None, description="Last key of the chain that actions without keys are about."
+    )
+    namespaces: list[str] = Field(
+        default=[DEFAULT_NAMESPACE],
+        min_length=1,
+        max_length=NAMESPACES_MAX,
+        description="Where each action is carried out.",
+    )
+
+
 class NamespaceMatch(BaseModel):
     """The match in one namespace."""
 
@@ -122,6 +145,18 @@ class PinResponse(BaseModel):
 
 class UnpinResponse(BaseModel):
     unpinned: list[bool] = Field(description="Per key: whether it was pinned.")
+
+
+class HintResponse(BaseModel):
+    action_id: str
+    outcome: Literal["accepted", "clipped", "missing", "ignored"]
+    reason: str = Field(description="Why it was not carried out as requested; else empty.")
+    retained_s: float = Field(description="For how long it is retained or pinned, from now.")
+
+
+class HintsResponse(BaseModel):
+    message_id: str
+    actions: list[HintResponse] = Field(description="In the order of the envelope.")
 
 
 class ReplicaLocation(BaseModel):
@@ -223,6 +258,16 @@ class LookupsAPI:
         """Remove the pins of objects."""
         unpinned = await self._client.unpin(params.keys, namespace=params.namespace)
         return UnpinResponse(unpinned=unpinned)
+
+    @endpoint("POST", HINTS_PATH, {200: "Per action."}, is_trusted=True)
+    async def _hints(self, params: HintsRequest) -> HintsResponse:
+        """Carry out the actions of a hint envelope."""
+        own = () if params.key is None else (params.key,)
+        results = await self._client.apply_hints(
+            parse_envelope(params), dict.fromkeys(params.namespaces, own), timeout_ms=TIMEOUT_MS
+        )
+        rows = [result._asdict() | {"outcome": str(result.outcome)} for result in results]
+        return HintsResponse.model_validate({"message_id": params.message_id, "actions": rows})
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
         """Return the segments with a replica of the object."""

@@ -196,6 +196,14 @@ class Result:
         self.reason: str | None = answer["reason"]
         """Why it ended: length, or error."""
 
+    @property
+    def stored_tokens(self) -> int:
+        """What its parameters report; they have the key of the last block, too."""
+        assert self.params is not None
+        assert self.params.keys() == {"stored_tokens", "tip"}
+        stored: int = self.params["stored_tokens"]
+        return stored
+
     def __repr__(self) -> str:
         return f"Result(cached={self.cached}, tokens={self.tokens})"
 

@@ -33,7 +33,7 @@ def test_one_engine_finds_every_full_block_again(
 
     first = one.generate(prompts)
     assert cached(first) == [0, 0, 0]
-    assert [each.params for each in first] == [{"stored_tokens": WHOLE}] * 3
+    assert [each.stored_tokens for each in first] == [WHOLE] * 3
     one.saved()
     assert one.reset()
     again = one.generate(prompts)
@@ -109,10 +109,13 @@ def test_roles_and_what_a_request_may_ask_for(
         return sum(getattr(each, field) for each in store.status().namespaces)
 
     blocks = WHOLE // BLOCK_TOKENS
-    kept = producer.generate([prompt(4)], params={"pin_ms": 60_000})
-    assert kept[0].params == {"stored_tokens": WHOLE}
+    retain = {"action_id": "a", "action_type": "tool_wait", "action_version": "1.0", "payload": {}}
+    hint = {"protocol_version": "0.1", "message_id": "m", "actions": [retain]}
+    kept = producer.generate([prompt(4)], params={"pin_ms": 60_000, "kv_hint": hint})
+    assert kept[0].stored_tokens == WHOLE
     producer.saved()
     until(lambda: objects("pinned_objects") == blocks)
+    until(lambda: dict(store.status().counters).get("hints.retain.accepted") == 1)
     before, saved = objects(), producer.metrics()["save_blocks"]
     producer.generate([prompt(5)], params={"ttl_ms": 500})
     producer.saved()

@@ -86,7 +86,7 @@ def test_each_finds_what_the_other_has_stored(pair: Pair, client: Client) -> Non
     for seed, writer, reader, which in ways:
         [told] = writer.generate([prompt(seed, TOKENS)])
         writer.saved()
-        assert told.params == {"stored_tokens": ENDS}
+        assert told.stored_tokens == ENDS
         assert [each.rpartition("/")[2] for each in spaces(client)] == pair.parts
         [found] = reader.generate([prompt(seed, TOKENS)], params=told.params)
         assert found.cached == pair.finds[which]

@@ -55,7 +55,7 @@ STATUS = CALLS[calls.Status]
 IDEMPOTENT = {
     "Join", "MatchPrefix", "Lookup", "Exists", "Renew", "Remove", "Clear", "DescribeSegments",
     "ReportFailure", "ReportCorrupt", "Status", "ListObjects", "StatObject", "Drain", "Pin",
-    "Traffic", "Unpin", "Chains", "Blocks", "Release",
+    "Traffic", "Unpin", "Hint", "Chains", "Blocks", "Release",
 }  # fmt: skip
 
 

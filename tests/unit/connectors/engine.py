@@ -43,6 +43,7 @@ class Request:
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
     prompt_is_token_ids: Any = None
+    kv_hints: Any = None
     cache_salt: str = ""
 
     @property
@@ -268,6 +269,9 @@ class Engine:
 
     def finish(self, request: Request) -> dict[str, Any] | None:
         said = self.side.finished(request)
+        if said is not None and (tip := said.pop("tip", None)) is not None:
+            end = said["stored_tokens"] // self.groups.hash_block_tokens
+            assert tip == request.block_hashes[end - 1].hex()
         self.free(request)
         del self.requests[request.request_id], self.tables[request.request_id]
         self.finished.add(request.request_id)

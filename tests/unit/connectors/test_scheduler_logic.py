@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from kvstore.connectors.vllm.messages import (
 )
 from kvstore.connectors.vllm.scheduler import scheduler_logic
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
+from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 
@@ -410,6 +411,81 @@ def test_a_save_under_the_old_weights_is_no_event() -> None:
     assert engine.events.take() == []
 
 
+def envelope(**payloads: dict[str, Any]) -> dict[str, Any]:
+    """A hint envelope with these actions: ``retain={...}`` is ``kv.retain``."""
+    actions = [
+        {"action_id": name, "action_type": f"kv.{name}", "action_version": "1.0", "payload": more}
+        for name, more in payloads.items()
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
+def hinted(engine: Engine) -> list[tuple[list[str], dict[int, list[bytes]]]]:
+    told: list[tuple[list[str], dict[int, list[bytes]]]] = []
+    engine.side.hint = lambda hints, tips: told.append(
+        ([each.action_id for each in hints], {group: [*keys] for group, keys in tips.items()})
+    )
+    return told
+
+
+def test_hints_are_sent_at_the_arrival_and_once_the_last_blocks_are_saved() -> None:
+    engine = Engine()
+    told = hinted(engine)
+    hints = envelope(retain={"ttl_ms": 5_000}, prefetch={}, fetch={}, pin={"ttl_ms": 5_000})
+    request = engine.add("r", 17, there=8, kv_hint=hints)
+    engine.load(request)
+    hashes = request.block_hashes
+    assert told == [(["prefetch"], {0: [hashes[1]]})]
+    request.num_computed_tokens = 8
+    for _ in range(2):
+        engine.step({"r": 4})
+    engine.finish(request)
+    first, last = engine.saving
+    engine.report(first)
+    assert told[1:] == []
+    engine.report(last)
+    assert told[1:] == [(["pin", "retain"], {0: [hashes[3]]})]
+
+
+def test_hints_of_vllms_own_field_are_sent_at_the_end_if_all_is_saved() -> None:
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    engine = Engine()
+    told = hinted(engine)
+    request = engine.add("r", 9)
+    request.kv_hints = KvHintsEnvelope("0.1", "m", [KvHintAction("end", "session_end", "1.0", {})])
+    engine.side.new_request(request)
+    engine.step({"r": 9})
+    engine.report_all()
+    engine.finish(request)
+    assert told == [(["end"], {0: [request.block_hashes[1]]})]
+
+
+def test_hints_of_a_window_name_all_its_blocks() -> None:
+    groups = replace(PLAIN, block_tokens={0: 4, 1: 4}, windows={1: 9})
+    engine = Engine(groups)
+    told = hinted(engine)
+    request = engine.add("r", 17, kv_hint=envelope(release={}))
+    engine.step({"r": 17})
+    engine.report_all()
+    engine.finish(request)
+    hashes = request.block_hashes
+    assert told == [(["release"], {0: [hashes[3]], 1: hashes[2:4]})]
+
+
+@pytest.mark.parametrize("hint", [7, [], {"actions": 3}, envelope(retain={"ttl_ms": "long"})])
+def test_malformed_hints_are_counted_and_cost_the_request_nothing(hint: Any) -> None:
+    engine = Engine()
+    told = hinted(engine)
+    engine.add("s", 9, kv_hint=envelope(release={}))
+    request = engine.add("r", 9, kv_hint=hint)
+    assert saved(engine.step({"r": 9})) == {0: [0, 1]}
+    engine.report_all()
+    assert engine.finish(request) == {"stored_tokens": 8}
+    assert told == []
+    assert engine.side.take_counters()["hints_failed"] == 1
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 
@@ -419,7 +495,9 @@ def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_com
     engine.identity.is_verified = False
     assert engine.step({"r": 8}).saves == []
     assert engine.side.pinned_blocks == 2
-    assert engine.side.finished(request) == {"stored_tokens": 8}, "promised, as it will be stored"
+    promised = engine.side.finished(request)
+    assert promised is not None
+    assert promised["stored_tokens"] == 8, "as it will be stored"
     engine.identity.is_verified = True
     orders = engine.step({"r": 5})
     assert saved(orders) == {0: [0, 1, 2]}

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvstore import calls
+from kvstore.calls import HintAction
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     BLOCKS_MAX,
@@ -196,6 +197,12 @@ def unpin(world: World) -> calls.Request:
     return calls.Unpin(NAMESPACE, request.keys)
 
 
+def hint(world: World) -> calls.Request:
+    """Each releases as many blocks as there are."""
+    keys = pin(world).keys
+    return calls.Hint(NAMESPACE, keys, [HintAction.RELEASE] * len(keys), [0] * len(keys))
+
+
 def report_corrupt(world: World) -> calls.Request:
     keys = world.keys[:BATCH_KEYS_MAX]
     found = world.placements(keys)
@@ -263,6 +270,7 @@ BOUNDS: dict[str, Callable[[World], calls.Request]] = {
     "renew": renew,
     "pin": pin,
     "unpin": unpin,
+    "hint": hint,
     "remove": lambda world: calls.Remove(NAMESPACE, world.keys[:BATCH_KEYS_MAX]),
     "put_start": lambda world: keys_below(b"p", world)._replace(replicas=REPLICAS_MAX),
     "put_below_missing": put_below_missing,

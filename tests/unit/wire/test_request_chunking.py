@@ -179,7 +179,7 @@ def as_lists(value: Any) -> object:
 
 def test_every_call_with_many_keys_is_cut_or_quick() -> None:
     """What is neither must be added to one of them."""
-    quick = {calls.PutStart, calls.Pin, calls.Unpin, calls.Chains, calls.Blocks}
+    quick = {calls.PutStart, calls.Pin, calls.Unpin, calls.Hint, calls.Chains, calls.Blocks}
     batches = {
         kind
         for kind in get_args(calls.Request)

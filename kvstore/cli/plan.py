@@ -1,0 +1,173 @@
+"""``kvstore plan``: hits by memory, eviction policy and hints, replayed from a trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvstore.cli.json_output import print_json
+from kvstore.cli.options import command, json_option
+from kvstore.cli.progress import progress
+from kvstore.cli.tables import console_of_names, table_of
+from kvstore.config.servers import EVICTION_POLICIES
+from kvstore.config.setting_types import parse_size
+from kvstore.config.tenants import load_tenants
+from kvstore.errors import InvalidArgumentError
+from kvstore.planner.plan import BEST, Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
+from kvstore.planner.replay import HintModel, Knowledge
+from kvstore.planner.traces import Trace, load_trace
+from kvstore.runtime.formatting import size_text
+
+EXAMPLE = """\b
+Examples:
+  kvstore plan conversation.jsonl --memory 64GiB..2TiB --block-bytes 64MiB
+  kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction lru,s3-fifo
+  kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --hints 0.8:0.05
+  kvstore plan requests.jsonl --memory 1TiB..16TiB --sample auto --svg plan.svg
+
+\b
+A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
+"hash_ids": [...]}), or what kvstore-master --record wrote.
+Every cell replays the whole trace on the master's own state; nothing is copied or started.
+"""
+
+BAR_WIDTH: Final = 40
+SIZES_MAX: Final = 16
+
+
+class _Sizes(click.ParamType[list[int]]):
+    name = "SIZE[..SIZE]"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
+        first, dots, last = str(value).partition("..")
+        try:
+            size, end = parse_size(first), parse_size(last if dots else first)
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+        if not 0 < size <= end or end // size >= 1 << SIZES_MAX:
+            self.fail(f"{value!r} is no range of sizes: write 16GiB..2TiB", param, ctx)
+        sizes = [size]
+        while sizes[-1] * 2 <= end:
+            sizes.append(sizes[-1] * 2)
+        return sizes
+
+
+@command(
+    epilog=EXAMPLE,
+    help="Show what more memory, another eviction policy or hints would bring, from a trace.",
+)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--memory", type=_Sizes(), required=True,
+              help="Memory of the pool; in a range, each size is twice the last.")  # fmt: skip
+@click.option("--block-bytes", metavar="SIZE", default="",
+              help="Memory of one block of the trace, for all ranks: tokens of a block times bytes "
+              "of a token. Default: that of the recording.")  # fmt: skip
+@click.option("--eviction", metavar="NAME[,NAME]", default="lru", show_default=True,
+              help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}.")  # fmt: skip
+@click.option("--hints", metavar="RIGHT[:WRONG]", default="",
+              help="Also with clients that give a hint in this part of the cases that deserve it, "
+              "and wrongly in that part of the others (0.05).")  # fmt: skip
+@click.option("--tenants", metavar="FILE", default="", help="Rules of tenants, as for the master.")
+@click.option("--sample", metavar="RATE", default="1", show_default=True,
+              help="Replay this part of the blocks; auto: as many as an error of about one point "
+              "takes.")  # fmt: skip
+@click.option("--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path),
+              help="Also draw a picture into this file.")  # fmt: skip
+@json_option
+def plan(
+    trace: Path, memory: list[int], block_bytes: str, eviction: str, hints: str, tenants: str,
+    sample: str, svg: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    policies = [name.strip() for name in eviction.split(",")]
+    if unknown := [name for name in policies if name not in EVICTION_POLICIES]:
+        raise click.UsageError(f"no policy {unknown[0]!r}; use {', '.join(EVICTION_POLICIES)}")
+    loaded = load_trace(trace)
+    size = _block_bytes(block_bytes, loaded)
+    if memory[0] < size:
+        too_small = f"--memory {size_text(memory[0])} holds no block of {size_text(size)}"
+        raise InvalidArgumentError(too_small)
+    rate = _rate(sample, loaded, memory[0] // size)
+    rules = load_tenants(tenants) if tenants else None
+    request = Plan(memory, size, policies, _hint_models(hints), rules, rate)
+    with progress("replay", wanted=not as_json) as report:
+        rows = run_plan(loaded, request, report)
+    names = [name for name in rows[0].hits if name != BEST] + [BEST]
+    if svg is not None:
+        svg.write_text(as_svg(rows, names), encoding="utf-8")
+    if as_json:
+        print_json(
+            {
+                "requests": len(loaded.chains), "accesses": loaded.accesses,
+                "blocks": loaded.blocks, "rate": rate, "rows": [row._asdict() for row in rows],
+            }
+        )  # fmt: skip
+    else:
+        _show(loaded, rows, names, rate)
+    return 0
+
+
+def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> None:
+    console = console_of_names(fits=True)
+    what = f"{len(trace.chains):,} requests, {trace.accesses:,} blocks asked for, {trace.blocks:,}"
+    console.print(f"{what} different ones" + (f"; sampled: {rate:.1%}" if rate < 1 else ""))
+    table = table_of("memory", right=("blocks", *names))
+    for row in rows:
+        table.add_row(
+            size_text(row.memory_bytes), f"{row.blocks:,}",
+            *(f"{100 * row.hits[name]:.2f} %" for name in names),
+        )  # fmt: skip
+    console.print(table)
+    shown = names[0]
+    highest = max(row.hits[shown] for row in rows) or 1.0
+    for row in rows:
+        bar = "█" * round(BAR_WIDTH * row.hits[shown] / highest)
+        console.print(f"{size_text(row.memory_bytes):>10} {bar} {100 * row.hits[shown]:.1f} %")
+    knee = knee_of(rows, shown)
+    largest = size_text(rows[-1].memory_bytes)
+    if len(rows) > 1:
+        console.print(f"{size_text(knee.memory_bytes)} find 90 % of what {largest} find ({shown}).")
+    if trace.block_tokens:
+        saved = knee.hits[shown] * trace.accesses * trace.block_tokens
+        console.print(f"With {size_text(knee.memory_bytes)}, {saved:,.0f} tokens need no prefill.")
+
+
+def _block_bytes(text: str, trace: Trace) -> int:
+    if text:
+        try:
+            return max(1, parse_size(text))
+        except ValueError as error:
+            raise click.UsageError(f"--block-bytes {text!r}: {error}") from None
+    if trace.block_bytes:
+        return trace.block_bytes
+    raise click.UsageError("this trace does not say how large a block is: give --block-bytes")
+
+
+def _rate(text: str, trace: Trace, smallest: int) -> float:
+    if text == "auto":
+        return sampling_rate(trace, smallest)
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 1:
+        raise click.UsageError("--sample is auto, or a number above 0, at most 1")
+    return rate
+
+
+def _hint_models(text: str) -> list[HintModel]:
+    if not text:
+        return [HintModel()]
+    found = re.fullmatch(r"([01]?\.?\d*)(?::([01]?\.?\d*))?", text)
+    try:
+        right, wrong = float(found[1]) if found else -1.0, float((found and found[2]) or 0.05)
+    except ValueError:
+        right = wrong = -1.0
+    if not (0 <= right <= 1 and 0 <= wrong <= 1):
+        raise click.UsageError("--hints is RIGHT or RIGHT:WRONG, numbers from 0 to 1: 0.8:0.05")
+    known: tuple[Knowledge, ...] = ("goes on", "soon", "over")
+    return [HintModel(), *(HintModel(knowledge, right, wrong) for knowledge in known)]

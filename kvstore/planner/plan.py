@@ -1,0 +1,144 @@
+"""The table of ``kvstore plan``: hits by memory, policy and hints."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Final, NamedTuple
+
+from kvstore.calls.tenants import TenantRule
+from kvstore.config.servers import EVICTION_POLICIES
+from kvstore.planner.replay import HintModel, Replay, best_hits
+from kvstore.planner.traces import Trace
+from kvstore.runtime.formatting import size_text
+
+BEST: Final = "best possible"
+
+SAMPLED_BLOCKS: Final = 8_000
+"""Blocks that the smallest memory of a sampled plan must hold. An error of about 1 point was
+measured with 6,000."""
+
+KNEE_PART: Final = 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to replay."""
+
+    memory_bytes: Sequence[int]
+    block_bytes: int
+    policies: Sequence[str]
+    hints: Sequence[HintModel] = (HintModel(),)
+    tenants: Sequence[TenantRule] | None = None
+    rate: float = 1.0
+    """The part of the blocks that is replayed."""
+
+
+class PlanRow(NamedTuple):
+    memory_bytes: int
+    blocks: int
+    hits: dict[str, float]
+    """By policy and hints: found blocks, of all that requests asked for. Also of ``BEST``."""
+
+
+class _Cell(NamedTuple):
+    blocks: int
+    policy: str
+    hints: HintModel
+
+    @property
+    def name(self) -> str:
+        if not self.hints.knowledge:
+            return self.policy
+        return f"{self.policy}, {self.hints.knowledge}"
+
+
+def run_plan(
+    trace: Trace, plan: Plan, on_progress: Callable[[int, int], None] = lambda _done, _all: None
+) -> list[PlanRow]:
+    """Replay the trace for each memory, policy and model of hints, on all processors."""
+    sampled = trace if plan.rate >= 1 else trace.sample(plan.rate)
+    blocks_of = {size: size // plan.block_bytes for size in plan.memory_bytes}
+    cells = [
+        _Cell(max(1, round(blocks * min(1.0, plan.rate))), policy, hints)
+        for blocks in blocks_of.values()
+        for policy in plan.policies
+        for hints in plan.hints
+    ]
+    cells += [
+        _Cell(max(1, round(blocks * min(1.0, plan.rate))), BEST, HintModel())
+        for blocks in blocks_of.values()
+    ]
+    work = functools.partial(_hits, sampled, plan.tenants)
+    found: list[int] = []
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for hits in pool.imap(work, cells):
+            found.append(hits)
+            on_progress(len(found), len(cells))
+    # The correction of SHARDS: a sample with too many accesses has found too many blocks.
+    expected = trace.accesses * min(1.0, plan.rate)
+    surplus = expected - sampled.accesses
+    parts = [min(1.0, max(0.0, (hits + surplus) / expected)) for hits in found]
+    rows = []
+    for size, blocks in blocks_of.items():
+        count = max(1, round(blocks * min(1.0, plan.rate)))
+        hits_of = {
+            cell.name: part for cell, part in zip(cells, parts, strict=True) if cell.blocks == count
+        }
+        rows.append(PlanRow(size, blocks, hits_of))
+    return rows
+
+
+def _hits(trace: Trace, tenants: Sequence[TenantRule] | None, cell: _Cell) -> int:
+    if cell.policy == BEST:
+        return best_hits(trace, cell.blocks)
+    policy = resolve_name(EVICTION_POLICIES[cell.policy])()
+    return Replay(trace, cell.blocks, policy, cell.hints, tenants).run()
+
+
+def knee_of(rows: Sequence[PlanRow], name: str) -> PlanRow:
+    """Return the first row with ``KNEE_PART`` of the hits of the last one."""
+    wanted = KNEE_PART * rows[-1].hits[name]
+    return next(row for row in rows if row.hits[name] >= wanted)
+
+
+def sampling_rate(trace: Trace, smallest_blocks: int) -> float:
+    """Return the rate with which the smallest memory still holds ``SAMPLED_BLOCKS``."""
+    return min(1.0, SAMPLED_BLOCKS / max(1, smallest_blocks)) if trace.blocks else 1.0
+
+
+def as_svg(rows: Sequence[PlanRow], names: Sequence[str]) -> str:
+    """Draw hits over memory, on a logarithmic axis."""
+    width, height, left, top = 720, 400, 60, 24
+    colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d")
+    step = (width - left - 190) / max(1, len(rows) - 1)
+    highest = max(max(row.hits.values()) for row in rows) or 1.0
+
+    def point(index: int, part: float) -> str:
+        return f"{left + index * step:.1f},{top + (height - top - 48) * (1 - part / highest):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<text x="{left}" y="14">blocks found, by memory</text>',
+    ]
+    for index, row in enumerate(rows):
+        x = left + index * step
+        label = size_text(row.memory_bytes)
+        parts.append(f'<text x="{x:.1f}" y="{height - 24}" text-anchor="middle">{label}</text>')
+    for tick in range(5):
+        part = highest * tick / 4
+        y = point(0, part).partition(",")[2]
+        parts.append(f'<text x="{left - 8}" y="{y}" text-anchor="end">{100 * part:.0f} %</text>')
+        parts.append(f'<line x1="{left}" x2="{width - 190}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+    for number, name in enumerate(names):
+        colour = colours[number % len(colours)]
+        points = " ".join(point(index, row.hits[name]) for index, row in enumerate(rows))
+        parts.append(
+            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
+            f'<text x="{width - 180}" y="{top + 16 * number + 8}" fill="{colour}">{name}</text>'
+        )
+    return "\n".join([*parts, "</svg>\n"])

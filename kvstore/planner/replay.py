@@ -1,0 +1,226 @@
+"""Replays a trace on the master's own state, in virtual time.
+
+Each request matches its chain and puts the missing blocks, as an engine does, without leases that
+outlast it and with equal sizes. Nothing is copied: only the state decides.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore import calls
+from kvstore.calls import HintAction
+from kvstore.calls.tenants import TenantRule
+from kvstore.errors import KVStoreError
+from kvstore.limits import PROTOCOL_VERSION, PUT_KEYS_MAX, Key, Namespace
+from kvstore.master.state.effects import DeferredReply, SendReply, SendToNode
+from kvstore.master.state.eviction import NewPolicy
+from kvstore.master.state.hints import RETAINED_TURNOVERS
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.rules import MasterRules
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.planner.traces import Trace
+
+EXTENT_BYTES = 4096
+"""Of each block in the replay; only their number counts."""
+
+HEARTBEAT_MS = 400
+START_MS = 20_000
+"""When the first request comes: the promises of earlier masters have ended."""
+PUT_WAIT_MS = 50
+LEASE_MS = 1
+RETAIN_MS = 3_600_000
+
+Knowledge = Literal["", "goes on", "soon", "over", "all"]
+"""What clients tell: nothing; that a chain is used again; that it is used again soon; that it is
+over; or always that it is used again."""
+
+
+@dataclass(frozen=True)
+class HintModel:
+    """Clients that tell what they know, right or wrong."""
+
+    knowledge: Knowledge = ""
+    right: float = 0.8
+    """The part of the cases that deserve a hint in which it is given."""
+    wrong: float = 0.05
+    """The part of the other cases in which it is given all the same."""
+    seed: int = 7
+
+
+class Replay:
+    """A master with one node, and the client that replays requests on it."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        blocks: int,
+        policy: NewPolicy,
+        hints: HintModel | None = None,
+        tenants: Sequence[TenantRule] | None = None,
+    ) -> None:
+        self.hits = 0
+        self.refused_puts = 0
+        self._trace = trace
+        self._hints = hints or HintModel()
+        self._random = random.Random(self._hints.seed)  # noqa: S311
+        self._uses = _uses_of(trace) if self._hints.knowledge else {}
+        self._keys = [Key(block.to_bytes(8, "little")) for block in range(trace.blocks)]
+        self._state = MasterState(
+            epoch=1, rules=MasterRules(lease_ms=LEASE_MS), policy=policy, tenants=tenants
+        )
+        self._now_ms = self._heartbeat_ms = 0
+        self._replies: dict[int, object] = {}
+        offer = calls.SegmentOffer(
+            size=SUPERBLOCK_BYTES + blocks * EXTENT_BYTES, uuid=bytes(16), shm_name="kv-plan",
+            address="plan:1", token=bytes(16), seed=1, generation=1, fresh=True,
+        )  # fmt: skip
+        join = calls.NodeJoin("plan", "host", PROTOCOL_VERSION, 0, [offer])
+        self._state.nodes.on_node_join(0, 1, join)
+        self._advance(START_MS)
+
+    def run(self) -> int:
+        """Replay the trace. Return the number of blocks found."""
+        first_ms = self._trace.times_ms[0]
+        for index, time_ms in enumerate(self._trace.times_ms):
+            self._advance(max(self._now_ms + 2, START_MS + time_ms - first_ms))
+            self._request(index)
+        return self.hits
+
+    def _request(self, index: int) -> None:
+        chain = self._trace.chains[index]
+        namespace = Namespace(self._trace.namespaces[index] or "plan")
+        keys = [self._keys[block] for block in chain]
+        match = calls.MatchPrefix([namespace], keys, placements=False)
+        reply = self._state.asking.match_prefix(self._now_ms, match)
+        matched = reply.matches[0].matched
+        self.hits += matched
+        for start in range(matched, len(keys), PUT_KEYS_MAX):
+            part = keys[start : start + PUT_KEYS_MAX]
+            if not self._put(namespace, part, keys[start - 1] if start else None):
+                self.refused_puts += 1
+                break
+        self._give_hint(index, namespace, keys)
+
+    def _put(self, namespace: Namespace, keys: list[Key], parent: Key | None) -> bool:
+        sizes = [EXTENT_BYTES - HEADER_BYTES] * len(keys)
+        request = calls.PutStart(
+            namespace, keys, sizes, parent, chain=True, replicas=1, overwrite=False,
+            wait_ms=PUT_WAIT_MS, host="host",
+        )  # fmt: skip
+        try:
+            reply: object = self._state.putting.put_start(self._now_ms, request)
+        except KVStoreError:
+            return False
+        self._work()
+        if isinstance(reply, DeferredReply):
+            until_ms = self._now_ms + PUT_WAIT_MS
+            while reply.reply_id not in self._replies and self._now_ms < until_ms:
+                self._advance(self._now_ms + 1)
+            deferred, reply = reply, self._replies.pop(reply.reply_id, None)
+            if reply is None:
+                self._state.cancel(deferred.reply_id)
+        if not isinstance(reply, calls.Grants):
+            self._work()
+            return False
+        self._state.putting.put_end(self._now_ms, calls.PutEnd(reply.epoch, reply.tokens))
+        self._work()
+        return True
+
+    def _give_hint(self, index: int, namespace: Namespace, keys: list[Key]) -> None:
+        knowledge = self._hints.knowledge
+        if not knowledge:
+            return
+        tip = self._trace.tips[index]
+        next_ms = self._next_use_ms(index, self._trace.chains[index][tip])
+        if knowledge == "soon":
+            turnover_ms = self._state.pool.turnover_ms(namespace, self._now_ms)
+            soon_ms = RETAIN_MS if turnover_ms is None else RETAINED_TURNOVERS * turnover_ms
+            deserved = next_ms is not None and next_ms <= soon_ms
+        else:
+            deserved = (next_ms is None) == (knowledge == "over")
+        given = self._random.random() < (self._hints.right if deserved else self._hints.wrong)
+        if not given and knowledge != "all":
+            return
+        if knowledge == "over":
+            hint = calls.Hint(namespace, [keys[-1]], [int(HintAction.RELEASE)], [0])
+        else:
+            hint = calls.Hint(namespace, [keys[tip]], [int(HintAction.RETAIN)], [RETAIN_MS])
+        self._state.hints.hint(self._now_ms, hint)
+
+    def _next_use_ms(self, index: int, block: int) -> int | None:
+        uses = self._uses[block]
+        following = bisect_right(uses, index)
+        if following == len(uses):
+            return None
+        return self._trace.times_ms[uses[following]] - self._trace.times_ms[index]
+
+    def _advance(self, now_ms: int) -> None:
+        while now_ms - self._heartbeat_ms >= HEARTBEAT_MS:
+            self._heartbeat_ms += HEARTBEAT_MS
+            self._state.nodes.on_node_message(self._heartbeat_ms, 1, calls.NodeHeartbeat(1))
+            self._state.tick(self._heartbeat_ms)
+        self._now_ms = now_ms
+        self._state.tick(now_ms)
+        self._work()
+
+    def _work(self) -> None:
+        """Carry out all effects and background work."""
+        while True:
+            for effect in self._state.take_effects():
+                if isinstance(effect, SendReply):
+                    self._replies[effect.reply_id] = effect.result
+                elif isinstance(effect, SendToNode) and isinstance(
+                    effect.message, calls.MasterWipe
+                ):
+                    done = calls.NodeWipeDone(effect.message.wipe_seq)
+                    self._state.nodes.on_node_message(self._now_ms, 1, done)
+            if not self._state.has_work:
+                return
+            self._state.work(self._now_ms)
+
+
+def _uses_of(trace: Trace) -> dict[int, list[int]]:
+    """Return the requests that use each block, sorted."""
+    uses: dict[int, list[int]] = {}
+    for index, chain in enumerate(trace.chains):
+        for block in chain:
+            uses.setdefault(block, []).append(index)
+    return uses
+
+
+def best_hits(trace: Trace, blocks: int) -> int:
+    """Return the hits of Belady's rule, which evicts what is used latest: no policy finds more."""
+    following: dict[int, int] = {}
+    next_uses: list[list[int]] = []
+    for index in range(len(trace.chains) - 1, -1, -1):
+        chain = trace.chains[index]
+        next_uses.append([following.get(block, len(trace.chains)) for block in chain])
+        following.update(dict.fromkeys(chain, index))
+    next_uses.reverse()
+    stored: dict[int, int] = {}
+    by_use: dict[int, set[int]] = {}
+    hits = 0
+    latest: list[int] = []
+    """Negated requests that use a stored block, the latest first."""
+    for chain, uses in zip(trace.chains, next_uses, strict=True):
+        for block, use in zip(chain, uses, strict=True):
+            if (previous := stored.pop(block, None)) is not None:
+                hits += 1
+                by_use[previous].discard(block)
+            if use == len(trace.chains):
+                continue
+            stored[block] = use
+            by_use.setdefault(use, set()).add(block)
+            heapq.heappush(latest, -use)
+            while len(stored) > blocks:
+                if victims := by_use[-latest[0]]:
+                    del stored[victims.pop()]
+                else:
+                    heapq.heappop(latest)
+    return hits

@@ -1,0 +1,140 @@
+"""The planner: what it reads, that it replays on the master's own state, and what it prints."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.main import cli
+from kvstore.errors import InvalidArgumentError
+from kvstore.master.state.eviction import LruPolicy
+from kvstore.planner.plan import BEST, Plan, as_svg, knee_of, run_plan
+from kvstore.planner.replay import HintModel, Replay, best_hits
+from kvstore.planner.traces import Trace, load_trace
+
+SEED = 11
+
+
+def conversations(path: Path, count: int = 60, turns: int = 5) -> Path:
+    """Chats that take turns at random; each turn is one full block longer, and half ends early."""
+    dice = random.Random(SEED)
+    left = {chat: dice.choice([1, turns]) for chat in range(count)}
+    said: dict[int, list[int]] = {chat: [0] for chat in left}
+    rows: list[dict[str, Any]] = []
+    number = 0
+    while left:
+        chat = dice.choice(list(left)[:12])
+        said[chat] += range(number := number + 1_000, number + 3)
+        partial = number + 500
+        ids = [*said[chat], partial]
+        rows.append({"timestamp": len(rows) * 900, "input_length": 512 * len(said[chat]) + 9,
+                     "hash_ids": ids})  # fmt: skip
+        left[chat] -= 1
+        if not left[chat]:
+            del left[chat]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return load_trace(conversations(tmp_path_factory.mktemp("traces") / "chats.jsonl"))
+
+
+def test_both_formats_are_read_and_the_block_that_is_not_full_is_no_tip(tmp_path: Path) -> None:
+    mooncake = tmp_path / "m.jsonl.gz"
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 5, "input_length": 1100, "hash_ids": [1, 2, 3]},
+        {"timestamp": 9, "input_length": 1024, "hash_ids": [1, 9]},
+        {"timestamp": 9, "input_length": 512, "hash_ids": [9]},
+    ]
+    mooncake.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    read = load_trace(mooncake)
+    assert read.chains == [[0, 1, 2], [0, 3], [4]], "a block below another one is another block"
+    assert read.tips == [1, 1, 0]
+    recorded = tmp_path / "r.jsonl"
+    recorded.write_text('{"t": 5, "n": ["a", "b"], "k": ["0a", "0b"], "z": 100}\n')
+    read = load_trace(recorded)
+    assert (read.chains, read.tips, read.namespaces) == ([[0, 1]], [1], ["a"])
+    assert read.block_bytes == 200, "of both namespaces"
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", '{"hash_ids": 5, "timestamp": 1}\n', "x\n"])
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"bad\.jsonl"):
+        load_trace(path)
+
+
+def test_memory_for_all_finds_all_that_comes_again(trace: Trace) -> None:
+    again = trace.accesses - trace.blocks
+    assert Replay(trace, trace.blocks, LruPolicy).run() == again
+    assert best_hits(trace, trace.blocks) == again
+    assert best_hits(trace, 1) <= best_hits(trace, 30) <= again
+
+
+def test_hints_help_and_lies_cost_nothing(trace: Trace) -> None:
+    def hits(knowledge: Any, right: float = 1.0, wrong: float = 0.0) -> int:
+        hints = HintModel(knowledge, right, wrong)
+        return Replay(trace, 40, LruPolicy, hints).run()
+
+    plain = hits("")
+    assert hits("goes on") > 1.2 * plain
+    assert hits("over") > 1.1 * plain
+    assert hits("all") >= 0.98 * plain
+    assert best_hits(trace, 40) >= hits("goes on")
+
+
+def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
+    large = load_trace(conversations(tmp_path / "large.jsonl", 1_500))
+    whole, part = (
+        run_plan(large, Plan([400 << 20], 1 << 20, ["lru"], rate=rate))[0].hits for rate in (1, 0.3)
+    )
+    assert part["lru"] == pytest.approx(whole["lru"], abs=0.05)
+    assert part[BEST] == pytest.approx(whole[BEST], abs=0.05)
+
+
+def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None:
+    path, svg = conversations(tmp_path / "chats.jsonl"), tmp_path / "plan.svg"
+    arguments = ["plan", str(path), "--memory", "20MiB..80MiB", "--block-bytes", "1MiB"]
+    shown = CliRunner().invoke(cli, [*arguments, "--hints", "0.9", "--svg", str(svg)])
+    assert shown.exit_code == 0, shown.output
+    for text in ("20.0 MiB", "40.0 MiB", "80.0 MiB", "lru, goes on", "best possible", "find 90 %"):
+        assert text in shown.output
+    assert "lru, soon" in svg.read_text()
+    told = CliRunner().invoke(cli, ["--json", *arguments])
+    rows = json.loads(told.output)["rows"]
+    assert [row["blocks"] for row in rows] == [20, 40, 80]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--memory", "80MiB..20MiB"], "no range of sizes"),
+        (["--memory", "20MiB", "--eviction", "fifo"], "no policy 'fifo'"),
+        (["--memory", "20MiB", "--block-bytes", "1MiB", "--hints", "2"], "--hints is RIGHT"),
+        (["--memory", "20MiB", "--block-bytes", "1MiB", "--sample", "0"], "--sample is auto"),
+        (["--memory", "20MiB"], "give --block-bytes"),
+        (["--memory", "20MiB", "--block-bytes", "1GiB"], "holds no block"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
+    path = conversations(tmp_path / "chats.jsonl", 3)
+    shown = CliRunner().invoke(cli, ["plan", str(path), *arguments])
+    assert shown.exit_code != 0
+    assert text in shown.output or text in str(shown.exception)
+
+
+def test_the_knee_is_the_first_size_with_nine_tenths_of_the_hits(trace: Trace) -> None:
+    rows = run_plan(trace, Plan([20, 40, 80, 160], 1, ["lru"]))
+    knee = knee_of(rows, "lru")
+    assert knee.hits["lru"] >= 0.9 * rows[-1].hits["lru"]
+    assert all(row.hits["lru"] < 0.9 * rows[-1].hits["lru"] for row in rows[: rows.index(knee)])
+    assert as_svg(rows, ["lru", BEST]).count("<polyline") == 2
