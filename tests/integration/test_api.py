@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.console.api.lookups import EXISTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.console.api.lookups import EXISTS_PATH, HINTS_PATH, MATCH_PATH, STAT_PATH
 from tests.support.cluster import Cluster, Node
 from tests.support.http import get
 from tests.support.processes import free_port
@@ -78,6 +78,37 @@ def test_one_object(store: Store) -> None:
         400,
         "key: 'xyz' is no key of 1 to 256 bytes in hexadecimal\n",
     )
+
+
+def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
+    def action(name: str, **payload: object) -> dict[str, object]:
+        return {"action_id": name, "action_type": name, "action_version": "1.0", "payload": payload}
+
+    actions = [
+        action("kv.retain", ttl_ms=60_000), action("kv.pin", ttl_ms=9_000, keys=hexes(KEYS[1])),
+        action("session_end", keys=hexes(KEYS[1])), action("kv.demote", keys=["00"]),
+        action("kv.prefetch"), action("kv.share"), action("kv.retain", block_hashes=[7]),
+    ]  # fmt: skip
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+    status, reply = post(
+        store.port, HINTS_PATH, envelope | {"key": KEYS[2].hex(), "namespaces": ["n", "other"]}
+    )
+    assert (status, reply["message_id"]) == (200, "m")
+    results = [(each["action_id"], each["outcome"], each["retained_s"]) for each in reply["actions"]]
+    assert results == [
+        ("kv.retain", "accepted", 60), ("kv.pin", "accepted", 9), ("session_end", "ignored", 0),
+        ("kv.demote", "missing", 0), ("kv.prefetch", "ignored", 0), ("kv.share", "ignored", 0),
+        ("kv.retain", "ignored", 0),
+    ]  # fmt: skip
+    reasons = [each["reason"] for each in reply["actions"]]
+    assert [bool(reason) for reason in reasons] == [False, False, *[True] * 5]
+    assert "block_hashes" in reasons[-1]
+
+    wrong = envelope | {"actions": [actions[0], action("kv.pin", ttl_ms=True)]}
+    counters = store.cluster.status().counters
+    status, text = post(store.port, HINTS_PATH, wrong | {"key": KEYS[2].hex(), "namespaces": ["n"]})
+    assert (status, text.startswith("actions.1.payload.ttl_ms: ")) == (400, True)
+    assert dict(store.cluster.status().counters) == dict(counters), "nothing has changed"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ TICK_S = 0.02
 HUNG_S = 15.0
 LARGE = 4 << 20
 KEYS = ["a", "b", "c"]
+ACTIONS = [EnvelopeAction("", HintAction.RETAIN, 1), EnvelopeAction("", duration_ms=1)]
 VALUE = np.arange(LARGE, dtype=np.uint8)
 
 Verb = Callable[[Any], Any]
@@ -60,6 +61,8 @@ CALLS: dict[str, Verb] = {
     "lookup": lambda c: c.lookup(KEYS),
     "pin": lambda c: c.pin(KEYS, 60),
     "unpin": lambda c: c.unpin(KEYS),
+    "hint": lambda c: c.hint([("retain", "a")]),
+    "apply_hints": lambda c: c.apply_hints(ACTIONS, key="a"),
     "exists": lambda c: c.exists("a"),
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvstore.client.sse_client import follow
-from kvstore.console.api.lookups import PIN_PATH, REMOVE_PATH, UNPIN_PATH
+from kvstore.console.api.lookups import HINTS_PATH, PIN_PATH, REMOVE_PATH, UNPIN_PATH
 from kvstore.errors import PermissionDeniedError
 from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
@@ -27,7 +27,7 @@ from tests.support.processes import children_of, free_port
 from tests.support.wait import until
 
 TOKEN = "s3cret-0123456789abcdef"
-WRITES = (REMOVE_PATH, PIN_PATH, UNPIN_PATH)
+WRITES = (REMOVE_PATH, PIN_PATH, UNPIN_PATH, HINTS_PATH)
 READS = ("/metrics", "/api/v1/status", "/api/v1/nodes", "/api/v1/openapi.json")
 KEYS = {"keys": ["00"]}
 

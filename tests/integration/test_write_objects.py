@@ -18,6 +18,7 @@ from kvstore.console.api.lookups import (
     REMOVE_PATH,
     STAT_PATH,
     UNPIN_PATH,
+    HINTS_PATH,
 )
 from kvstore.http.operations import PATH as OPENAPI_PATH
 from tests.support.cluster import Cluster, Node
@@ -129,10 +130,13 @@ def test_what_is_described_is_what_is_served(store: Store) -> None:
     store.put(b"a", b"1")
     node = store.cluster.nodes[0].name
     keys = {"keys": [b"a".hex()]}
+    retain = {"action_id": "", "action_type": "kv.retain", "action_version": "1", "payload": keys}
+    envelope = {"protocol_version": "0.1", "message_id": "", "actions": [retain]}
     requests: dict[tuple[str, str], list[tuple[str, Any]]] = {
         ("post", REMOVE_PATH): [("", {"keys": ["02"]}), ("", {})],
         ("post", PIN_PATH): [("", keys | {"seconds": 1}), ("", {})],
         ("post", UNPIN_PATH): [("", keys), ("", {})],
+        ("post", HINTS_PATH): [("", envelope), ("", envelope | {"actions": [{}]})],
         ("post", MATCH_PATH): [("", keys), ("", {})],
         ("post", EXISTS_PATH): [("", keys), ("", {})],
         ("get", STAT_PATH): [(f"?key={b'a'.hex()}", None), ("?key=00", None), ("", None)],
