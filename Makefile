@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # Tests of real processes wait most of their time, so more of them run at once than there are cores.
 BESIDE = --numprocesses $(JOBS) --dist worksteal
 QUICK = $(addprefix tests/,unit conformance model simulation stories)
-# What belongs to one room: ROOM=master, ROOM=connectors/vllm.
+# What belongs to one package: ROOM=master, ROOM=connectors/vllm.
 ROOM ?=
 OF_ROOM = $(wildcard tests/unit/$(firstword $(subst /, ,$(ROOM)))) $(addprefix tests/,$(OF_$(firstword $(subst /, ,$(ROOM)))))
 OF_master = model conformance/test_rpc_servers.py
@@ -54,8 +54,8 @@ help: ## Show this list
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
-test: $(VENV)/.test ## Run the quick tests: what the store promises (ROOM=master: of one room; ARGS='-k lease': some)
-	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(if $(ROOM),$(or $(strip $(OF_ROOM)),$(error there are no tests of a room $(ROOM))),$(QUICK)) $(ARGS)
+test: $(VENV)/.test ## Run the quick tests: what the store promises (ROOM=master: of one package; ARGS='-k lease': some)
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(if $(ROOM),$(or $(strip $(OF_ROOM)),$(error there are no tests of a package $(ROOM))),$(QUICK)) $(ARGS)
 
 test-all: $(VENV)/.dev ## Run all tests that need no engine (its first line names Debian packages that are missing)
 	@tests/needs.sh

@@ -127,7 +127,6 @@ class AsyncClient:
     get_ranges = _awaited(Client.get_ranges)
 
     match_prefix = _awaited(Client.match_prefix)
-    match_prefixes = _awaited(Client.match_prefixes)
     match_all = _awaited(Client.match_all)
     matches = _awaited(Client.matches)
     release_match = _awaited(Client.release_match)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
@@ -34,6 +34,7 @@ from kvstore.client.hints import (
     Hint,
     HintResult,
     check_actions,
+    check_chains,
     check_hint,
     check_hints,
 )
@@ -272,9 +273,9 @@ class Client:
 
         Args:
             items: pairs of a key and a value, or a dict.
-            partial: on a full pool, store the first items that fit; the outcome of the others is
-                NO_SPACE. More than 512 items take several requests, which may evict each other's
-                objects.
+            partial: on a full pool, at a tenant's limit or after a restart, store the first items
+                that fit; the outcome of the others is NO_SPACE. More than 512 items take several
+                requests, which may evict each other's objects.
             ttl: as of ``put``, for each item.
             stream: as of ``put``. Values that are all on one device are copied directly from there;
                 a mixed batch passes through host memory.
@@ -311,7 +312,7 @@ class Client:
         Args:
             keys: from root to tip, such as the hashes of an engine's blocks.
             parent: of the first key; None: the first is a root.
-            partial: on a full pool, store the first blocks that fit; the others are NO_SPACE.
+            partial: as of ``put_many``: store the first blocks that fit; the others are NO_SPACE.
             ttl: as of ``put``, for each block.
             hint: as of ``hint``, for this chain; ``retain``: for how long. Costs no further call.
             stream: as of ``put_many``.
@@ -348,9 +349,9 @@ class Client:
         """Allocate a tensor inside the pool to compute into; putting it copies nothing.
 
         Its contents are undefined. The client keeps the memory while the tensor, or anything made
-        of it, lives; memory that is dropped without a put is freed. Check ``lease(tensor).held``:
-        if the master was unreachable for longer than the put deadline, another client may have got
-        it.
+        of it, lives; memory that is dropped without a put is freed. Check
+        ``lease(tensor).is_held``: if the master was unreachable for longer than the put deadline,
+        another client may have got it.
 
         Args:
             namespace: namespace of the later put, whose tenant is charged for the memory until
@@ -390,8 +391,8 @@ class Client:
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
                 returns; bytes as ``uint8``. With ``copy=False`` it is the pool's memory if a node
                 pools memory of that device, and a copy elsewhere. Keep the tensor until the kernels
-                that read it have ended, then check ``lease(tensor).held``: the memory ends with its
-                node, and later reads are undefined.
+                that read it have ended, then check ``lease(tensor).is_held``: the memory ends with
+                its node, and later reads are undefined.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
@@ -586,19 +587,10 @@ class Client:
         flow = control_calls.match_prefix(self._context, [space], _packed(keys), *hinted)
         return self._run(flow, timeout_ms)[0].matched
 
-    def match_prefixes(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[int]:
-        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
-        return [
-            match.matched
-            for match in self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
-        ]
-
     def matches(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[PrefixMatchResult]:
-        """As ``match_prefixes``, with the number of following keys that are being written."""
+        """Match a chain in several namespaces at once: an engine's ranks and cache groups."""
         spaces, _ = self._namespaces("match_prefix", namespaces, ())
         return self._run(
             control_calls.match_prefix(self._context, spaces, _packed(keys)), timeout_ms
@@ -863,24 +855,21 @@ class Client:
     def apply_hints(
         self,
         actions: Sequence[EnvelopeAction],
+        chains: Mapping[str, Sequence[AnyKey]],
         *,
-        key: AnyKey | None = None,
-        namespaces: Sequence[str] = (limits.DEFAULT_NAMESPACE,),
         timeout_ms: int | None = None,
     ) -> list[ActionResult]:
         """Carry out the actions of an envelope (``kvstore.calls.hint_envelopes.parse_envelope``).
 
         Args:
-            key: the last key of the chain that actions without keys are about; None: none.
-            namespaces: where each action is carried out.
+            chains: by namespace: the last keys of the chains that actions without keys are about.
+                All actions are carried out in each of these namespaces.
 
         Returns:
             One result per action.
         """
-        spaces, _ = self._namespaces("apply_hints", namespaces, ())
-        checked = check_actions(actions)
-        tip = None if key is None else limits.check_key(key)
-        return self._run(apply_hints.apply_hints(spaces, checked, tip), timeout_ms)
+        checked, targets = check_actions(actions), check_chains(chains)
+        return self._run(apply_hints.apply_hints(checked, targets), timeout_ms)
 
     # --- remove ------------------------------------------------------------------------------
 
@@ -890,7 +879,7 @@ class Client:
         """Remove an object; returns whether there was one.
 
         After this call no client finds it, even after a restart. Views keep their bytes until their
-        lease ends, which is no longer renewed: check ``lease(view).held``.
+        lease ends, which is no longer renewed: check ``lease(view).is_held``.
         """
         return self.remove_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 

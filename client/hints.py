@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from kvstore import limits
@@ -11,7 +11,7 @@ from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client import validation
 from kvstore.client.validation import AnyKey, Duration
 from kvstore.errors import InvalidArgumentError
-from kvstore.limits import check_key
+from kvstore.limits import NAMESPACES_MAX, Namespace, check_key, check_namespace
 
 RETAIN_S: int = limits.RETAIN_MS_MAX // 1000
 """The longest time for which a chain is retained, in seconds."""
@@ -89,3 +89,13 @@ def check_actions(actions: Sequence[EnvelopeAction]) -> Sequence[EnvelopeAction]
             "actions are EnvelopeActions", advice="parse_envelope makes them from an envelope."
         )
     return cast("Sequence[EnvelopeAction]", several)
+
+
+def check_chains(chains: Mapping[str, Sequence[AnyKey]]) -> dict[Namespace, list[limits.Key]]:
+    """Return the keys by namespace. Raises InvalidArgumentError, InvalidKeyError."""
+    given: object = chains
+    if not isinstance(given, Mapping) or len(given) > NAMESPACES_MAX:
+        raise InvalidArgumentError(
+            f"chains has the keys of at most {NAMESPACES_MAX} namespaces, by namespace"
+        )
+    return {check_namespace(name): validation.key_list(keys) for name, keys in chains.items()}

@@ -14,6 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,7 @@ from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.open_access import OpenAccess
+from kvstore.master.request_recorder import RequestRecorder
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
@@ -279,6 +281,9 @@ class _MasterProcess:
         self.notices = ClusterEventLog(wall_clock_ms)
         self._reach = ConnectivityProbe(self.access.node_tls)
         self._tenants = TenantsFileWatcher(config.tenants) if config.tenants else None
+        self._recorder = (
+            RequestRecorder(Path(config.record), config.record_bytes) if config.record else None
+        )
 
     async def bind(self) -> None:
         config = self._config
@@ -304,12 +309,14 @@ class _MasterProcess:
             version=__version__,
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
-            policy=resolve_name(EVICTION_POLICIES[self._config.eviction]),
+            policy=resolve_name(EVICTION_POLICIES[self._config.eviction])(),
             started_ms=clock_ms(),
             events=self.feed is not None,
             tenants=None if self._tenants is None else self._tenants.rules,
         )
-        service = self._service = MasterService(state, access=self.access, died=self._died)
+        service = self._service = MasterService(
+            state, access=self.access, recorder=self._recorder, died=self._died
+        )
         service.leads_until = until
         if self._address:
             service.role, service.address = "leader", self._address
@@ -369,6 +376,8 @@ class _MasterProcess:
         if self._service is not None:
             await self._service.stop()
         await self.rpc_servers.stop(STOP_GRACE_S)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def follow_tenants(self) -> None:
         """Follows the file of tenants, if there is one."""

@@ -39,7 +39,7 @@ Steps = dict[type, Callable[[int, Any], Any]]
 
 
 class OpenAccess:
-    """See the module. Threads: the loop's."""
+    """The access control of a master without certificates. Threads: the loop's."""
 
     refused: int = 0
     """Connections and calls that were refused since the start."""
@@ -55,11 +55,11 @@ class OpenAccess:
         return server.add_insecure_port(address)
 
     def background_tasks(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Coroutines that must run as long as the master serves."""
+        """Return the coroutines that must run as long as the master serves."""
         return ()
 
     def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
-        """Values for the metrics; ``limit_refusals`` counts refusals by identity."""
+        """Return values for the metrics; ``limit_refusals`` counts refusals by identity."""
         return {"open_files": None, "auth_valid": None, "identity_limit_refusals": {}}
 
     def identify_grpc_peer(self, auth_context: Callable[[], AuthContext]) -> Identity:
@@ -73,7 +73,7 @@ class OpenAccess:
     def issue_client_token(
         self, secret: bytes, client: str, identity: Identity = UNAUTHENTICATED, number: int = 0
     ) -> bytes:
-        """The token of a client that joins.
+        """Issue the token of a client that joins.
 
         Args:
             secret: that of the term, with which the token ends.
@@ -84,7 +84,7 @@ class OpenAccess:
     def verify_client_token(
         self, token: bytes, secret: bytes, address: str, identity: Identity = UNAUTHENTICATED
     ) -> Caller | None:
-        """The caller with this token; None: this master did not issue the token, or issued it to
+        """Return the caller with this token; None: this master did not issue it, or issued it to
         another identity than ``identity``, which the connection has.
 
         Raises:
@@ -97,7 +97,7 @@ class OpenAccess:
         return Caller(f"{parse_name(token[len(secret) :])} {address}")
 
     def caller_without_token(self, call: RpcMethod[Any, Any], identity: Identity) -> Caller | None:
-        """The caller of a gRPC call without a token; None: nothing is known of it.
+        """Return the caller of a gRPC call without a token; None: nothing is known of it.
 
         Raises:
             PermissionDeniedError: the call needs a token.
@@ -108,28 +108,28 @@ class OpenAccess:
         """Count and log a refused connection or call."""
 
     def check(self, identity: Identity, request: Request) -> None:
-        """Raises PermissionDeniedError: it may not make this call, or was revoked."""
+        """Check that a peer may make this call and is not revoked. Raises PermissionDeniedError."""
 
     def check_node(self, identity: Identity, name: str) -> None:
-        """As ``check``, for a stream of the node of this name."""
+        """Check a stream of the node of this name, as ``check`` does a call."""
 
     def authorized_steps(self, state: MasterState) -> Steps:
-        """The steps of the state, each of which checks its request first."""
+        """Return the steps of the state, each of which checks its request first."""
         return state.steps
 
     def visible_status(self, identity: Identity, status: ClusterStatus) -> ClusterStatus:
-        """The part of the status that this identity may see."""
+        """Return the part of the status that this identity may see."""
         return status
 
     def rejected_holders(self) -> Sequence[int]:
-        """Holders whose capabilities may still be valid although their identities are revoked; the
-        last ones, if there are too many for one message."""
+        """Return the holders whose capabilities may still be valid although their identities are
+        revoked; the last ones, if there are too many for one message."""
         return ()
 
 
 def shorten_name(client: str, length: int) -> bytes:
-    """A client's name in a token. A long name loses its middle: names of hosts differ at the end,
-    names of clients at both ends."""
+    """Shorten a client's name for a token. A long name loses its middle, because names of hosts
+    differ at the end, and names of clients at both ends."""
     name = client.encode()
     if len(name) <= length:
         return name
@@ -139,7 +139,7 @@ def shorten_name(client: str, length: int) -> bytes:
 
 
 def parse_name(data: bytes) -> str:
-    """Raises ProtocolError, InvalidArgumentError."""
+    """Return the client's name in a token. Raises ProtocolError, InvalidArgumentError."""
     try:
         return unpack_text(data.decode(), "the client's name in a token")
     except UnicodeDecodeError:

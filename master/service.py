@@ -40,6 +40,7 @@ from kvstore.master.authorizer import Access
 from kvstore.master.capabilities import CapabilityIssuer
 from kvstore.master.connectivity import AGAIN_S, Reach
 from kvstore.master.open_access import OpenAccess
+from kvstore.master.request_recorder import RequestRecorder
 from kvstore.master.rpc_servers import ListenAddresses
 from kvstore.master.state.effects import (
     CloseSession,
@@ -129,15 +130,19 @@ class MasterService:
         clock: Callable[[], int] = clock_ms,
         *,
         access: Access | None = None,
+        recorder: RequestRecorder | None = None,
         died: Died = lambda error: None,
     ) -> None:
         """
         Args:
             access: authorizes the calls; by default all are allowed.
+            recorder: gets the matches; None: nothing is recorded.
             died: called once if this service cannot go on; see the module.
         """
         self._access = access or OpenAccess()
         self._steps = self._access.authorized_steps(state)
+        if recorder is not None:
+            self._steps = recorder.wrap(self._steps)
         self.state = state
         self._traffic = state.traffic
         self._died = died

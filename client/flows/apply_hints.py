@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.calls import HintAction, HintOutcome
 from kvstore.calls.hint_envelopes import EnvelopeAction
@@ -22,32 +22,29 @@ _ORDER = (HintOutcome.CLIPPED, HintOutcome.ACCEPTED, HintOutcome.IGNORED, HintOu
 
 
 def apply_hints(
-    namespaces: Sequence[Namespace], actions: Sequence[EnvelopeAction], tip: Key | None
+    actions: Sequence[EnvelopeAction], chains: Mapping[Namespace, Sequence[Key]]
 ) -> Flow[list[ActionResult]]:
-    """As ``Client.apply_hints``. One call per namespace, and one per namespace and pin."""
-    own = () if tip is None else (tip,)
-    targets = [() if action.ignored_reason else action.keys or own for action in actions]
-    rows: list[HintRow] = []
-    owners: list[int] = []
-    for number, (action, keys) in enumerate(zip(actions, targets, strict=True)):
-        if action.action:
-            rows += (HintRow(int(action.action), key, action.duration_ms) for key in keys)
-            owners += [number] * len(keys)
+    """As ``Client.apply_hints``: a call per namespace, and one per namespace and pin."""
     replies: list[list[HintResult]] = [[] for _ in actions]
     refusals = [action.ignored_reason for action in actions]
-    for namespace in namespaces:
+    for namespace, own in chains.items():
+        rows: list[HintRow] = []
+        owners: list[int] = []
+        for number, action in enumerate(actions):
+            keys = action.keys or own
+            if action.action:
+                rows += (HintRow(int(action.action), key, action.duration_ms) for key in keys)
+                owners += [number] * len(keys)
+            elif action.is_pin:
+                try:
+                    pinned = yield from control_calls.pin(namespace, keys, action.duration_ms)
+                except (NoSpaceError, PermissionDeniedError, UsageError) as error:
+                    refusals[number] = str(error)
+                else:
+                    replies[number] += (_pin_result(is_pinned, action) for is_pinned in pinned)
         results = yield from control_calls.hint(namespace, rows)
         for number, result in zip(owners, results, strict=True):
             replies[number].append(result)
-        for number, (action, keys) in enumerate(zip(actions, targets, strict=True)):
-            if not action.is_pin or not keys:
-                continue
-            try:
-                pinned = yield from control_calls.pin(namespace, keys, action.duration_ms)
-            except (NoSpaceError, PermissionDeniedError, UsageError) as error:
-                refusals[number] = str(error)
-                continue
-            replies[number] += (_pin_result(is_pinned, action) for is_pinned in pinned)
     return [
         _merge(action, replies[number], refusals[number]) for number, action in enumerate(actions)
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.calls.no_space_messages import AVOIDED, PASSING
 from kvstore.client.flows.device_io import DeviceWrites
 from kvstore.client.flows.location_cache import is_silent, writable_of_each
 from kvstore.client.flows.object_transfers import ObjectWrites
@@ -119,7 +120,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
                         for index, outcome in zip(started.run, ended, strict=True):
                             outcomes[index] = outcome
             except NoSpaceError as full:
-                if full.fields.get("cause") != "avoided":
+                if full.fields.get("cause") != AVOIDED:
                     raise
                 if len(failures) == before:
                     attempts -= 1
@@ -238,7 +239,7 @@ def _start(
         grants = yield from ask(request, calls.Grants)
         return [_GrantedItems(run, some, parent, grants, at)]
     except NoSpaceError as full:
-        if not options.partial or full.fields.get("cause") != "leased":
+        if not options.partial or full.fields.get("cause") not in PASSING:
             raise
     none = _GrantedItems(run, some, parent, None, at)
     if len(run) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os.path
 import queue
 import threading
 import time
@@ -50,10 +51,11 @@ class FleetRecords:
         self._due: dict[str, float] = {}
         """By fingerprint: the time from which a put renews the record's TTL."""
 
-    def announce(self, record: FleetRecord, **more: object) -> list[str]:
+    def announce(self, record: FleetRecord, *, role: object = "", **more: object) -> list[str]:
         """Put this engine's record; return a warning for each other one of its model and engine.
 
         Args:
+            role: this engine's role in its fleet, for the log; "": it loads and saves.
             more: further fields of the record, for example for the proxy.
 
         Raises:
@@ -77,7 +79,12 @@ class FleetRecords:
         if is_due:
             self._due[fingerprint] = uptime() + ANNOUNCED_EVERY_S
         if fingerprint not in self._logged:
-            self._log.info("fleet_joined fingerprint=%s", fingerprint)
+            names, config = record.namespaces, self._client.config
+            self._log.info(
+                "fleet_joined fingerprint=%s master=%s cluster=%s namespaces=%s role=%s",
+                fingerprint, config.master, config.cluster or "any",
+                os.path.commonpath(names) + "/*" * (len(names) > 1), role or "both",
+            )  # fmt: skip
         for warning in warnings:
             if warning not in self._logged:
                 self._log.warning("FLEET: %s", warning)

@@ -40,7 +40,12 @@ from kvstore.connectors.vllm.weights.weight_monitor import (
     draft_layers,
     identify,
 )
-from kvstore.connectors.vllm.worker.layout import specs_of, split_of, wanted_layout
+from kvstore.connectors.vllm.worker.layout import (
+    specs_of,
+    split_of,
+    wanted_layout,
+    window_of,
+)
 from kvstore.connectors.vllm.worker.worker_parts import WorkerParts
 from kvstore.connectors.vllm.worker.worker_side import (
     TRANSFER_TIMEOUT_MS,
@@ -421,7 +426,7 @@ def _groups_of(
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is not supported", advice="Use tensor parallelism.")
-    sizes = {}
+    sizes, windows = {}, {}
     recurrent = set()
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
@@ -436,6 +441,8 @@ def _groups_of(
                     advice="Serve this model without the connector.",
                 )
         sizes[group_id] = group.kv_cache_spec.block_size
+        if window := window_of(group):
+            windows[group_id] = window
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
     groups = Groups(
@@ -443,6 +450,7 @@ def _groups_of(
         scheduler_block_tokens=scheduler_block,
         block_tokens=sizes,
         recurrent=frozenset(recurrent),
+        windows=windows,
         object_tokens=object_tokens,
     )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

@@ -9,14 +9,20 @@ smaller blocks. Objects are then counted like blocks, also those of a block that
 
 A block of a *recurrent* group (Mamba, gated delta nets) is the layers' *state* after its last
 token. To continue a prefix of n tokens an engine needs only the state at n. vLLM keeps few states
-and offers each once, when a request reaches it. So a prefix of n tokens is stored when each chain
-reaches n and each recurrent group has a state at n.
+and offers each once, when a request reaches it.
+
+Of a *window* group (sliding-window attention) an engine needs only the blocks of the window before
+n. An engine that has a prompt in its own cache has no others either. These blocks are stored
+without parents, so the store evicts those that no request needs.
+
+So a prefix of n tokens is stored when each chain reaches n, each recurrent group has a state at n,
+and each window group has the last window before n.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 
@@ -38,6 +44,8 @@ class Groups:
     """Tokens per block, by id of the KV cache group."""
     recurrent: frozenset[int] = frozenset()
     """Ids of the recurrent groups."""
+    windows: dict[int, int] = field(default_factory=dict)
+    """Tokens of the window, by id of the window group."""
     object_tokens: int = 0
     """Tokens per object of split blocks; 0: blocks are objects."""
 
@@ -50,7 +58,7 @@ class Groups:
 
     @cached_property
     def chains(self) -> dict[int, int]:
-        """Tokens per object of the groups whose blocks are chains."""
+        """Tokens per object of the groups of which all blocks are saved: all but recurrent ones."""
         sizes = self.block_tokens.items()
         chains = {group: size for group, size in sizes if group not in self.recurrent}
         return dict.fromkeys(chains, self.object_tokens) if self.object_tokens else chains
@@ -81,13 +89,20 @@ class Groups:
         step = self.scheduler_block_tokens // self.hash_block_tokens
         return [bytes(hash_) for hash_ in hashes[step - 1 :: step]]
 
-    def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, bytes]:
-        """Return by group the key of the last block, or the state, of the first ``tokens`` tokens.
+    def last_keys(self, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return those of a group's leading ``keys`` that protect all that an engine needs: of a
+        window group those of the last window, otherwise the last one."""
+        blocks = -(-(self.windows.get(group, 0) - 1) // self.block_tokens[group])
+        return keys[-max(1, blocks * self.cuts(group)) :]
+
+    def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, Sequence[bytes]]:
+        """Return by group the last keys of the first ``tokens`` tokens.
 
         Args:
             tokens: more than 0, as returned by ``complete_blocks``.
         """
-        return dict.fromkeys(self.block_tokens, bytes(hashes[tokens // self.hash_block_tokens - 1]))
+        known = hashes[: tokens // self.hash_block_tokens]
+        return {each: self.last_keys(each, self.keys(each, known)) for each in self.block_tokens}
 
     def aligned(self, tokens: int) -> int:
         """Round ``tokens`` down to complete scheduler blocks."""
@@ -112,14 +127,15 @@ class Groups:
         first: dict[int, int], tokens: int,
     ) -> Iterator[Run]:  # fmt: skip
         """Yield the chain objects of the first ``tokens`` tokens in contiguous runs, without null
-        blocks.
+        blocks. Those of windows come first, so that they are stored where a chain is found.
 
         Args:
             hashes: the request's hashes.
             block_ids: the request's block table, by group id.
             first: index of the first requested object, by group id.
         """
-        for group, object_tokens in self.chains.items():
+        for group in sorted(self.chains, key=lambda group: group not in self.windows):
+            object_tokens = self.chains[group]
             keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
             table, cuts = block_ids[group], self.cuts(group)
             if cuts > 1:

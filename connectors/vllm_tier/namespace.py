@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-import vllm
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvstore.calls.fleet_records import FleetRecord
@@ -150,7 +149,7 @@ def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:
     ]
     return {
         "tier_format": FORMAT,
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),  # vLLM does not number its layouts
+        "vllm": fingerprint.RELEASE,
         "chunk_bytes": chunk_bytes,
         "chunk_blocks": config.cache.blocks_per_chunk,
         "chunk_dtype": config.model.dtype,

@@ -109,10 +109,18 @@ class FleetRecord(NamedTuple):
     def states(self) -> frozenset[str]:
         """The namespaces of recurrent state, as far as the record of a vLLM connector lists
         them."""
-        groups = _groups(self.description)
-        recurrent = {str(group) for group, told in enumerate(groups) if "state" in told}
+        return self._namespaces_with("state")
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """As ``states``, and those of sliding windows: a hit needs only its last objects."""
+        return self.states | self._namespaces_with("window")
+
+    def _namespaces_with(self, field: str) -> frozenset[str]:
+        """Return the namespaces of the groups whose description has this field."""
+        groups = {str(at) for at, group in enumerate(_groups(self.description)) if field in group}
         found = {name: _GROUP.match(name) for name in self.namespaces}
-        return frozenset(name for name, of in found.items() if of and of[1] in recurrent)
+        return frozenset(name for name, match in found.items() if match and match[1] in groups)
 
     def is_stopped(self, now: float) -> bool:
         """Return whether the engines of this record have stopped, according to the record.
@@ -164,7 +172,7 @@ class DescriptionDiff(NamedTuple):
         """Return the text for the engine whose description is ``ours``."""
         must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
         cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
-        parts = [must and f"must be equal: {must}", cuts and f"only another cut: {cuts}"]
+        parts = [must and f"must be equal: {must}", cuts and f"can be reconciled: {cuts}"]
         return "; ".join(filter(None, parts)) or "only the layout of the cache differs"
 
 

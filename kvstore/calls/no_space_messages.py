@@ -20,6 +20,9 @@ LEASED, AVOIDED, RESTARTED, SUSPECT, DRAINING, NOT_HERE, ON_DEVICE, NO_NODE = (
 QUOTA, GUARANTEES = "quota", "guarantees"
 """Values of ``fields["cause"]``."""
 
+PASSING: Final = frozenset({LEASED, RESTARTED, SUSPECT, DRAINING, QUOTA, GUARANTEES})
+"""Causes that may end without a change of the configuration: a partial put reports NO_SPACE."""
+
 
 class SegmentGroup(NamedTuple):
     """Segments that are unusable for a put for one cause. Sizes are bytes."""

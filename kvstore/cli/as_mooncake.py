@@ -39,6 +39,13 @@ Exit codes: those of the command; 2 if it cannot be started.
 """
 
 
+NOTE: Final = (
+    "as-mooncake: if no line 'mooncake.store is kvstore' follows, the command does not use this "
+    "store: python -I, python -E and env -i drop PYTHONPATH. Leave them out, or call "
+    "kvstore.connectors.mooncake_shim.install() in the program."
+)
+
+
 @command(
     "as-mooncake",
     context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -59,6 +66,7 @@ def as_mooncake(command: tuple[str, ...], as_env: bool) -> None:
     if command[0] in COMMANDS:
         COMMANDS[command[0]](command[1:])
         return
+    click.echo(NOTE, err=True)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606
     except OSError as error:

@@ -91,7 +91,7 @@ def _print_clients(report: Report) -> Iterator[str]:
             yield "  neither put nor asked"
         if (miss := party.missed) is not None:
             there = " (it had been evicted)" if miss.evicted else ""
-            there += " (it is there now)" if miss.present else ""
+            there += " (stored since)" if miss.present else ""
             yield (
                 f"  missed  {sanitize(miss.text, 40)}{there}, key {miss.found + 1} of "
                 f"{miss.requested}, asked by {sanitize(miss.client or 'a client', 40)} "

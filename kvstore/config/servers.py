@@ -50,8 +50,9 @@ from kvstore.config.setting_types import (
 from kvstore.runtime.addresses import EtcdPlace, parse_etcd
 
 EVICTION_POLICIES: Final = {
-    "lru": "kvstore.master.state.eviction:LruPolicy",
-    "s3-fifo": "kvstore.master.state.s3_fifo:S3FifoPolicy",
+    "lru": "kvstore.master.state.eviction:lru",
+    "s3-fifo": "kvstore.master.state.s3_fifo:s3_fifo",
+    "density": "kvstore.master.state.density:density",
 }
 
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
@@ -170,10 +171,21 @@ class MasterConfig(HttpConfig):
         description="Fraction of the pool that the pins of one namespace may protect from "
         "eviction. 0: pins are refused.",
     )
-    eviction: Literal["lru", "s3-fifo"] = Field(
+    eviction: Literal["lru", "s3-fifo", "density"] = Field(
         default="lru",
         description="Which objects are evicted first: lru, the least recently used; s3-fifo, new "
-        "ones that are not used twice soon, where most objects are never used again.",
+        "ones that are not used twice soon; density, those that promise the fewest hits per second "
+        "of memory, as learned. kvstore plan compares them on a trace of your requests.",
+    )
+    record: File = Field(
+        default="",
+        description="File for a trace of the requests (hashes, sizes and times, no contents), for "
+        "kvstore plan. Empty: none.",
+    )
+    record_bytes: Bytes = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="Bytes that --record keeps: half of them in FILE, the older ones in FILE.1.",
     )
     tenants: File = Field(
         default="",

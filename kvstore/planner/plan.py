@@ -95,7 +95,7 @@ def run_plan(
 def _hits(trace: Trace, tenants: Sequence[TenantRule] | None, cell: _Cell) -> int:
     if cell.policy == BEST:
         return best_hits(trace, cell.blocks)
-    policy = resolve_name(EVICTION_POLICIES[cell.policy])
+    policy = resolve_name(EVICTION_POLICIES[cell.policy])()
     return Replay(trace, cell.blocks, policy, cell.hints, tenants).run()
 
 

@@ -3,7 +3,9 @@
 Formats, one JSON object per line, plain or compressed by gzip:
 
 * Mooncake's: ``{"timestamp": ms, "input_length": tokens, "hash_ids": [...]}``;
-* that of ``kvstore-master --record``: ``{"t": ms, "n": [namespaces], "k": [keys], "z": bytes}``.
+* that of ``kvstore-master --record``: ``{"t": ms, "n": [namespaces], "k": [keys], "z": bytes}``;
+  ``FILE.1`` is read before ``FILE``. Engines ask again while a request waits: the same chain within
+  ``REPEAT_MS`` is one request.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from kvstore.errors import InvalidArgumentError
 
 MOONCAKE_BLOCK_TOKENS = 512
 
+REPEAT_MS = 1_000
+
 SAMPLE_BITS = 24
 
 
@@ -34,6 +38,8 @@ class Trace:
     """Per request: the last block that another request can share, as an index into the chain: a
     block that is not full is in no other chain."""
     namespaces: list[str] = field(default_factory=list)
+    last_ms: dict[str, int] = field(default_factory=dict)
+    """When each chain, named by its last key, was asked for last."""
     blocks: int = 0
     block_bytes: int = 0
     """Of the trace; 0: it does not say."""
@@ -69,14 +75,16 @@ def load_trace(path: Path) -> Trace:
     """Read a trace. Raises InvalidArgumentError, OSError."""
     trace = Trace()
     numbers: dict[tuple[str, int, object], int] = {}
-    for number, line in _lines(path):
-        try:
-            _add(trace, numbers, json.loads(line))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"{path}, line {number}: no request of a known trace: {error!r}",
-                advice="kvstore plan --help names the formats.",
-            ) from None
+    older = path.with_name(f"{path.name}.1")
+    for file in (older, path) if older.exists() else (path,):
+        for number, line in _lines(file):
+            try:
+                _add(trace, numbers, json.loads(line))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise InvalidArgumentError(
+                    f"{file}, line {number}: no request of a known trace: {error!r}",
+                    advice="kvstore plan --help names the formats.",
+                ) from None
     if not trace.chains:
         raise InvalidArgumentError(f"{path} has no requests with blocks")
     trace.blocks = len(numbers)
@@ -91,6 +99,10 @@ def _add(trace: Trace, numbers: dict[tuple[str, int, object], int], row: dict[st
     else:
         keys, time_ms, namespace = row["k"], row["t"], row["n"][0]
         full = len(keys)
+        last_ms = trace.last_ms.get(keys[-1], -REPEAT_MS) if keys else 0
+        if time_ms - last_ms < REPEAT_MS:
+            return
+        trace.last_ms[keys[-1]] = time_ms
         trace.block_bytes = max(trace.block_bytes, int(row.get("z", 0)) * len(row["n"]))
     parent, chain = -1, []
     for key in keys:

@@ -123,7 +123,9 @@ class StoreLookup:
         outcome = None
         if record is not None and not self._breaker.is_open(clock_ms()):
             try:
-                results = await self._client.apply_hints([action], namespaces=record.namespaces)
+                results = await self._client.apply_hints(
+                    [action], dict.fromkeys(record.namespaces, ())
+                )
                 outcome = results[0].outcome
             except KVStoreError as error:
                 log.debug("hint_failed model=%s reason=%s", model, error)
@@ -131,7 +133,7 @@ class StoreLookup:
         return outcome
 
     async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
-        states = record.states
+        states = record.ends
         chains = [name for name in record.namespaces if name not in states]
         async with asyncio.timeout(TIMEOUT_S):
             reach = await self._client.match_all(keys, namespaces=chains, states=sorted(states))

@@ -236,9 +236,7 @@ class EvictionCandidates:
         self._counters = counters
         self._new_policy = new_policy
         self._tenants = tenants
-        policy = new_policy()
-        self.counts_hits = policy.counts_hits
-        self.queues = {1: CandidateQueue(policy, tenants.unnamed, counters)}
+        self.queues = {1: CandidateQueue(new_policy(), tenants.unnamed, counters)}
         """By the number of the tenant; 1: of the unnamed one, and of all if there are none."""
         self.unfinished = False
         """Whether the last search for a victim reached its limit before it found one."""

@@ -26,15 +26,20 @@ class EvictionPolicy(Protocol):
 
     * A candidate is inserted, and later removed, once each. Between them, ``record.position``
       belongs to the policy, which sets it in ``insert``. Positions are unique in the policy.
-    * A candidate's ``last_used_ms`` and ``hits`` may grow at any time without a call: a policy
-      reads them when the candidate is ``first``. Bits of ``hits`` above ``HITS_MAX`` are the
-      policy's own, and 0 when an object is stored.
+    * A candidate's ``last_used_ms`` may grow at any time without a call: a policy reads it when the
+      candidate is ``first``. ``hits`` is the policy's own, and 0 when an object is stored; a parent
+      whose last child is evicted inherits up to ``HITS_MAX`` of them.
     * Leases are not its business: a leased candidate is removed, and inserted after the lease.
     * Each verb takes O(log n), and changes no other record.
     """
 
-    counts_hits: bool
-    """Whether ``record.hits`` is counted. Else it stays 0, and a hit costs less."""
+    learns_uses: bool
+    """Whether ``used`` must be called. Else a use costs less."""
+
+    def used(self, record: ObjectRecord, now_ms: int) -> None:
+        """Learns of a use, before ``last_used_ms`` changes. Called with one policy for all records,
+        candidates or not, but not within ``HIT_GAP_MS`` of the last use."""
+        ...
 
     def insert(self, record: ObjectRecord) -> None: ...
 
@@ -71,12 +76,15 @@ class LruPolicy:
     The position is ``time << 50 | sequence``, above ``base``. A use does not move a record: it is
     moved to the position of its last use when it is first."""
 
-    counts_hits = False
+    learns_uses = False
 
     def __init__(self, base: int = 0) -> None:
         self._queue = SortedRecordQueue()
         self._sequence = 0
         self._base = base
+
+    def used(self, record: ObjectRecord, now_ms: int) -> None:
+        pass
 
     def insert(self, record: ObjectRecord) -> None:
         self._sequence += 1
@@ -91,6 +99,9 @@ class LruPolicy:
     def first(self) -> ObjectRecord | None:
         return self._queue.first()
 
+    def last(self) -> ObjectRecord | None:
+        return self._queue.last()
+
     def hit(self, record: ObjectRecord) -> bool:
         if self.weight(record) > record.last_used_ms:
             return False
@@ -103,6 +114,10 @@ class LruPolicy:
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return self._queue.after(position)
+
+
+def lru() -> NewPolicy:
+    return LruPolicy
 
 
 class SortedRecordQueue:
@@ -158,6 +173,9 @@ class SortedRecordQueue:
 
     def first(self) -> ObjectRecord | None:
         return self._runs[0][0] if self._runs else None
+
+    def last(self) -> ObjectRecord | None:
+        return self._runs[-1][-1] if self._runs else None
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         """Yields the records with later positions, as long as none is added or removed."""

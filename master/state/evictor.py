@@ -53,8 +53,8 @@ class AllocationFailure:
 
 
 class Evictor:
-    """Evicts the candidate with the lowest weight of all its segments first. Of other tenants than
-    ``owner``, evicts only from those that hold their guarantee even without it."""
+    """The evictions for one allocation: first the candidate with the lowest weight of all its
+    segments; of tenants other than ``owner``, only what they hold above their guarantee."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class Evictor:
         """The next victim of each segment."""
 
     def shortage(self, missing: int) -> AllocationFailure:
-        """The failure of an allocation for which ``next`` found no victim."""
+        """Return the failure of an allocation for which ``next`` found no victim."""
         candidates = self._pool.candidates
         may_retry = not self._budget or any(candidates[s].unfinished for s in self._heads)
         quota = "" if self._owner is None else LIMIT if self._own_only else self._quota
         return AllocationFailure(missing, may_retry, quota)
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
-        """Does ``MemoryPool.evict``, and counts the eviction."""
+        """Evict the victim and count it for its tenant. Return as ``MemoryPool.evict``."""
         tenant = self._tenant_of(victim)
         if tenant is not None and tenant is self.cause:
             tenant.evicted_by_own += 1
@@ -106,8 +106,8 @@ class Evictor:
         return parent
 
     def next(self, order: Sequence[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
-        """Evicts the next victim of these segments, or one elsewhere for which ``_keeps_bytes_on``
-        is true, and frees its extents. Returns the freed lengths by segment, or None if every
+        """Evict the next victim of these segments, or one elsewhere for which ``_keeps_bytes_on``
+        is true, and free its extents. Return the freed lengths by segment, or None if every
         candidate is leased or the budget is spent."""
         heads = self._heads
         if not self._budget or not heads:
@@ -156,7 +156,7 @@ class Evictor:
         return lowest
 
     def find_head(self, segment: MountedSegment) -> ObjectRecord | None:
-        """Finds the candidate with the lowest weight that may be evicted. O(tenants)."""
+        """Find the candidate with the lowest weight that may be evicted. O(tenants)."""
         candidates, owner = self._pool.candidates[segment], self._owner
         found: ObjectRecord | None = None
         lowest = 0, 0
@@ -194,7 +194,7 @@ class Evictor:
     def _first_of(
         self, candidates: EvictionCandidates, queue: CandidateQueue
     ) -> ObjectRecord | None:
-        """Finds the first candidate of one queue. Defers pinned ones, and corrects those that are
+        """Find the first candidate of one queue. Defer pinned ones, and correct those that are
         misplaced or wrongly marked as detached."""
         victims, now_ms, pool = self._victims, self._now_ms, self._pool
         while True:
@@ -231,7 +231,7 @@ class Evictor:
 
 
 def _keeps_bytes_on(segments: set[MountedSegment], leaf: ObjectRecord | None) -> bool:
-    """Whether a replica of the leaf, or of one of its nearest ancestors, is on ``segments``."""
+    """Return whether ``segments`` have a replica of the leaf or of one of its near ancestors."""
     at = leaf
     for _ in range(_ANCESTORS_PER_SEARCH):
         if at is None:

@@ -184,7 +184,6 @@ class InventoryLoader:
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
-        self._pool.count_unrequested_bytes(record)
         inventory.claim_range(offset, size)
         # The previous master may have leased the object until then.
         record.keep_until(inventory.segment.usable_at_ms)

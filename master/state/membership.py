@@ -118,11 +118,12 @@ class Membership:
         now_ms: int,
         session: int,
         join: NodeJoin,
-        changes: Callable[[], None] = lambda: None,
+        changes: Callable[[list[MountedSegment]], None],
         certified: str = "",
     ) -> MasterAccepted:
-        """Handle the first message of a stream. ``changes`` is called before the first change; an
-        earlier exception changes nothing. ``certified``: see ``SegmentInfo``.
+        """Handle the first message of a stream. ``changes`` is called with the new segments
+        before the first change; an exception until then changes nothing. ``certified``: see
+        ``SegmentInfo``.
 
         Raises:
             NodeNameTakenError: another live node has that name.
@@ -138,7 +139,7 @@ class Membership:
         is_same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
             node = self._resumable(join, known if is_same else None, uuids)
-            changes()
+            changes([])
             self._take_over(node, session)
             node.last_heartbeat_ms, node.certified = now_ms, certified
             node.ahead_ms = join.clock_ms - now_ms
@@ -175,7 +176,7 @@ class Membership:
             node.draining, node.drained_from = True, known.drained_from
         departed = dict(self._departed_of(known, uuids))
         segments = [self._mount_segment(now_ms, node, offer, departed) for offer in join.segments]
-        changes()
+        changes(segments)
         if known is not None:
             self.declare_dead(known, "replaced")
         for uuid in uuids:

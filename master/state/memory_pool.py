@@ -54,8 +54,8 @@ class MemoryPool:
         self._turnover = TurnoverClock()
         """That of a pool without tenants."""
         self._turnover_step = 1
-        self.counts_hits = False
-        """Whether the eviction policy needs ``ObjectRecord.hits``."""
+        self.policy = new_policy()
+        """One without candidates, which is told of uses."""
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
@@ -202,11 +202,6 @@ class MemoryPool:
     def may_have_copy(self, record: ObjectRecord) -> bool:
         """Whether one more replica stays within the bound of its tenant."""
         return self.tenants.may_grow(record, extent_bytes(record.size))
-
-    def count_unrequested_bytes(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes that no put asked for: its tenant may hold them, even
-        above its bound."""
-        self.tenants.allow_unrequested(record)
 
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record; its extents stay allocated. ``replaced``: the record gets
@@ -355,13 +350,16 @@ class MemoryPool:
 
     # --- segments -----------------------------------------------------------------------------
 
+    def prepare(self, segments: list[MountedSegment]) -> None:
+        """Make the candidates of segments to ``mount``. An exception changes nothing."""
+        candidates = [
+            EvictionCandidates(self._new_policy, self.tenants, self.counters) for _ in segments
+        ]
+        self.candidates.update(zip(segments, candidates, strict=True))
+
     def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
         self._capacity_changed()
-        candidates = self.candidates[segment] = EvictionCandidates(
-            self._new_policy, self.tenants, self.counters
-        )
-        self.counts_hits = candidates.counts_hits
 
     def _capacity_changed(self) -> None:
         capacities = [segment.capacity for segment in self.segments.values()]

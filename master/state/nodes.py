@@ -53,7 +53,7 @@ class NodeMessageHandler:
             self._check_epoch(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
             common.effect(LogClusterEvent("epoch_rejected", fields))
-        accepted = self._membership.join(now_ms, session, join, common.changes, certified)
+        accepted = self._membership.join(now_ms, session, join, self._begin_join, certified)
         if not join.resume_epoch:
             watermark = max(offer.removal_watermark for offer in join.segments)
             self._watermarks.node_joined(session, join.name, watermark)
@@ -62,6 +62,10 @@ class NodeMessageHandler:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
         self._common.space_freed()
         return accepted
+
+    def _begin_join(self, segments: list[MountedSegment]) -> None:
+        self._common.pool.prepare(segments)  # without memory for them, only this join is refused
+        self._common.changing = True
 
     def on_node_message(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
         """Handle a later message; messages of ended sessions are ignored."""

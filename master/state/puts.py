@@ -310,7 +310,6 @@ class PutHandler:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
             if isinstance(put, CopyGrant):
-                self._pool.count_unrequested_bytes(put.record)  # it may have lost a replica
                 put.record.last_used_ms = used_ms  # a move is not a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size

@@ -18,7 +18,7 @@ from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.records import HIT_GAP_MS, HITS_MAX, NamespaceTable, ObjectRecord
+from kvstore.master.state.records import HIT_GAP_MS, NamespaceTable, ObjectRecord
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.histograms import Histogram
@@ -236,10 +236,11 @@ class QueryHandler:
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
         self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
-        if self._common.pool.counts_hits:
+        policy = self._pool.policy
+        if policy.learns_uses:
             for record in records:
-                if record.hits & HITS_MAX < HITS_MAX and now_ms - record.last_used_ms >= HIT_GAP_MS:
-                    record.hits += 1
+                if now_ms - record.last_used_ms >= HIT_GAP_MS:
+                    policy.used(record, now_ms)
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for record in records:
             if record.last_used_ms != used_ms:

@@ -362,7 +362,6 @@ class ReplicationPlanner:
         ):
             return False
         self._pool.add_replica(record, extent, instead_of)
-        self._pool.count_unrequested_bytes(record)
         return True
 
 

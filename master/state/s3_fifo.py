@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from kvstore.master.state.eviction import SortedRecordQueue
+from kvstore.master.state.eviction import NewPolicy, SortedRecordQueue
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
 
 SMALL_PERCENT = 10
@@ -38,7 +38,7 @@ _MAIN_POSITION = 1 << 200
 class S3FifoPolicy:
     """See the module."""
 
-    counts_hits = True
+    learns_uses = True
 
     def __init__(self) -> None:
         self._small = SortedRecordQueue()
@@ -46,6 +46,9 @@ class S3FifoPolicy:
         self._sequence = 0
         self._ghosts: dict[int, None] = {}
         """Hashes of names, the oldest first."""
+
+    def used(self, record: ObjectRecord, now_ms: int) -> None:
+        record.hits += record.hits & HITS_MAX < HITS_MAX
 
     def insert(self, record: ObjectRecord) -> None:
         ghost = hash((record.namespace, record.key))
@@ -99,3 +102,7 @@ class S3FifoPolicy:
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain(self._small.after(position), self._main.after(position))
+
+
+def s3_fifo() -> NewPolicy:
+    return S3FifoPolicy

@@ -83,9 +83,6 @@ class StateContext:
 
     # --- effects ------------------------------------------------------------------------------
 
-    def changes(self) -> None:
-        self.changing = True
-
     def effect(self, effect: Effect) -> None:
         self.effects.append(effect)
 

@@ -46,20 +46,13 @@ class Tenant:
         self.puts = rule.put_share
         self.retired = False
         """Whether the rules name it no more."""
-        self.ceiling = max(rule.limit_bytes, self.size)
 
     def retire(self) -> None:
         self.follow(TenantRule(self.name))
         self.retired = True
 
-    def raise_limits_to_usage(self) -> None:
-        """Allows what it holds now (``kvstore.master.state.tenants``)."""
-        self.ceiling = max(self.ceiling, self.size)
-
     def bytes_to_evict(self, wanted: int) -> int:
         """Return the bytes to evict before it may take ``wanted`` more."""
-        if self.size <= self.limit_bytes:
-            self.ceiling = self.limit_bytes
         return self.size + wanted - self.limit_bytes
 
     def share_of(self, count_max: int) -> int:

@@ -7,7 +7,7 @@ rules change; an allocation moves with its next renewal. Copies for drains and r
 tenant until they are stored.
 
 A tenant is above its limit only if the limit was lowered, or if a namespace or a returning node
-brought objects. ``ceiling`` is what it may hold until it is below again.
+brought objects. Its next put evicts its own objects until it is within the limit again.
 """
 
 from __future__ import annotations
@@ -67,10 +67,6 @@ class UnlimitedTenancy(GrantListener):
     def may_grow(self, record: ObjectRecord, length: int) -> bool:
         """Whether ``length`` bytes more stay within the limit of the record's tenant."""
         return True
-
-    def allow_unrequested(self, record: ObjectRecord) -> None:
-        """Called when the record got bytes that no put requested: its tenant may hold them, even
-        above its limit."""
 
     def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
         """Count extents that the tenant of this record holds from now on. ``length``: bytes of
@@ -153,9 +149,6 @@ class TenantAccounting(UnlimitedTenancy):
     def may_grow(self, record: ObjectRecord, length: int) -> bool:
         return self.of_record(record).bytes_to_evict(length) <= 0
 
-    def allow_unrequested(self, record: ObjectRecord) -> None:
-        self.of_record(record).raise_limits_to_usage()
-
     # --- bytes --------------------------------------------------------------------------------
 
     def count_extents(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
@@ -189,7 +182,6 @@ class TenantAccounting(UnlimitedTenancy):
                 self._count(put, -1)
                 put.tenant = now
                 self._count(put, 1)
-                now.raise_limits_to_usage()
 
     def ended(self, put: Grant) -> None:
         self._count(put, -1)
@@ -288,7 +280,6 @@ class TenantAccounting(UnlimitedTenancy):
             before.pinned_bytes -= size
             now.pinned_bytes += size
             table.tenant = now
-            now.raise_limits_to_usage()
 
     def is_short(self, now_ms: int) -> bool:
         """Whether to log now that the pool is smaller than the guarantees: once each time."""

@@ -917,7 +917,14 @@ def test_a_command_finds_this_store() -> None:
     command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--"]
     done = run_python("-c", WHOSE, prefix=command)
     assert (done.returncode, done.stdout.strip()) == (0, "kvstore.connectors.mooncake.store")
-    assert done.stderr.startswith("mooncake.store is kvstore ")
+    assert done.stderr.splitlines()[1].startswith("mooncake.store is kvstore ")
+
+
+def test_a_command_that_does_not_find_it_is_told() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--"]
+    done = run_python("-I", "-c", WHOSE, prefix=command)
+    assert done.stdout.strip() != "kvstore.connectors.mooncake.store"
+    assert "python -I" in done.stderr
 
 
 @pytest.mark.slow

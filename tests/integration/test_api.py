@@ -94,7 +94,9 @@ def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
         store.port, HINTS_PATH, envelope | {"key": KEYS[2].hex(), "namespaces": ["n", "other"]}
     )
     assert (status, reply["message_id"]) == (200, "m")
-    results = [(each["action_id"], each["outcome"], each["retained_s"]) for each in reply["actions"]]
+    results = [
+        (each["action_id"], each["outcome"], each["retained_s"]) for each in reply["actions"]
+    ]
     assert results == [
         ("kv.retain", "accepted", 60), ("kv.pin", "accepted", 9), ("session_end", "ignored", 0),
         ("kv.demote", "missing", 0), ("kv.prefetch", "ignored", 0), ("kv.share", "ignored", 0),

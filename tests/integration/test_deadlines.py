@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
+from kvstore.calls import HintAction
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.errors import InvalidArgumentError, KVStoreError
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
@@ -55,14 +57,13 @@ CALLS: dict[str, Verb] = {
     "get_into": lambda c: c.get_into("b", bytearray(LARGE)),
     "get_ranges": lambda c: c.get_ranges("c", [(7, bytearray(LARGE - 7))]),
     "match_prefix": lambda c: c.match_prefix(KEYS),
-    "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
-    "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
+    "matches": lambda c: c.matches(KEYS, namespaces=["default", "other"]),
     "match_all": lambda c: c.match_all(KEYS, namespaces=["default"], states=["other"]),
     "lookup": lambda c: c.lookup(KEYS),
     "pin": lambda c: c.pin(KEYS, 60),
     "unpin": lambda c: c.unpin(KEYS),
     "hint": lambda c: c.hint([("retain", "a")]),
-    "apply_hints": lambda c: c.apply_hints(ACTIONS, key="a"),
+    "apply_hints": lambda c: c.apply_hints(ACTIONS, {"default": ["a"]}),
     "exists": lambda c: c.exists("a"),
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),

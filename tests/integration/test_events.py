@@ -232,7 +232,7 @@ def test_the_command_follows(cluster_with_events: Cluster) -> None:
         try:
             command.line(r"^stored\tn\ta\t1 B\t-$")
             command.line(r"^stored\tn\thex:ff\t2.00 KiB\ta$")
-            command.line("^whole\t")
+            command.line("^complete\t")
             as_json.line('"event": "begin"')
             client.remove(b"\xff")
             command.line(r"^removed\tn\thex:ff$")
@@ -275,7 +275,7 @@ def test_the_reader_in_the_documentation(cluster_with_events: Cluster, port: int
             assert reader.stdout is not None
             try:
                 told = [reader.stdout.readline() for _ in range(3)]
-                assert told == ["cleared 0\n", "stored 1\n", "whole 1\n"]
+                assert told == ["cleared 0\n", "stored 1\n", "complete 1\n"]
                 client.remove(b"a")
                 assert reader.stdout.readline() == "removed 0\n"
                 os.kill(child_of(cluster.master_server), signal.SIGKILL)

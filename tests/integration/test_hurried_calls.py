@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
+from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.errors import KVStoreError
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster
@@ -96,7 +97,6 @@ ROWS: dict[str, Row | str] = {
     "device": Row(name="cuda:0"),
     "lease": Row(view=BUFFER),
     "match_prefix": Row(keys=KEYS, namespace=None),
-    "match_prefixes": Row(keys=KEYS, namespaces=["default"]),
     "matches": Row(keys=KEYS, namespaces=["default"]),
     "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),
@@ -119,7 +119,7 @@ ROWS: dict[str, Row | str] = {
     "end_session": Row(key="hurried", namespace=None),
     "demote": Row(key="hurried", namespace=None),
     "prefetch": Row(key="hurried", namespace=None),
-    "apply_hints": Row(actions=[EnvelopeAction("")], key="hurried", namespaces=["default"]),
+    "apply_hints": Row(actions=[EnvelopeAction("")], chains={"default": ["hurried"]}),
     "remove": Row(key="hurried", namespace=None),
     "remove_many": Row(keys=KEYS, namespace=None),
     "clear": Row("progress", namespace="nothing"),

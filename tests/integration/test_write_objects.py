@@ -13,12 +13,12 @@ from kvstore.console.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.console.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
 from kvstore.console.api.lookups import (
     EXISTS_PATH,
+    HINTS_PATH,
     MATCH_PATH,
     PIN_PATH,
     REMOVE_PATH,
     STAT_PATH,
     UNPIN_PATH,
-    HINTS_PATH,
 )
 from kvstore.http.operations import PATH as OPENAPI_PATH
 from tests.support.cluster import Cluster, Node

@@ -16,12 +16,13 @@ from typing import Any
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, plausible_epoch_max
-from kvstore.master.state.eviction import LruPolicy, NewPolicy
+from kvstore.master.state.density import density
+from kvstore.master.state.eviction import NewPolicy, lru
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.s3_fifo import S3FifoPolicy
+from kvstore.master.state.s3_fifo import s3_fifo
 from kvstore.master.superseded_epochs import SupersededEpochs
 from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
@@ -50,7 +51,7 @@ RULES = MasterRules(
 )
 """The defaults, a fifth of each."""
 
-POLICIES: tuple[NewPolicy, ...] = LruPolicy, S3FifoPolicy
+POLICIES: tuple[Callable[[], NewPolicy], ...] = lru, s3_fifo, density
 """Of even and odd seeds."""
 
 SUPERSEDED_S = 3.0
@@ -336,7 +337,7 @@ class SimulatedCluster:
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
                 epoch=epoch, epoch_max=epoch_max, rules=self.rules,
-                policy=POLICIES[self.options.seed % len(POLICIES)],
+                policy=POLICIES[self.options.seed % len(POLICIES)](),
                 started_ms=started_ms, events=True,
             )  # fmt: skip
 

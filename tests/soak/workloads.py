@@ -513,9 +513,10 @@ class ChainWorkload(Workload):
                 await hands.get_into(namespace, keys[max(0, matched - 3) : matched], 64 << 10)
         elif choice < 0.9:
             namespaces = [f"chains-{number}" for number in range(3)]
-            done = await hands.call("match_prefixes", keys, namespaces=namespaces)
-            for each, count in zip(namespaces, done.value or (), strict=False):
-                hands.journal.there(each, keys[:count], done.began, done.ended, "match_prefixes")
+            done = await hands.call("matches", keys, namespaces=namespaces)
+            for each, match in zip(namespaces, done.value or (), strict=False):
+                found = keys[: match.matched]
+                hands.journal.there(each, found, done.began, done.ended, "matches")
         elif choice < 0.97:
             at = rng.randrange(len(keys))
             await hands.remove(namespace, keys[at : at + rng.randint(1, 4)])

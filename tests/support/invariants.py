@@ -422,9 +422,6 @@ def _(
         assert tenant.objects == objects.pop(tenant.name, 0), f"objects of {tenant}"
         assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
         assert tenant.waiting == sum(each is tenant for each in waiting)
-        assert tenant.size <= max(tenant.limit_bytes, tenant.ceiling), (
-            f"{tenant} is above its bound"
-        )
         assert tenant.pinned_bytes >= 0
     assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
     for table in it._tables.values():

@@ -119,7 +119,7 @@ class EventListener:
 
     def _died(self, error: BaseException) -> None:
         """Make the scheduler query the store, after a bug has ended the thread."""
-        log.error("events_not_heard error=%r", error)
+        log.error("events_unavailable error=%r", error)
         self._listening = False
 
     def _segments(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ class EventListener:
 
     def _failed(self, why: str) -> None:
         if not self._failures and not self._stopped.is_set():
-            log.info("events_not_heard, this engine asks the store instead: %s", why)
+            log.info("events_unavailable, this engine asks the store instead: %s", why)
         self._failures += 1
         self._listening = False
 

@@ -45,12 +45,15 @@ for one of their steps (a miss of 200 tokens took 15 ms next to one, without pat
 FRESH_S: Final = 5.0
 """Time for which a reply is used: half of a master's default lease, which protects the blocks."""
 
+ENDS_MAX: Final = 4
+"""Ends of a hit that one lookup tries, if blocks of a window before the last one are missing."""
+
 PENDING_MAX: Final = 4_096
 """Lookups, or calls, in progress; beyond this number the result is "nothing"."""
 
 Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], EngineMatchResult]
 """Returns the number of leading keys that all namespaces of the first list hold, and the keys with
-a state in all of the second. Raises KVStoreError within its timeout."""
+an object in all of the second. Raises KVStoreError within its timeout."""
 
 
 class StoreQuery(NamedTuple):
@@ -341,6 +344,40 @@ class LookupThread:
     def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
         """Return the tokens that the store has of every group of every worker, and whether more are
         being written. Adds the replies, which are leased, to ``reaches``."""
+        being_written = False
+        for _ in range(ENDS_MAX):
+            tokens, more = self._match_end(hashes, reaches)
+            end, missing = self._match_windows(hashes, tokens, reaches)
+            being_written |= more | missing
+            if end == tokens:
+                return tokens, being_written
+            hashes = hashes[: end // self._groups.hash_block_tokens]
+        return 0, being_written
+
+    def _match_windows(
+        self, hashes: list[bytes], tokens: int, reaches: list[EngineMatchResult]
+    ) -> tuple[int, bool]:
+        """Return ``tokens`` if the store has the window before them of every window group;
+        otherwise the tokens before a missing block, and whether such a block is being written."""
+        groups, end, being_written = self._groups, tokens, False
+        alike: dict[tuple[int, int], list[int]] = {}
+        for group, window in groups.windows.items() if tokens else ():
+            alike.setdefault((groups.tokens_of(group), window), []).append(group)
+        for (size, _), ids in alike.items():
+            keys = groups.keys(ids[0], hashes[: tokens // groups.hash_block_tokens])
+            last = groups.last_keys(ids[0], keys)
+            names = [name for group in ids for name in self._namespaces[group]]
+            for start in range(0, len(names), NAMESPACES_MAX):
+                reach = self._ask(last, names[start : start + NAMESPACES_MAX], [])
+                reaches.append(reach)
+                if reach.matched < len(last):
+                    found = (len(keys) - len(last) + reach.matched) * size
+                    end = min(end, groups.aligned(found))
+                    being_written |= reach.being_written
+        return end, being_written
+
+    def _match_end(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
+        """As ``_match``, but of a window group only the last block counts."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for size, keys, chains, states in self._queries(hashes):
@@ -354,13 +391,16 @@ class LookupThread:
         return self._groups.aligned(tokens), being_written
 
     def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
-        """Yield the queries: one for most models. The last one is for states, at which a hit must
-        end."""
+        """Yield the queries: one for most models. The last one is for states and windows, where a
+        hit must end."""
         groups, size = self._groups, self._groups.scheduler_block_tokens
-        states = [name for group in groups.recurrent for name in self._namespaces[group]]
+        flat = [*groups.recurrent, *groups.windows]
+        states = [name for group in flat for name in self._namespaces[group]][:NAMESPACES_MAX]
         last = StoreQuery(size, groups.state_keys(hashes), [], states)
         by_size: dict[int, list[int]] = {}
         for group, tokens in groups.chains.items():
+            if group in groups.windows:
+                continue
             by_size.setdefault(tokens, []).append(group)
         for block_tokens, ids in by_size.items():
             names = [name for group in ids for name in self._namespaces[group]]

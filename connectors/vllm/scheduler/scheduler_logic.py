@@ -58,6 +58,9 @@ within ten minutes."""
 LOADS_MAX = 2
 """Failed loads of a request after which all its tokens are computed."""
 
+Tips = dict[int, Sequence[bytes]]
+"""The last keys of a request, by group."""
+
 SAVES_MAX = 2
 """Failed saves of a request after which no more of its blocks are saved."""
 
@@ -134,10 +137,10 @@ class SchedulerLogic:
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
-        self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
-        """Pins the chains of these tips, by group, in the store."""
-        self.hint: Callable[[list[EnvelopeAction], bytes | None], object] = lambda hints, tip: None
-        """Carries out hints in the store; the tip is that of the request's chain in all groups."""
+        self.keep: Callable[[Tips, int], object] = lambda tips, time_ms: None
+        """Pins the objects of these keys, by group, and their ancestors in the store."""
+        self.hint: Callable[[list[EnvelopeAction], Tips], object] = lambda hints, tips: None
+        """Carries out hints in the store; the tips are those of the request."""
         self.are_names_marked = True
         """Whether the plug-in prefixes client names of images, sounds and videos."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
@@ -189,7 +192,7 @@ class SchedulerLogic:
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
         tracked.state_tokens = there
         if prefetched := self._take_hints(tracked, at_arrival=True):
-            self.hint(prefetched, self._tip(tracked, there))
+            self.hint(prefetched, self._tips(tracked, there))
         if not useful:  # the lookup still shows which blocks need not be saved
             return 0, False
         tokens = self._groups.aligned(min(there, limit))
@@ -226,11 +229,11 @@ class SchedulerLogic:
         tracked.hints = late if at_arrival else []
         return early if at_arrival else late
 
-    def _tip(self, tracked: TrackedRequest, tokens: int) -> bytes | None:
-        """Return the key at the end of the first ``tokens`` tokens, the same in all groups."""
+    def _tips(self, tracked: TrackedRequest, tokens: int) -> Tips:
+        """Return the last keys of the first ``tokens`` tokens; empty: they are not known."""
         if not tokens or tracked.is_stale or (hashes := self._hashes(tracked)) is None:
-            return None
-        return bytes(hashes[tokens // self._groups.hash_block_tokens - 1])
+            return {}
+        return self._groups.tips(hashes, tokens)
 
     def _may_load(self, request: Request) -> bool:
         is_wanted = self._does_load and not _params(request).get("no_load")
@@ -270,7 +273,8 @@ class SchedulerLogic:
 
     def _request_lookup(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
         """``limit``: the maximum of tokens to load."""
-        if self._groups.recurrent:  # a state beyond them is useless, and hides an earlier one
+        if self._groups.recurrent or self._groups.windows:
+            # A state or window beyond them is useless, and hides an earlier one.
             hashes = hashes[: limit // self._groups.hash_block_tokens]
         expected = _params(request).get("stored_tokens")
         return self._lookups.request(
@@ -500,7 +504,9 @@ class SchedulerLogic:
             self._unpin(pinned)
             if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
                 if pinned.keep_ms:
-                    self.keep({run.group: run.keys[-1] for run in pinned.runs}, pinned.keep_ms)
+                    last_keys = self._groups.last_keys
+                    tips = {run.group: last_keys(run.group, run.keys) for run in pinned.runs}
+                    self.keep(tips, pinned.keep_ms)
                 if pinned.send_hints is not None:
                     pinned.send_hints()
                 chains = [run for run in pinned.runs if run.group in self._groups.chains]
@@ -595,22 +601,21 @@ class SchedulerLogic:
             return None
         tokens = self._stored_tokens(tracked)
         keep_ms = self._keep_ms(request)
-        if tokens and keep_ms and self._identity.fingerprint and (hashes := self._hashes(tracked)):
-            self.keep(self._groups.tips(hashes, tokens), keep_ms)
-        tip = self._tip(tracked, tokens)
+        tips = self._tips(tracked, tokens)
+        if tips and keep_ms and self._identity.fingerprint:
+            self.keep(tips, keep_ms)
         if hints := self._take_hints(tracked, at_arrival=False):
-            self._hint_when_saved(request, hints, tip)
+            self._hint_when_saved(request, hints, tips)
         if not tokens or not self._does_save:
             return None
-        return {"stored_tokens": tokens} | ({} if tip is None else {"tip": tip.hex()})
+        last = {keys[-1].hex() for keys in tips.values()}  # one: the hash at the end
+        return {"stored_tokens": tokens} | ({"tip": last.pop()} if last else {})
 
-    def _hint_when_saved(
-        self, request: Request, hints: list[EnvelopeAction], tip: bytes | None
-    ) -> None:
+    def _hint_when_saved(self, request: Request, hints: list[EnvelopeAction], tips: Tips) -> None:
         """Send hints at once, or when the last save of this request has ended."""
         if not self._identity.fingerprint:
             return
-        send = partial(self.hint, hints, tip)
+        send = partial(self.hint, hints, tips)
         saves = [save for save in self._pinned.values() if save.request_id == request.request_id]
         if saves:
             saves[-1].send_hints = send

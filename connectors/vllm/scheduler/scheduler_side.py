@@ -223,6 +223,7 @@ class SchedulerSide:
         self._identity.move(
             record._replace(namespaces=tuple(chain.from_iterable(namespaces.values()))),
             hash_block_size=self._groups.hash_block_tokens,
+            role=self._vllm_config.kv_transfer_config.kv_role,
             **told,
         )
         if has_moved:
@@ -365,27 +366,29 @@ class SchedulerSide:
             keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
         )
 
-    def _keep(self, tips: dict[int, bytes], milliseconds: int) -> None:
-        """Pin the chains of these tips, by group, in the background."""
-        places = [(name, key) for group, key in tips.items() for name in self._namespaces[group]]
+    def _keep(self, tips: dict[int, Sequence[bytes]], milliseconds: int) -> None:
+        """Pin these keys, by group, and their ancestors in the background."""
+        places = [(name, keys) for group, keys in tips.items() for name in self._namespaces[group]]
 
         def pin() -> None:
-            for name, key in places:
+            for name, keys in places:
                 self._client.pin(
-                    [key], milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
+                    keys, milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
                 )
 
         self._run_in_background(pin, "pins_failed")
 
-    def _hint(self, hints: list[EnvelopeAction], tip: bytes | None) -> None:
+    def _hint(self, hints: list[EnvelopeAction], tips: dict[int, Sequence[bytes]]) -> None:
         """Carry out hints in all namespaces of this engine, in the background."""
-        names = [*chain.from_iterable(self._namespaces.values()), *self._of_drafts]
+        targets = {
+            name: tips.get(group, ()) for group, names in self._namespaces.items() for name in names
+        }
+        for draft in self._of_drafts:  # "g0/part.draft-..." has the blocks of "g0/part"
+            targets[draft] = targets.get(draft.rpartition(".")[0], ())
 
         def hint() -> None:
             if not self._lookups.breaker.is_open(time.monotonic()):
-                self._client.apply_hints(
-                    hints, key=tip, namespaces=names, timeout_ms=self._lookup_ms
-                )
+                self._client.apply_hints(hints, targets, timeout_ms=self._lookup_ms)
 
         self._run_in_background(hint, "hints_failed")
 

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import vllm
+
 from kvstore.calls.fleet_records import short_name
 from kvstore.connectors.common.fingerprint import (
     LOADED,
@@ -24,7 +26,7 @@ from kvstore.connectors.common.fingerprint import (
     unidentified,
 )
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, stored_order
+from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit, stored_order, window_of
 from kvstore.connectors.vllm.worker.recurrent_states import is_state, shard_shapes
 from kvstore.errors import ConfigError
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 IdentityT = TypeVar("IdentityT")
+
+RELEASE: Final = ".".join(vllm.__version__.split(".")[:2])
+"""vLLM's version without the patch level: vLLM does not number its layouts."""
 
 FORMAT: Final = 3
 """Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
@@ -79,6 +84,7 @@ def describe(
     parallel = vllm_config.parallel_config
     return {
         "format": FORMAT,
+        "vllm": RELEASE,
         "config": digest(meaningful(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -122,6 +128,7 @@ def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[s
         "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
         "layers": len([name for name in group.layer_names if name not in drafts]),
         **_state(spec, split.each),
+        **({"window": window} if (window := window_of(group)) else {}),
     }
 
 

@@ -90,6 +90,15 @@ def specs_of(group: Any) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if many else [spec]
 
 
+def window_of(group: Any) -> int:
+    """Return the tokens of a cache group's window, which later tokens need; 0: it has none."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = specs_of(group)[0]
+    is_window = isinstance(spec, SlidingWindowSpec)
+    return spec.sliding_window + spec.extra_retained_tokens if is_window else 0
+
+
 def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
     """Return ``PageSplit.block_tokens`` for these layers."""
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec

@@ -462,13 +462,14 @@ class WorkerSide:
         left_ms = _remaining_ms(deadline)
 
         def put() -> list[PutOutcome]:
+            blocks = pages.blocks(piece.group, self._groups.places(piece), order.after)
+            name = self._namespace(order, piece, part)
+            if piece.group in self._groups.windows:
+                return self._client.put_many(
+                    list(zip(piece.keys, blocks)), namespace=name, ttl=ttl, timeout_ms=left_ms
+                )
             return self._client.put_chain(
-                piece.keys,
-                pages.blocks(piece.group, self._groups.places(piece), order.after),
-                namespace=self._namespace(order, piece, part),
-                parent=piece.parent,
-                ttl=ttl,
-                timeout_ms=left_ms,
+                piece.keys, blocks, namespace=name, parent=piece.parent, ttl=ttl, timeout_ms=left_ms
             )
 
         return self._guarded("save", put, left_ms) if left_ms else None

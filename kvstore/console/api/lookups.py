@@ -262,10 +262,10 @@ class LookupsAPI:
     @endpoint("POST", HINTS_PATH, {200: "Per action."}, is_trusted=True)
     async def _hints(self, params: HintsRequest) -> HintsResponse:
         """Carry out the actions of a hint envelope."""
+        own = () if params.key is None else (params.key,)
         results = await self._client.apply_hints(
-            parse_envelope(params),
-            key=params.key, namespaces=params.namespaces, timeout_ms=TIMEOUT_MS,
-        )  # fmt: skip
+            parse_envelope(params), dict.fromkeys(params.namespaces, own), timeout_ms=TIMEOUT_MS
+        )
         rows = [result._asdict() | {"outcome": str(result.outcome)} for result in results]
         return HintsResponse.model_validate({"message_id": params.message_id, "actions": rows})
 

@@ -57,7 +57,7 @@ class Cause(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """The differences of two fingerprints: ``fields`` and ``cuts``, for people."""
-        return [*self.fields, *(f"only another cut: {cut}" for cut in self.cuts)]
+        return [*self.fields, *(f"can be reconciled: {cut}" for cut in self.cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,6 +205,14 @@ def test_a_sliding_window_model_hits_and_is_right(
     }
     assert len(groups) > 1
     assert loaded < 3 * 8 * len(groups), "blocks before the window are not loaded"
+    for each in store.client().status().namespaces:
+        store.client().clear(each.name)
+    one.generate(prompts)  # from its own cache, which has no blocks before the window
+    one.saved()
+    one.reset()
+    last = one.generate(prompts)
+    assert cached(last) == [8 * BLOCK_TOKENS] * 3
+    assert tokens(plain) == tokens(last)
 
 
 def test_two_ranks_each_have_their_part(

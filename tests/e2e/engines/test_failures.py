@@ -96,8 +96,8 @@ def test_a_node_that_dies_between_lookup_and_load(
     ("what", "told"),
     [
         ({"dtype": "bfloat16"}, "dtype: 'torch.bfloat16' here, 'torch.float32' there"),
-        ({"block_size": 64}, ': only another cut: block size: 64 here, 128 there ("block_tokens"'),
-        ({"tensor_parallel_size": 2, "environ": THREADS}, ": only another cut: tensor-parallel"),
+        ({"block_size": 64}, ': can be reconciled: block size: 64 here, 128 there ("block_tokens"'),
+        ({"tensor_parallel_size": 2, "environ": THREADS}, ": can be reconciled: tensor-parallel"),
         ({"environ": {"PYTHONHASHSEED": "7"}}, "must be equal: none_hash"),
     ],
     ids=["dtypes", "block-sizes", "ranks", "hash-seeds"],

@@ -67,6 +67,20 @@ def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: ob
     return fleet.announce(record, **OF_VLLM)
 
 
+def test_the_log_names_what_an_engine_uses(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    board, names = Board(), ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0")
+    board.config = ClientConfig(master="10.0.0.7:50001", cluster="prod")
+    record = FleetRecord("vllm", ("m",), "f", names, DESCRIPTION, 16)
+    fleet = FleetRecords(board, LOG)  # type: ignore[arg-type]
+    for _ in range(2):
+        fleet.announce(record, role="kv_consumer", **OF_VLLM)
+    assert caplog.messages == [
+        "fleet_joined fingerprint=f master=10.0.0.7:50001 cluster=prod namespaces=vllm/f/* "
+        "role=kv_consumer"
+    ]
+
+
 def test_engines_that_agree_are_told_nothing() -> None:
     board = Board()
     assert announce(board) == []
@@ -234,7 +248,7 @@ def test_another_cut_is_told_from_what_must_be_equal() -> None:
         "vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"}
     )
     assert contrast.text() == (
-        "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; only another cut: "
+        "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; can be reconciled: "
         'block size: 16 here, 32 there ("block_tokens": 16 in the one with blocks of 32 would let '
         "them share)"
     )
@@ -293,7 +307,9 @@ def test_namespaces_of_states_are_told_from_those_of_blocks() -> None:
     names = ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0", "vllm/f/g1/p0t1", "vllm/f/g7/p0t0", "other/g1/x")
     groups: list[Any] = [{"kind": "FullAttentionSpec"}, {"kind": "MambaSpec", "state": []}]
     record = FleetRecord("vllm", ("m",), "f", names, {"groups": groups})
-    assert record.states == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
+    assert record.states == record.ends == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
+    groups[0]["window"] = 128
+    assert record.ends - record.states == {"vllm/f/g0/p0t0"}
     for strange in ({}, {"groups": 7}, {"groups": [7, {"state": 1}]}):
         assert record._replace(description=strange).states == frozenset()
 

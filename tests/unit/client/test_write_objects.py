@@ -284,7 +284,7 @@ def test_an_empty_gather_list_is_an_empty_value() -> None:
     assert encode_all([[]]).sizes == [0]
 
 
-def pool_of(world: World, size: int) -> None:
+def pool_of(world: World, size: int, cause: str = "leased") -> None:
     """A master that grants whole calls, for as long as payloads of ``size`` bytes fit."""
     left, at, tokens = size, AT, iter(range(1, 100))
 
@@ -292,7 +292,7 @@ def pool_of(world: World, size: int) -> None:
         nonlocal left, at
         wanted = sum(request.sizes)
         if wanted > left:
-            raise NoSpaceError("full", cause="leased", missing_bytes=wanted - left)
+            raise NoSpaceError("full", cause=cause, missing_bytes=wanted - left)
         left -= wanted
         places = []
         for each in request.sizes:
@@ -340,6 +340,13 @@ def test_a_partial_chain_ends_with_the_first_that_does_not_fit() -> None:
     pieces = [(list(each.keys), each.parent) for each in world.requests(calls.PutStart)[1:]]
     assert pieces[0] == ([b"0", b"1"], None)
     assert all(parent == b"%d" % (int(keys[0]) - 1) for keys, parent in pieces[1:])
+
+
+@pytest.mark.parametrize("cause", ["restarted", "suspect", "draining", "quota", "guarantees"])
+def test_a_partial_put_stores_what_fits_whatever_keeps_the_rest_out_now(cause: str) -> None:
+    world = World()
+    pool_of(world, 25, cause)
+    assert partly(world, [10] * 4) == [STORED] * 2 + [NO_SPACE] * 2
 
 
 def test_a_partial_put_is_refused_where_the_pool_is_not_what_is_missing() -> None:

@@ -186,6 +186,33 @@ def test_a_model_without_attention_has_states_alone(start: Start, store: Store) 
     assert store.asked == [(hashes(6), ["n0"])]
 
 
+@pytest.mark.parametrize(
+    ("windows", "tokens"),
+    [
+        ({6, 7}, 128), ({2, 3, 4, 7}, 80), ({0, 4, 7}, 16), ({2, 4, 7}, 0),
+        ({0, 1, 3, 5, 7}, 32), (set(), 0),
+    ],
+)  # fmt: skip
+def test_a_hit_needs_the_last_window_and_none_before_it(
+    start: Start, windows: set[int], tokens: int
+) -> None:
+    """The store has the whole chain of the full layers, and these blocks of those with a window."""
+    held = {"n0": set(hashes(8)), "n1": {b"h%d" % index for index in windows}}
+
+    def answer(
+        keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
+    ) -> EngineMatchResult:
+        missing = [at for at, key in enumerate(keys) if any(key not in held[n] for n in chains)]
+        matched = min(missing, default=len(keys))
+        ends = [at for at in range(matched) if all(keys[at] in held[name] for name in states)]
+        return EngineMatchResult(matched, False, max(ends, default=-1) + 1, ReadLease(1))
+
+    groups = replace(PLAIN, block_tokens={0: 16, 1: 16}, windows={1: 33})
+    lookups = start(groups)
+    lookups._ask = answer
+    assert answered(lookups, lookups.request("r", hashes(8))) == tokens
+
+
 def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
     store.answers = [[PrefixMatchResult(1, 0)]]
     lookups = start(HYBRID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -308,8 +309,8 @@ def test_a_request_may_say_how_long_its_blocks_are_kept_at_most(
     assert [save.ttl_ms for save in engine.step({"r": 9}).saves] == [ttl_ms]
 
 
-def kept(engine: Engine) -> list[tuple[dict[int, bytes], int]]:
-    told: list[tuple[dict[int, bytes], int]] = []
+def kept(engine: Engine) -> list[tuple[dict[int, Sequence[bytes]], int]]:
+    told: list[tuple[dict[int, Sequence[bytes]], int]] = []
     engine.side.keep = lambda tips, milliseconds: told.append((tips, milliseconds))
     return told
 
@@ -321,8 +322,7 @@ def test_what_a_request_wants_pinned_is_pinned_as_it_is_stored_and_when_it_has_f
     engine.step({"r": 17})
     assert told == []
     engine.report_all()
-    tips = {group: HYBRID.keys(group, request.block_hashes)[:16 // size][-1]
-            for group, size in HYBRID.block_tokens.items()}  # fmt: skip
+    tips = {0: request.block_hashes[3:4], 1: request.block_hashes[3:4]}
     assert told == [(tips, 7_000)]
     engine.finish(request)
     assert told == [(tips, 7_000)] * 2
@@ -334,7 +334,7 @@ def test_what_was_found_is_pinned_although_this_engine_saves_nothing() -> None:
     request = engine.add("r", 9, there=8, pin_ms=7_000)
     engine.load(request)
     assert engine.finish(request) is None
-    assert told == [({0: engine.groups.keys(0, request.block_hashes)[1]}, 7_000)]
+    assert told == [({0: request.block_hashes[1:2]}, 7_000)]
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -418,9 +418,11 @@ def envelope(**payloads: dict[str, Any]) -> dict[str, Any]:
     return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
 
 
-def hinted(engine: Engine) -> list[tuple[list[str], bytes | None]]:
-    told: list[tuple[list[str], bytes | None]] = []
-    engine.side.hint = lambda hints, tip: told.append(([each.action_id for each in hints], tip))
+def hinted(engine: Engine) -> list[tuple[list[str], dict[int, list[bytes]]]]:
+    told: list[tuple[list[str], dict[int, list[bytes]]]] = []
+    engine.side.hint = lambda hints, tips: told.append(
+        ([each.action_id for each in hints], {group: [*keys] for group, keys in tips.items()})
+    )
     return told
 
 
@@ -431,7 +433,7 @@ def test_hints_are_sent_at_the_arrival_and_once_the_last_blocks_are_saved() -> N
     request = engine.add("r", 17, there=8, kv_hint=hints)
     engine.load(request)
     hashes = request.block_hashes
-    assert told == [(["prefetch"], hashes[1])]
+    assert told == [(["prefetch"], {0: [hashes[1]]})]
     request.num_computed_tokens = 8
     for _ in range(2):
         engine.step({"r": 4})
@@ -440,7 +442,7 @@ def test_hints_are_sent_at_the_arrival_and_once_the_last_blocks_are_saved() -> N
     engine.report(first)
     assert told[1:] == []
     engine.report(last)
-    assert told[1:] == [(["pin", "retain"], hashes[3])]
+    assert told[1:] == [(["pin", "retain"], {0: [hashes[3]]})]
 
 
 def test_hints_of_vllms_own_field_are_sent_at_the_end_if_all_is_saved() -> None:
@@ -454,7 +456,7 @@ def test_hints_of_vllms_own_field_are_sent_at_the_end_if_all_is_saved() -> None:
     engine.step({"r": 9})
     engine.report_all()
     engine.finish(request)
-    assert told == [(["end"], request.block_hashes[1])]
+    assert told == [(["end"], {0: [request.block_hashes[1]]})]
 
 
 @pytest.mark.parametrize("hint", [7, [], {"actions": 3}, envelope(retain={"ttl_ms": "long"})])

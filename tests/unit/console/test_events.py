@@ -6,13 +6,20 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from kvstore.console.events import journal as journal_module
 from kvstore.console.events.journal import EventPosition, EventStreams, Journal
+from kvstore.console.events.paths import PATH, EventsAPI
 from kvstore.errors import UnavailableError
+from kvstore.http.access_control import IdentityAccessControl
+from kvstore.http.operations import endpoints_of
+from kvstore.http.serving import Readiness
 from kvstore.master import ipc_channel as channel_module
 from kvstore.master.ipc_channel import (
     REMOVED_SIZE,
@@ -21,6 +28,8 @@ from kvstore.master.ipc_channel import (
     MasterChannel,
     SnapshotPage,
 )
+from kvstore.security.identity import validated_identity
+from kvstore.security.revocation_list import RevocationList
 from tests.support.wait import until_async
 
 
@@ -158,6 +167,7 @@ def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_mi
 
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child(reads=False) as task:
+            await until_async(lambda: pair.feed._writer is not None)
             term.store(100_000)
             pair.feed.changed()
             await until_async(lambda: not term.waiting_events)
@@ -253,6 +263,38 @@ def test_the_whole_set_comes_amid_the_events() -> None:
             await until_async(lambda: pair.journal.end == 7)
             # Those after the survey come with numbers.
             assert visible - {"1", "5"} == {"2", "3", "4"}
+        yield
+
+    run(test)
+
+
+@pytest.mark.usefixtures("files_at_once")
+def test_a_stream_ends_once_its_identity_is_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.01)
+    revoked = tmp_path / "revoked"
+    revoked.touch()
+    engine = validated_identity("e", ["engine"], reads=["n"], number="77")
+    shown = {"peercert": {"subjectAltName": [("URI", engine.uri)]}}
+    writer = mock.Mock(**{f"write{what}": mock.AsyncMock() for what in ("", "_headers", "_eof")})
+    request = make_mocked_request(
+        "GET", f"{PATH}?namespace=n", writer=writer,
+        transport=mock.Mock(get_extra_info=shown.get),
+    )  # fmt: skip
+
+    async def ready() -> Readiness:
+        return Readiness(True, "leads")
+
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child():
+            await until_async(lambda: pair.journal.epoch == 7)
+            [events] = endpoints_of(EventsAPI(pair.journal, pair.channel, ready))
+            access = IdentityAccessControl(None, RevocationList(str(revoked)))
+            stream = asyncio.ensure_future(access.require_read(events.handle)(request))
+            await until_async(lambda: writer.write.await_count > 5)
+            revoked.write_text("77\n")
+            await asyncio.wait_for(stream, 10)
         yield
 
     run(test)

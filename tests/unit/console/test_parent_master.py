@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.console.dashboard.master import ParentMaster
+from kvstore.console.dashboard.master import CoalescedQuery, ParentMaster
 from kvstore.master.ipc_channel import ChildChannel
+from kvstore.security.identity import Identity, validated_identity
+from kvstore.security.impersonation import ITSELF, impersonate, impersonated
 from tests.support.identities import MASTER, authority, credentials
 
 
@@ -33,3 +35,16 @@ def test_a_drain_demands_encryption_as_its_master_does(tmp_path: Path, demands: 
             await master.close()
 
     assert asyncio.run(main()) == ("tls" if demands else "off")
+
+
+def test_a_query_for_all_requesters_has_no_rights_of_the_first() -> None:
+    """Otherwise an engine could have the dashboard show no fleet to an administrator."""
+
+    async def query() -> Identity:
+        return impersonated()
+
+    async def main() -> None:
+        with impersonate(validated_identity("e", ["engine"], reads=["ours"])):
+            assert await CoalescedQuery("query", query)() is ITSELF
+
+    asyncio.run(main())

@@ -243,12 +243,19 @@ class Cluster:
         result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
         if not isinstance(result, DeferredReply):
+            self._check_limit(result, namespace)
             return result
         answer = self.answers.get(result.reply_id)
         if isinstance(answer, calls.Grants):  # what it evicted is wiped already
             del self.answers[result.reply_id]
+            self._check_limit(answer, namespace)
             return answer
         return result.reply_id
+
+    def _check_limit(self, grants: calls.Grants, namespace: str) -> None:
+        """Whatever a tenant held before, a grant leaves it within its limit."""
+        tenant = self.state.pool.tenant_of(namespace)
+        assert tenant is None or not grants.tokens or tenant.size <= tenant.limit_bytes
 
     def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000, **given: Any) -> int:
         """A ``put_start`` that has to wait; its ticket."""
@@ -284,6 +291,7 @@ class Cluster:
         request = calls.Allocate(namespace, size, 0, "")
         result = self.reply(self.state.putting.allocate(self.now_ms, request))
         assert isinstance(result, calls.Grants)
+        self._check_limit(result, namespace)
         return result.tokens[0]
 
     def commit(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +27,7 @@ from kvstore.runtime.logs import BURST, RateLimit
 from kvstore.security.holder_ids import holder_of
 from kvstore.security.identity import UNAUTHENTICATED, Identity, validated_identity
 from tests.support.certificates import Identities
+from tests.unit.master.test_term import JOIN
 from tests.unit.wire.test_request_chunking import service_with
 
 ENGINE = validated_identity("e", ["engine"], reads=["a"], writes=["a"])
@@ -165,12 +169,42 @@ def test_who_is_revoked_is_out(gate: Authorizer, identities: Identities) -> None
     gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
 
 
-def test_puts_get_the_number_of_their_caller(gate: Authorizer) -> None:
+@pytest.mark.usefixtures("files_at_once")
+def test_a_nodes_stream_ends_once_its_identity_is_revoked(
+    gate: Authorizer, identities: Identities
+) -> None:
+    async def main() -> None:
+        messages: asyncio.Queue[calls.NodeMessage] = asyncio.Queue()
+
+        async def incoming() -> AsyncIterator[calls.NodeMessage]:
+            while True:
+                yield await messages.get()
+
+        service = MasterService(MasterState(epoch=7), access=gate)
+        node = validated_identity("n", ["node"], number="77")
+        async with contextlib.aclosing(cast(Any, service.node_session(incoming(), node))) as stream:
+            messages.put_nowait(JOIN)
+            assert isinstance(await anext(stream), calls.MasterAccepted)
+            messages.put_nowait(calls.NodeHeartbeat(1))
+            assert isinstance(await anext(stream), calls.MasterHeartbeat)
+            identities.revoked_file.write_text("77\n")
+            messages.put_nowait(calls.NodeHeartbeat(2))
+            with pytest.raises(PermissionDeniedError, match="was revoked"):
+                await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_puts_and_copies_get_the_number_of_their_caller(gate: Authorizer) -> None:
     caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
-    for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
+    for request in (
+        made,
+        calls.Allocate(SPACE, 1, 0, "", client_number=9),
+        calls.StartMoves("n", 0, 1, 1, client_number=9),
+    ):
         owned = gate.bind_to_caller(caller, request, PendingGrants())
-        assert isinstance(owned, calls.PutStart | calls.Allocate)
+        assert isinstance(owned, calls.PutStart | calls.Allocate | calls.StartMoves)
         assert owned.client_number == 7
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import DescriptorHandle, MapRight, SegmentInfo
+from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.capabilities import SLACK_MS, STAT_MS, CapabilityIssuer
 from kvstore.master.service import MasterService
@@ -144,9 +145,21 @@ def test_placements_can_be_read_and_grants_written(replicas: int) -> None:
     detail = store.ask(calls.StatObject(SPACE, KEYS[1]))
     expected = store.all_made(detail.placements, each[replicas:], STAT_MS - SLACK_MS, Op.READ)
     assert detail.placements.capabilities == expected
-    record = store.state.common.forest.get(SPACE, KEYS[1])
-    assert record is not None
-    assert record.lease_until_ms >= NOW + STAT_MS
+
+
+def test_an_object_stays_as_long_as_a_stat_lets_its_holder_read() -> None:
+    """Otherwise the holder could read the next object in the same memory."""
+    store = Store()
+    size = 50 << 20
+    store.stored([size], 2)
+    detail = store.ask(calls.StatObject(SPACE, KEYS[0]))
+    assert detail.placements.capabilities
+    other = calls.PutStart(SPACE, KEYS[1:], [size], None, False, 2, False, 0, "h1")
+    store.later(STAT_MS - 1)
+    with pytest.raises(NoSpaceError):
+        store.ask(other)
+    store.later(1)
+    assert store.ask(other).offsets == detail.placements.offsets
 
 
 def test_only_what_is_granted_can_be_written() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 
@@ -24,31 +25,32 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import eviction_hints
 from kvstore.master.state.candidates import MOVES_PER_STEP, EvictionCandidates, SweepCursor
-from kvstore.master.state.eviction import LruPolicy, NewPolicy
+from kvstore.master.state.density import density
+from kvstore.master.state.eviction import LruPolicy, NewPolicy, lru
 from kvstore.master.state.evictor import EVICTIONS_PER_STEP
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
-from kvstore.master.state.s3_fifo import GHOSTS_MIN, S3FifoPolicy
+from kvstore.master.state.s3_fifo import GHOSTS_MIN, S3FifoPolicy, s3_fifo
 from kvstore.master.state.tenants import UnlimitedTenancy, open_tenancy
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
-POLICIES: list[NewPolicy] = [LruPolicy, S3FifoPolicy]
+POLICIES: dict[str, Callable[[], NewPolicy]] = {"lru": lru, "s3-fifo": s3_fifo, "density": density}
 
 
 @pytest.fixture(params=[(p, t) for p in POLICIES for t in (None, [TenantRule("t", ("model",))])])
 def any_cluster(request: pytest.FixtureRequest, new_cluster: NewCluster) -> NewCluster:
     """With each policy, with tenants and without."""
     policy, tenants = request.param
-    return partial(new_cluster, policy=policy, tenants=tenants)
+    return partial(new_cluster, policy=POLICIES[policy](), tenants=tenants)
 
 
 def test_each_policy_has_a_name_that_the_setting_takes() -> None:
-    classes = [resolve_name(path) for path in EVICTION_POLICIES.values()]
-    assert classes == POLICIES
-    for name in EVICTION_POLICIES:
+    assert EVICTION_POLICIES.keys() == POLICIES.keys()
+    for name, path in EVICTION_POLICIES.items():
+        assert resolve_name(path) is POLICIES[name]
         assert MasterConfig.model_validate({"eviction": name}).eviction == name
 
 
@@ -271,9 +273,9 @@ def made(number: int) -> ObjectRecord:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there(
-    policy: NewPolicy,
+    policy: str,
 ) -> None:
-    candidates = EvictionCandidates(policy, UnlimitedTenancy(), Counter())
+    candidates = EvictionCandidates(POLICIES[policy](), UnlimitedTenancy(), Counter())
     queue = candidates.queues[1]
     records = [made(index) for index in range(2_000)]
     for record in records:
@@ -296,7 +298,7 @@ def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_t
 class CandidatesMachine(RuleBasedStateMachine):
     """The candidates of a segment, with tenants or without. What is due is known here as well."""
 
-    policy: NewPolicy
+    policy: Callable[[], NewPolicy]
 
     @initialize(with_tenants=st.booleans())
     def begin(self, with_tenants: bool) -> None:
@@ -305,7 +307,7 @@ class CandidatesMachine(RuleBasedStateMachine):
         accounts = open_tenancy(rules if with_tenants else None, forest.namespaces, {})
         forest.tenants = accounts
         self.forest = forest
-        self.candidates = EvictionCandidates(self.policy, accounts, Counter())
+        self.candidates = EvictionCandidates(self.policy(), accounts, Counter())
         self.now_ms = 0
         self.count = 0
         self.records: list[ObjectRecord] = []
@@ -420,6 +422,6 @@ class CandidatesMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_contract_of_policies(policy: NewPolicy) -> None:
-    machine = type("Machine", (CandidatesMachine,), {"policy": staticmethod(policy)})
+def test_the_contract_of_policies(policy: str) -> None:
+    machine = type("Machine", (CandidatesMachine,), {"policy": staticmethod(POLICIES[policy])})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, deadline=None))

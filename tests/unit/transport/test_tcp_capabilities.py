@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from kvstore import native
+from kvstore.master.authorizer import assign_client_number
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.memory.segment import OwnedSegment
 from kvstore.native import pure_python
@@ -27,6 +28,7 @@ from kvstore.runtime.tcp_protocol import (
     Op,
     TransferStatus,
 )
+from kvstore.security.identity import validated_identity
 from kvstore.transport import tcp_connection
 from kvstore.transport.tcp_server import DataServer
 from tests.support.capabilities import HOLDER, extent, in_ms
@@ -36,6 +38,7 @@ from tests.unit.transport.test_tcp_server import is_closed, received, status
 MIB = 1 << 20
 AT, SIZE = 64 << 10, 4096
 """Of the extent that a peer has a capability for."""
+CLIENT = 3 << 32 | 5
 RIGHTS = {Op.READ: 1, Op.WRITE: 2}
 
 
@@ -113,7 +116,7 @@ def greeted(
 
 def hello_of(segment: OwnedSegment, holder: int = HOLDER, connection: int = 0) -> bytes:
     place = segment.uuid, b"", segment.generation
-    return protocol.pack_hello(Hello(*place, 5, connection, holder))
+    return protocol.pack_hello(Hello(*place, CLIENT, connection, holder))
 
 
 def key_of(segment: OwnedSegment, holder: int = HOLDER) -> bytes:
@@ -450,8 +453,10 @@ def test_what_follows_the_holder_is_nothing(server: DataServer, segment: OwnedSe
 def test_connections_of_holders_are_cut_by_their_clients_numbers(
     server: DataServer, segment: OwnedSegment
 ) -> None:
+    """The master knows only the lower half of the number that a client with an identity chose."""
+    number = assign_client_number(validated_identity("e", ["engine"]), CLIENT)
     with greeted(server, segment, connection=1) as one, greeted(server, segment, 7, 2) as other:
-        assert server.close_writers([(5, 1)]) == 1
+        assert server.close_writers([(number, 1)]) == 1
         assert is_closed(one)
         assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ, holder=7)]) is (
             TransferStatus.OK
