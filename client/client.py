@@ -835,22 +835,33 @@ class Client:
         return self._run(control_calls.hint(space, rows), timeout_ms)
 
     def retain(
-        self, key: AnyKey, ttl: Duration = RETAIN_S, *, namespace: str | None = None
-    ) -> HintResult:
+        self, key: AnyKey, ttl: Duration = RETAIN_S, *, namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> HintResult:  # fmt: skip
         """Keep the chain that ends with ``key`` for its next use; see ``hint``."""
-        return self.hint([Hint("retain", key, ttl)], namespace=namespace)[0]
+        hints = [Hint("retain", key, ttl)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
 
-    def end_session(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+    def end_session(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
         """Release the chain that ends with ``key``; see ``hint``."""
-        return self.hint([Hint("release", key)], namespace=namespace)[0]
+        hints = [Hint("release", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
 
-    def demote(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+    def demote(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
         """Have the chain that ends with ``key`` evicted early; see ``hint``."""
-        return self.hint([Hint("demote", key)], namespace=namespace)[0]
+        hints = [Hint("demote", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
 
-    def prefetch(self, key: AnyKey, *, namespace: str | None = None) -> HintResult:
+    def prefetch(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> HintResult:
         """Have the chain that ends with ``key`` brought into memory; see ``hint``."""
-        return self.hint([Hint("prefetch", key)], namespace=namespace)[0]
+        hints = [Hint("prefetch", key)]
+        return self.hint(hints, namespace=namespace, timeout_ms=timeout_ms)[0]
 
     def apply_hints(
         self,

@@ -75,7 +75,12 @@ def check_hints(hints: Sequence[Hint]) -> list[HintRow]:
     """Return the rows of a call. Raises InvalidArgumentError."""
     rows = []
     for hint in validation.sequence("hints", hints):
-        action, key, ttl = Hint(*cast("Hint", hint))
+        try:
+            action, key, ttl = Hint(*cast("Hint", hint))
+        except TypeError:
+            raise InvalidArgumentError(
+                "hints are Hints", advice='Write [Hint("retain", key, 60)].'
+            ) from None
         number, retain_ms = check_hint(action, ttl)
         rows.append(HintRow(number, check_key(key), retain_ms))
     return rows

@@ -84,7 +84,7 @@ BATCH = PUT | {"partial": False}
 ROWS: dict[str, Row | str] = {
     "put": Row(key="hurried", value=b"x", overwrite=True, **PUT),
     "put_many": Row(items=[("hurried", b"x")], overwrite=True, **BATCH),
-    "put_chain": Row(keys=KEYS, values=[b"x", b"y"], **BATCH),
+    "put_chain": Row(keys=KEYS, values=[b"x", b"y"], hint="retain", retain=60, **BATCH),
     "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0, namespace=None),
     "get": Row(key="hurried", namespace=None, copy=True, kind=None, device=None),
     "get_many": Row(keys=KEYS, namespace=None, copy=True, kind=None, device=None),
@@ -96,7 +96,7 @@ ROWS: dict[str, Row | str] = {
     "payload_at": Row(addresses=[BUFFER.ctypes.data], sizes=[8]),
     "device": Row(name="cuda:0"),
     "lease": Row(view=BUFFER),
-    "match_prefix": Row(keys=KEYS, namespace=None),
+    "match_prefix": Row(keys=KEYS, namespace=None, hint="retain", retain=60),
     "matches": Row(keys=KEYS, namespaces=["default"]),
     "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from kvstore.connectors.vllm.messages import (
 )
 from kvstore.connectors.vllm.scheduler import scheduler_logic
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
+from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 
@@ -457,6 +458,18 @@ def test_hints_of_vllms_own_field_are_sent_at_the_end_if_all_is_saved() -> None:
     engine.report_all()
     engine.finish(request)
     assert told == [(["end"], {0: [request.block_hashes[1]]})]
+
+
+def test_hints_of_a_window_name_all_its_blocks() -> None:
+    groups = replace(PLAIN, block_tokens={0: 4, 1: 4}, windows={1: 9})
+    engine = Engine(groups)
+    told = hinted(engine)
+    request = engine.add("r", 17, kv_hint=envelope(release={}))
+    engine.step({"r": 17})
+    engine.report_all()
+    engine.finish(request)
+    hashes = request.block_hashes
+    assert told == [(["release"], {0: [hashes[3]], 1: hashes[2:4]})]
 
 
 @pytest.mark.parametrize("hint", [7, [], {"actions": 3}, envelope(retain={"ttl_ms": "long"})])
