@@ -601,15 +601,18 @@ class SchedulerLogic:
             return None
         tokens = self._stored_tokens(tracked)
         keep_ms = self._keep_ms(request)
-        tips = self._tips(tracked, tokens)
+        hints = self._take_hints(tracked, at_arrival=False)
+        tips = self._tips(tracked, tokens) if hints or keep_ms else {}
         if tips and keep_ms and self._identity.fingerprint:
             self.keep(tips, keep_ms)
-        if hints := self._take_hints(tracked, at_arrival=False):
+        if hints:
             self._hint_when_saved(request, hints, tips)
         if not tokens or not self._does_save:
             return None
-        last = {keys[-1].hex() for keys in tips.values()}  # one: the hash at the end
-        return {"stored_tokens": tokens} | ({"tip": last.pop()} if last else {})
+        if tracked.is_stale or (hashes := self._hashes(tracked)) is None:
+            return {"stored_tokens": tokens}
+        tip = bytes(hashes[tokens // self._groups.hash_block_tokens - 1])
+        return {"stored_tokens": tokens, "tip": tip.hex()}
 
     def _hint_when_saved(self, request: Request, hints: list[EnvelopeAction], tips: Tips) -> None:
         """Send hints at once, or when the last save of this request has ended."""
