@@ -41,19 +41,15 @@ def apply_hints(
                 except (NoSpaceError, PermissionDeniedError, UsageError) as error:
                     refusals[number] = str(error)
                 else:
-                    replies[number] += (_pin_result(is_pinned, action) for is_pinned in pinned)
+                    found = HintResult(HintOutcome.ACCEPTED, action.duration_ms / 1000)
+                    absent = HintResult(HintOutcome.MISSING, 0)
+                    replies[number] += (found if is_pinned else absent for is_pinned in pinned)
         results = yield from control_calls.hint(namespace, rows)
         for number, result in zip(owners, results, strict=True):
             replies[number].append(result)
     return [
         _merge(action, replies[number], refusals[number]) for number, action in enumerate(actions)
     ]
-
-
-def _pin_result(is_pinned: bool, action: EnvelopeAction) -> HintResult:
-    if is_pinned:
-        return HintResult(HintOutcome.ACCEPTED, action.duration_ms / 1000)
-    return HintResult(HintOutcome.MISSING, 0)
 
 
 def _merge(action: EnvelopeAction, replies: list[HintResult], refusal: str) -> ActionResult:

@@ -45,15 +45,11 @@ SESSIONS_MAX: Final = 65_536
 HINTS_MAX: Final = 1_024
 """Answers whose hints are being sent; those of further ones are not."""
 
-CALLS_AT_ONCE: Final = 8
-"""Hints in progress at the store: few, because the client's threads are for lookups."""
-
 SAVED_AFTER_S: Final = 1.0
 """Time after which a hint is sent once more if its block was not stored: engines save blocks while
 they answer."""
 
-_ACTIONS: Final = {"end": "session_end", "demote": "kv.demote", "retain": "kv.retain",
-                   "tool_wait": "tool_wait"}  # fmt: skip
+_ACTIONS: Final = {"end": "session_end", "demote": "kv.demote", "retain": "kv.retain"}
 _TIMES: Final = {"retain": "ttl_ms", "tool_wait": "resume_ms"}
 _HINT: Final = re.compile(r"(end|demote|retain|tool_wait)(?:=([0-9]{1,6}))?")
 _SESSION: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -74,7 +70,6 @@ class SessionHints:
         self._tips: OrderedDict[tuple[str, str], SessionTip] = OrderedDict()
         """By caller and session; the caller is empty without cache isolation."""
         self._sending: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def close(self) -> None:
         for task in list(self._sending):
@@ -108,9 +103,9 @@ class SessionHints:
                 self._tips.popitem(last=False)
         if waits:
             action = EnvelopeAction("tool_calls", HintAction.RETAIN, TOOL_WAIT_MS, (Key(key),))
-            if await self._send(lookup, model, action) == HintOutcome.MISSING:
+            if await lookup.hint(model, action) == HintOutcome.MISSING:
                 await asyncio.sleep(SAVED_AFTER_S)
-                await self._send(lookup, model, action)
+                await lookup.hint(model, action)
 
     async def end(self, session: tuple[str, str]) -> HintOutcome | None:
         """Release the chain of a session and forget it; None: it is unknown, or the store is."""
@@ -118,13 +113,7 @@ class SessionHints:
         if self._lookup is None or tip is None:
             return None
         action = EnvelopeAction("session_end", HintAction.RELEASE, keys=(Key(tip.key),))
-        return await self._send(self._lookup, tip.model, action)
-
-    async def _send(
-        self, lookup: StoreLookup, model: str, action: EnvelopeAction
-    ) -> HintOutcome | None:
-        async with self._slots:
-            return await lookup.hint(model, action)
+        return await self._lookup.hint(tip.model, action)
 
 
 def session_of(text: str, caller: str | None) -> tuple[str, str] | None:
@@ -140,7 +129,7 @@ def envelope_of(headers: CIMultiDictProxy[str], request_id: str) -> dict[str, An
         return None
     name, seconds = found.groups()
     payload = {_TIMES[name]: int(seconds) * 1000} if name in _TIMES and int(seconds or 0) else {}
-    action = {"action_id": HINT, "action_type": _ACTIONS[name], "action_version": "1.0"}
+    action = {"action_id": HINT, "action_type": _ACTIONS.get(name, name), "action_version": "1.0"}
     return {
         "protocol_version": "0.1",
         "message_id": request_id,

@@ -33,6 +33,9 @@ REFRESH_S: Final = 3.0
 KEYS_AT_ONCE: Final = 512
 """Keys hashed before the event loop runs other tasks: some milliseconds."""
 
+HINTS_AT_ONCE: Final = 8
+"""Hints in progress at the store: few, because the client's threads are for lookups."""
+
 CLIENT_TIMEOUT_MS: Final = 2_000
 FAILURES_MAX: Final = 3
 REST_MS: Final = 1_000
@@ -62,6 +65,7 @@ class StoreLookup:
         self._records: list[FleetRecord] = []
         self._denied: set[str] = set()
         """Fingerprints of the records whose namespaces may not be read."""
+        self._hint_slots = asyncio.Semaphore(HINTS_AT_ONCE)
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
 
@@ -123,9 +127,9 @@ class StoreLookup:
         outcome = None
         if record is not None and not self._breaker.is_open(clock_ms()):
             try:
-                results = await self._client.apply_hints(
-                    [action], dict.fromkeys(record.namespaces, ())
-                )
+                chains = dict.fromkeys(record.namespaces, ())
+                async with self._hint_slots:
+                    results = await self._client.apply_hints([action], chains)
                 outcome = results[0].outcome
             except KVStoreError as error:
                 log.debug("hint_failed model=%s reason=%s", model, error)
