@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypedDict, TypeVar, cast, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import calls, limits
 from kvstore.calls import DrainStep, HintAction, PutOutcome
@@ -62,8 +63,11 @@ from kvstore.runtime.addresses import join_address, shown_place, split_address
 from kvstore.runtime.cancellation import CallCancelledError, CancelToken, current
 from kvstore.runtime.child_process import start_master
 from kvstore.runtime.clock import uptime
+from kvstore.runtime.refused_calls import check_threads
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     import torch
 
     from kvstore.device.device import Device
@@ -76,6 +80,14 @@ LIST_PAGE = 1_000
 
 PUT_WAIT_MS = 1_000
 """Default wait of a put for space, at most half of the call's time. Most reads end sooner."""
+
+
+class _GetOptions(TypedDict, total=False):
+    """Arguments of a get that do not determine the type of its result."""
+
+    namespace: str | None
+    device: str | torch.device | None
+    timeout_ms: int | None
 
 
 class Client:
@@ -130,11 +142,13 @@ class Client:
 
         Raises:
             ConfigError: an unknown or wrong setting.
-            StartupError, MasterUnreachableError: only with ``memory``: the segment could not be
-                created, or not joined.
+            StartupError: the system refuses to start threads; with ``memory``: the segment could
+                not be created.
+            MasterUnreachableError: only with ``memory``: the segment has not joined.
         """
         if config is None:
             config = load(ClientConfig, {"master": master, "memory": memory, **settings})
+        check_threads()
         self.config = config
         self._default_namespace = check_namespace(config.namespace)
         self._timeout_s = config.timeout_ms / 1000
@@ -370,6 +384,22 @@ class Client:
 
     # --- get ---------------------------------------------------------------------------------
 
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["bytes"], **more: Unpack[_GetOptions]
+    ) -> bytes | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["numpy"], copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> NDArray[Any] | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Literal["torch"], copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> torch.Tensor | None: ...
+    @overload
+    def get(
+        self, key: AnyKey, *, kind: Kind | None = ..., copy: bool = ..., **more: Unpack[_GetOptions]
+    ) -> View | None: ...
     def get(
         self,
         key: AnyKey,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, Union, cast
@@ -31,7 +30,7 @@ from kvstore.limits import (
 )
 from kvstore.memory.mapping import is_shown
 from kvstore.native import steps
-from kvstore.runtime.formatting import key_text
+from kvstore.runtime.formatting import key_text, parse_duration
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +48,6 @@ Stream = Union[int, "torch.cuda.Stream"]
 """A stream of a device: torch's, or the driver's handle."""
 
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
-_SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
 ADDRESS_MAX: Final = (1 << 64) - 1
 SIZE_MAX: Final = SIZE_BYTES_MAX
 CURSOR_MAX: Final = (1 << 64) - 1
@@ -91,13 +89,13 @@ def duration_ms(name: str, value: object, most_ms: int) -> int:
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)", value.strip(), re.ASCII)
-        if found is None:
+        parsed = parse_duration(value)
+        if parsed is None:
             raise InvalidArgumentError(
                 f"{name} is in seconds, or a text with a unit, not {_shown(value)}",
                 advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
             )
-        seconds = float(found[1]) * _SECONDS[found[2]]
+        seconds = parsed
     else:
         try:
             if isinstance(value, bool | np.bool_ | np.ndarray | bytes | bytearray):

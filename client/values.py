@@ -10,6 +10,7 @@ and the shape must fit the payload. An object without a valid value can still be
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Union, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Union, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer as ReadableBuffer
 
     from kvstore.client.devices import ClientDevices
     from kvstore.device.device import Device
@@ -48,15 +50,20 @@ if TYPE_CHECKING:
 Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
 """Values that ``get`` returns: the kind that was put."""
-Storable = Union[
-    Value,
-    bytearray,
-    memoryview,
-    "DeviceMemory",
-    Sequence[Union[Value, bytearray, memoryview, "DeviceMemory"]],
-]
-"""Values that ``put`` accepts. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a
-gather list: its values are concatenated, and come back as one ``bytes``."""
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library, such as JAX."""
+
+    def __dlpack__(self, *, stream: Any = None) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+
+
+_Part = Union[Value, "ReadableBuffer", "DeviceMemory"]
+Storable = Union[_Part, SupportsDLPack, Sequence[_Part]]
+"""Values that ``put`` accepts. Buffers (``bytearray``, ``memoryview``, ``mmap``) come back as
+``bytes``, arrays of other libraries as numpy's or torch's. A list is a gather list: its buffers and
+arrays of ``uint8`` are concatenated, and come back as one ``bytes``."""
 View = Union[Value, memoryview]
 """Values of ``copy=False``: bytes come as a read-only memoryview."""
 Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview, "DeviceMemory"]
@@ -143,8 +150,16 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> EncodedV
         array = np.asarray(value)
         descriptor = _describe("numpy", numpy_name(array.dtype), array.shape)
         return EncodedValue(descriptor, _parts(_bytes_of(array)))
-    if isinstance(value, bytes | bytearray | memoryview):
-        data = memoryview(value)
+    if isinstance(value, list | tuple):
+        return _encode_list(value, on_devices)
+    if isinstance(value, DeviceMemory):
+        if on_devices is None:
+            raise UnsupportedValueError("a batch mixes DeviceMemory with values in other memory")
+        return EncodedValue(_describe("bytes", "", ()), value)
+    if hasattr(value, "__dlpack__"):
+        return encode(_from_dlpack(value), on_devices)
+    with contextlib.suppress(TypeError):
+        data = memoryview(value)  # type: ignore[arg-type]
         if not is_plain(data):
             raise UnsupportedValueError(
                 f"a memoryview of format {data.format!r} holds pointers",
@@ -153,21 +168,36 @@ def encode(value: Storable, on_devices: ClientDevices | None = None) -> EncodedV
         if not data.c_contiguous:
             data = memoryview(bytes(data))
         return EncodedValue(_describe("bytes", "", ()), _parts(_flat(data)))
-    if isinstance(value, list | tuple):
-        return _encode_list(value, on_devices)
-    if isinstance(value, DeviceMemory):
-        if on_devices is None:
-            raise UnsupportedValueError("a batch mixes DeviceMemory with values in other memory")
-        return EncodedValue(_describe("bytes", "", ()), value)
     raise UnsupportedValueError(
         f"{type(value).__name__} cannot be stored",
-        advice="Put a torch tensor, a numpy array, bytes, or a list of those.",
+        advice="Put a torch tensor, a numpy array, a buffer such as bytes, a list of buffers, or "
+        "np.asarray(value) if its plain numbers are meant.",
         type=type(value).__name__,
     )
 
 
+def _from_dlpack(value: Any) -> torch.Tensor | NDArray[np.generic]:
+    """Return the array over the same memory: numpy's, or torch's if numpy lacks the dtype or the
+    device. Raises UnsupportedValueError."""
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        try:
+            return cast("torch.Tensor", import_torch().from_dlpack(value))
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            name = type(value).__name__
+            raise UnsupportedValueError(f"{name} cannot be stored: {error}") from error
+
+
 def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -> EncodedValue:
-    payloads = [encode(part, on_devices).parts for part in values]
+    encoded = [encode(part, on_devices) for part in values]
+    for part in encoded:
+        if (dtype := read_descriptor(part.descriptor).dtype) not in ("", "uint8"):
+            raise UnsupportedValueError(
+                f"a list of arrays of {dtype} is not one value: only its bytes would be stored",
+                advice="Put each under its own key (put_many), np.stack(list), or views as uint8.",
+            )
+    payloads = [part.parts for part in encoded]
     memories = [payload for payload in payloads if isinstance(payload, DeviceMemory)]
     if memories:
         is_mixed = any(isinstance(payload, list) and payload for payload in payloads)
@@ -545,4 +575,5 @@ def import_torch() -> ModuleType:
 def _torch_of(value: object) -> ModuleType | None:
     """Return torch if ``value`` is one of its tensors, without importing it."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(value, torch.Tensor) else None
+    tensor = getattr(torch, "Tensor", None)  # None while another thread imports it
+    return torch if tensor is not None and isinstance(value, tensor) else None

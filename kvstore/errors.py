@@ -255,10 +255,10 @@ class ProtocolError(KVStoreError):
 
 
 class PermissionDeniedError(KVStoreError):
-    """The identity lacks a permission (role, namespace) or is revoked; a peer has no identity; a
-    connection to the lane has no valid lane token. Do: check the permissions with kvstore auth show
-    FILE, and issue a certificate with the missing one. Without authentication: check what connects
-    to port 50002; connect again if the master was restarted."""
+    """The identity lacks a permission (role, namespace), is revoked or has expired; a peer has no
+    identity; a connection to the lane has no valid lane token. Do: check the permissions with
+    kvstore auth show FILE, and issue a certificate with the missing one. Without authentication:
+    check what connects to port 50002; connect again if the master was restarted."""
 
     code = "permission_denied"
 

@@ -12,6 +12,7 @@ import hmac
 import logging
 import secrets
 import ssl
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
@@ -52,11 +53,12 @@ from kvstore.runtime import descriptors
 from kvstore.runtime.formatting import name_text
 from kvstore.runtime.tcp_protocol import LOWER_HALF
 from kvstore.security import permissions
-from kvstore.security.credentials import MASTER_NAME, Credentials, alternative_names
+from kvstore.security.credentials import MASTER_NAME, Credentials, peer_identity
 from kvstore.security.data_port_tls import ClientTls
 from kvstore.security.holder_ids import holder_by, holder_of
 from kvstore.security.identity import UNAUTHENTICATED, Identity, identity_of
 from kvstore.security.revocation_list import RevocationList
+from kvstore.security.validity import time_text, validity_of
 from kvstore.wire.frames import TOKEN_BYTES_MAX
 from kvstore.wire.messages import RpcMethod
 
@@ -66,6 +68,9 @@ WhatT = TypeVar("WhatT")
 
 IDENTITIES_MAX: Final = 65_536
 """Identities that have joined and whose tokens are known. Who is forgotten joins again."""
+
+CERTIFICATES_MAX: Final = 4_096
+"""Certificates of gRPC peers that are not parsed again at each call."""
 
 PUTTING: Final = (PutStart, Allocate, StartMoves)
 """Calls that get memory to write to."""
@@ -103,13 +108,15 @@ class Authorizer:
         self._revoked = RevocationList(config.auth_revoked, kept_s=2 * longest_ms / 1000)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
-        self._known: dict[tuple[str, ...], Identity] = {}
 
     def add_grpc_port(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_secure_port(address, self.credentials.grpc_server())
 
     def background_tasks(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self.credentials.keep_reminding(),)
+
+    def may_lead(self) -> bool:
+        return not self.credentials.validity_error()
 
     def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
         return {
@@ -124,30 +131,34 @@ class Authorizer:
     def identify_grpc_peer(self, auth_context: Callable[[], AuthContext]) -> Identity:
         context = auth_context()
         names = context.get("peer_uri", ())  # other kinds of names are for people to choose
+        pem = next(iter(context.get("x509_pem_cert", ())), b"")
         version = next(iter(context.get("ssl_tls_version", ())), _TLS)
         if version != _TLS:
             raise self.refusal_error(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
-        return self._identity(tuple(name.decode(errors="replace") for name in names))
+        return self._valid_identity(functools.partial(_identity_in, tuple(names), pem))
 
     def identify_lane_peer(self, address: str, tls: ssl.SSLObject | None) -> Identity:
         if address == LOCAL:  # without TLS: the token alone authenticates
             return UNAUTHENTICATED
-        return self._identity(tuple(alternative_names(tls and tls.getpeercert())))
+        return self._valid_identity(functools.partial(peer_identity, tls and tls.getpeercert()))
 
-    def _identity(self, names: tuple[str, ...]) -> Identity:
-        identity = self._known.get(names)
-        if identity is None:
-            try:
-                identity = identity_of(names)
-            except InvalidArgumentError as error:
-                raise self.refusal_error(error.message, error.advice) from None
-            if len(self._known) >= IDENTITIES_MAX:
-                self._known.clear()
-            self._known[names] = identity
-        self._check_revoked(identity)
+    def _valid_identity(self, identify: Callable[[], Identity]) -> Identity:
+        try:
+            identity = identify()
+        except InvalidArgumentError as error:
+            raise self.refusal_error(error.message, error.advice) from None
+        self._check_valid(identity)
         return identity
 
-    def _check_revoked(self, identity: Identity) -> None:
+    def _check_valid(self, identity: Identity) -> None:
+        if identity.until <= time.time():
+            raise self.refusal_error(
+                f"the certificate of {identity.display_name} expired on "
+                f"{time_text(identity.until)}",
+                "Issue it again (kvstore auth issue --force) and replace the file. If that time "
+                "has not come, the clock of the master's host is ahead.",
+                identity,
+            )
         if self._revoked.has(identity):
             raise self.refusal_error(
                 f"{identity.display_name} was revoked", "Issue it a new identity.", identity
@@ -209,7 +220,7 @@ class Authorizer:
     ) -> None:
         if not identity.name:
             raise self.refusal_error("a peer without an identity")
-        self._check_revoked(identity)
+        self._check_valid(identity)
         try:
             check(identity, what)
         except PermissionDeniedError as error:
@@ -288,4 +299,11 @@ def assign_client_number(identity: Identity, chosen: int) -> int:
 
 
 def _digest(identity: Identity) -> bytes:
-    return hmac.digest(b"identity", identity.uri.encode(), "sha256")[:DIGEST_BYTES]
+    certificate = f"{identity.uri} {identity.until}"  # a token ends with its certificate
+    return hmac.digest(b"identity", certificate.encode(), "sha256")[:DIGEST_BYTES]
+
+
+@functools.lru_cache(CERTIFICATES_MAX)
+def _identity_in(names: tuple[bytes, ...], pem: bytes) -> Identity:
+    identity = identity_of(name.decode(errors="replace") for name in names)
+    return identity._replace(until=validity_of(pem.decode(errors="replace")).until)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.errors import ClusterMismatchError, KVStoreError
@@ -24,6 +25,7 @@ from kvstore.master.role import (
     WaitUntil,
     WatchLeader,
 )
+from kvstore.runtime.addresses import is_host_port
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd, LeaderEntry
 
@@ -57,9 +59,11 @@ class Election:
     """Takes part in the election while ``run`` runs, until ``resign``."""
 
     def __init__(
-        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = ""
-    ) -> None:
-        """``address``: this master's own. ``cluster``: its name; empty: taken from etcd."""
+        self, etcd: Etcd, address: str, terms: LeadershipListener, *, cluster: str = "",
+        may_lead: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """``address``: this master's own. ``cluster``: its name; empty: taken from etcd.
+        ``may_lead``: as in ``ElectionStateMachine.next_action``."""
         self.cluster = cluster
         """Name of the cluster; etcd's once this master campaigns."""
         self.leader_known = asyncio.Event()
@@ -68,6 +72,7 @@ class Election:
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
         self._terms = terms
+        self._may_lead = may_lead
         self._role = ElectionStateMachine()
         self._named: str | None = None
         self._etcd_fails = False
@@ -81,7 +86,7 @@ class Election:
         """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another
         cluster uses this etcd prefix."""
         while True:
-            action = self._role.next_action(uptime())
+            action = self._role.next_action(uptime(), may_lead=self._may_lead())
             try:
                 await self._do(action)
             except ClusterMismatchError:
@@ -172,12 +177,14 @@ class Election:
         return name
 
     def _stand_by(self) -> None:
-        """Name the leader in replies, but never this master, which does not lead."""
+        """Name the leader in replies, but never this master, which does not lead, nor a value of
+        another program."""
         leader = self._role.leader
         if leader is None:
             return
         self.leader_known.set()
-        address = leader.address if leader.address != self._address else ""
+        is_other = leader.address != self._address and is_host_port(leader.address)
+        address = leader.address if is_other else ""
         if address != self._named:
             self._named = address
             log.info("standby leader=%s", address or "unknown")

@@ -41,9 +41,8 @@ from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpecte
 CALLS_MAX = 4096
 """Calls and node streams at once; further ones are refused and may be repeated."""
 
-CONNECTIONS_MAX = 1024
-"""Connections at once: every client and every node has one. The lane has as many; the limit of
-descriptors is raised for both as far as it can be."""
+CONNECTIONS_MAX = 16_384
+"""Connections at once, if memory and open files suffice; the lane has as many."""
 
 ARRIVING_BYTES_MAX: Final = 32 << 20
 """Bytes of requests that may be arriving at once. If there are more, the oldest is refused."""

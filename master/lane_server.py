@@ -33,6 +33,7 @@ from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.listeners import listen
+from kvstore.runtime.resolver import limit_silence
 from kvstore.runtime.tasks import start_task
 from kvstore.security.tls_stream import TlsError
 from kvstore.wire import frames
@@ -76,6 +77,8 @@ class LaneSettings:
     """Bounds of the lane."""
 
     connections_max: int = 1024
+    limited_by: str = "its settings"
+    """What determines ``connections_max``."""
     hello_timeout_s: float = 5.0
     frame_timeout_s: float = 5.0
     """How long a frame may take from its first byte to its last."""
@@ -246,12 +249,14 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_silence(sock, 15)  # longer than a stall: who reads nothing is silent, too
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
         try:
             server.connections.wait(self, self._preempted)
         except BusyError as error:
+            error.advice = f"That follows from the master's {server.settings.limited_by}."
             self._refuse(error)
             return
         server.stats.accepted += 1

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import logging
 import math
+import os
 import random
 import re
 import socket
@@ -45,6 +46,7 @@ from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.master.tenants_file import TenantsFileWatcher
+from kvstore.memory import cgroup
 from kvstore.runtime import descriptors, logs, sd_notify, tasks
 from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
 from kvstore.runtime.child_process import NO_PARENT, Child, ParentLink, start_node
@@ -67,6 +69,12 @@ _MIDDLE: Final = 2
 takes 5 ms."""
 
 _NEVER: Final = 1 << 30
+
+CONNECTIONS_MIN: Final = 1_024
+"""Connections that each port accepts with any memory; more take an eighth of it at most."""
+
+CONNECTION_BYTES: Final = {False: 128 << 10, True: 512 << 10}
+"""Memory of a connection of gRPC and one of the lane (measured: 22 and 65 KiB); with TLS."""
 
 FULL_LOOK_S: Final = 1.0
 """How often the master checks whether gRPC's port is full."""
@@ -161,7 +169,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            election = Election(etcd, address, master, cluster=config.cluster)
+            election = Election(
+                etcd, address, master, cluster=config.cluster, may_lead=master.access.may_lead
+            )
             master.lead_as(address, election)
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
@@ -260,12 +270,12 @@ class _MasterProcess:
             repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
         self._standby = Standby()
-        each = _connection_limit_per_port(grpc_server.CONNECTIONS_MAX)
+        each, self._limited_by = _connection_limit_per_port(config)
         self.access: Access = Authorizer(config) if config.auth else OpenAccess()
         self.rpc_servers = RpcServers(
             self._standby,
             access=self.access,
-            lane_settings=LaneSettings(connections_max=each),
+            lane_settings=LaneSettings(connections_max=each, limited_by=self._limited_by),
             grpc_connections_max=each,
         )
         self._grpc_max = each
@@ -411,11 +421,10 @@ class _MasterProcess:
             if taken >= self._grpc_max and not is_full:
                 is_full = True
                 log.warning(
-                    "grpc_port_full connections=%d max=%d: further clients and nodes are refused; "
-                    "idle ones are cut within a minute",
-                    taken,
-                    self._grpc_max,
-                )
+                    "grpc_port_full connections=%d max=%d limited_by=%r: further clients and nodes "
+                    "are refused; idle ones are cut within a minute",
+                    taken, self._grpc_max, self._limited_by,
+                )  # fmt: skip
             elif taken < self._grpc_max * 9 // 10 and is_full:
                 is_full = False
                 log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
@@ -474,19 +483,17 @@ def wall_clock_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _connection_limit_per_port(wanted: int) -> int:
-    """The connections that the lane and gRPC's port may each have, given the open-files limit."""
-    limit = descriptors.raise_limit(2 * wanted + descriptors.RESERVE)
-    fits = max(1, (limit - descriptors.RESERVE) // 2)
-    if fits < wanted:
-        log.warning(
-            "connections_bounded max=%d wanted=%d open_files=%d: raise the hard limit (ulimit -Hn, "
-            "LimitNOFILE)",
-            fits,
-            wanted,
-            limit,
-        )
-    return min(wanted, fits)
+def _connection_limit_per_port(config: MasterConfig) -> tuple[int, str]:
+    """Return the connections that the lane and gRPC's port may each have, and what limits them."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = min([memory, *(each.limit for each in cgroup.limits())])
+    fits = max(memory // 8 // CONNECTION_BYTES[bool(config.auth)], CONNECTIONS_MIN)
+    wanted, reason = min((fits, "memory"), (grpc_server.CONNECTIONS_MAX, "the maximum"))
+    files = descriptors.raise_limit(2 * wanted + descriptors.RESERVE)
+    fits = max(1, (files - descriptors.RESERVE) // 2)
+    return min(
+        (wanted, reason), (fits, "open files: raise the hard limit (ulimit -Hn, LimitNOFILE)")
+    )
 
 
 def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:

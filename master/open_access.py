@@ -58,6 +58,10 @@ class OpenAccess:
         """Return the coroutines that must run as long as the master serves."""
         return ()
 
+    def may_lead(self) -> bool:
+        """Whether this master's certificate is valid now."""
+        return True
+
     def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
         """Return values for the metrics; ``limit_refusals`` counts refusals by identity."""
         return {"open_files": None, "auth_valid": None, "identity_limit_refusals": {}}

@@ -130,9 +130,12 @@ class ElectionStateMachine:
         """Whether ``BecomeLeader`` has been returned, and ``StepDown`` has not."""
         return self._leading
 
-    def next_action(self, now: float) -> Action:
+    def next_action(self, now: float, *, may_lead: bool = True) -> Action:
+        """``may_lead``: whether peers accept this master; it leads only then."""
         self._requested_at = now
         if self._leading:
+            if not self._why and not may_lead:
+                self._why = "certificate_invalid"
             if not self._why and now >= self.until:
                 self._why = "lease_not_kept"
             if self._why:
@@ -150,12 +153,12 @@ class ElectionStateMachine:
                 self._not_before = now
                 return BecomeLeader(self.epoch)
             self._end()
-            return self.next_action(now)
+            return self.next_action(now, may_lead=may_lead)
         if now < self._not_before:
             return WaitUntil(self._not_before)
         if not self._revision:
             return ReadLeader()
-        if self.leader is not None:
+        if self.leader is not None or not may_lead:
             return WatchLeader(self._revision)
         return Campaign(self._lease_id) if self._lease_id else AcquireLease()
 

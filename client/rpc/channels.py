@@ -39,7 +39,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     # Channels of two clients in one process share nothing, so neither closes the other's.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
@@ -77,11 +77,11 @@ class ChannelPool:
     @contextmanager
     def acquire(self, address: str, deadline: float) -> Iterator[TrackedChannel]:
         """Yield the channel for one call. Raises ClosedError, ConnectionBrokenError."""
-        target = address
+        target, named = address, tuple[tuple[str, str], ...]()
         known = self._by_address.get(address)
         if known is None or self._is_idle(known):
             try:
-                target = grpc_target(address, deadline)
+                target, named = grpc_target(address, deadline)
             except NameResolutionError as error:
                 raise ConnectionBrokenError(str(error), sent=False) from None
         me = object()
@@ -93,7 +93,7 @@ class ChannelPool:
                 self._retired.add(lent)
                 lent = None
             if lent is None:
-                channel = open_channel(target, self._credentials, self._options)
+                channel = open_channel(target, self._credentials, self._options + named)
                 lent = self._by_address[address] = TrackedChannel(channel, self._clock())
             lent.calls.add(me)
         try:

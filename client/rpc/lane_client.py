@@ -21,13 +21,15 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.native import pure_python, steps
 from kvstore.native.interface import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.runtime import resolver
-from kvstore.runtime.addresses import join_address
 from kvstore.runtime.clock import uptime
 from kvstore.security.credentials import MASTER_NAME, Credentials
 from kvstore.security.tls_stream import TlsError
 from kvstore.wire.busy_poll_gauge import BusyPollGauge
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.status import decode_error
+
+SILENCE_S = 4
+"""As ``limit_silence``: less than half of the default timeout, so that calls are retried."""
 
 _CONNECT_PAUSE_S = 0.005
 """Pause between attempts to connect to a Unix socket whose backlog is full."""
@@ -53,17 +55,15 @@ class LaneConnection:
         first = hello(joined.lane_token)
         try:
             reply = _exchange_hello(self._sock, first, until)
-        except TimeoutError:
-            raise LaneUnreachableError("no HELLO: no reply in time", silent=True) from None
         except OSError as error:
-            raise LaneUnreachableError(f"no HELLO: {_reason(error)}", silent=True) from None
+            raise LaneUnreachableError(f"no HELLO: {_reason(error)}") from None
         except ProtocolError as error:
             raise LaneUnreachableError(error.message) from None
         if reply[1] == ERROR:
             refusal = decode_error(reply[3])
             if isinstance(refusal, PermissionDeniedError):
                 raise TokenRefusedError(refusal.message)
-            raise LaneUnreachableError(refusal.message)
+            raise LaneUnreachableError(str(refusal))
 
     def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
         """Return the reply. The connection is unusable after an error.
@@ -137,17 +137,17 @@ def connect(
             raise LaneUnreachableError(
                 "the lane's Unix socket cannot be reached, and the master has no TCP port for it"
             )
-        address = join_address(host, joined.lane_port)
         try:
             sock = resolver.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            resolver.limit_silence(sock, SILENCE_S)
             if credentials is not None:
                 sock = _with_tls(sock, credentials, until)
                 return LaneConnection(sock, 0.0, generation)
-        except TimeoutError:
-            raise LaneUnreachableError(f"{address}: no reply in time", silent=True) from None
         except OSError as error:
-            raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
+            raise LaneUnreachableError(
+                f"{_reason(error)}; open TCP port {joined.lane_port} of the master for faster calls"
+            ) from None
     sock.setblocking(False)
     return LaneConnection(sock, spin_s, generation)
 
@@ -215,4 +215,6 @@ def _reason(error: OSError) -> str:
         error = TlsError(error)
     if error.errno == errno.ECONNREFUSED:
         return "connection refused"
+    if isinstance(error, TimeoutError) and not error.errno:
+        return "no reply in time"
     return (error.strerror or str(error) or type(error).__name__).lower()

@@ -9,7 +9,7 @@ error. ``kvstore.client.rpc.stub`` drives it, and tests drive it with a list. It
   or if the master that may have executed it has ended with its state (a new epoch).
 - With several masters or etcd, the call leaves a master that is silent, unreachable or a standby
   for the leader, as often as necessary.
-- The lane is preferred; while it is unreachable, gRPC is used for all calls.
+- The lane is preferred. While it is unreachable, all calls use gRPC, and the stub retries it.
 - Between attempts the call backs off exponentially, with jitter, never beyond the deadline.
 """
 
@@ -44,14 +44,11 @@ from kvstore.wire.messages import JOIN_METADATA, RpcMethod
 from kvstore.wire.port_probe import ASK_S, GRPC, NO_MASTER, is_protocol_mismatch, unreachable_advice
 from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason
 
-LANE_RETRY_S: Final = 30.0
-"""Time before an unreachable lane is tried again; gRPC is used meanwhile."""
-
-LANE_SILENT_RETRY_S: Final = 1.0
-"""The same for a lane that accepts connections but is silent: the master is stopped or busy."""
+LANE_RETRY_MAX_S: Final = 30.0
+"""Maximum pause between attempts to reach the lane. The first one is 1 s; each one doubles."""
 
 LANE_CONNECT_S: Final = 1.0
-"""Limit on connecting to the lane for a call that gRPC could make: a firewall may drop packets."""
+"""Limit on connecting to the lane: a firewall may drop packets, and gRPC could make the call."""
 
 REFUSALS_MAX: Final = 2
 """Rejected fresh tokens, after which gRPC is used: the lane may be another process's."""
@@ -106,11 +103,7 @@ class ConnectionBrokenError(Exception):
 
 
 class LaneUnreachableError(Exception):
-    """Failure to reach the lane; nothing was sent. ``silent``: connected, but no reply came."""
-
-    def __init__(self, reason: str, *, silent: bool = False) -> None:
-        super().__init__(reason)
-        self.silent = silent
+    """Failure to reach the lane; nothing was sent. The text is the reason, and what to do."""
 
 
 class TokenRefusedError(Exception):
@@ -187,6 +180,7 @@ class MasterConnectionState:
         self._address_index = 0
         self._leader = ""
         self._lane = lane
+        self._lane_failures = 0  # since the last success
         self._lane_retry_at = 0.0
         self._lane_problem = ""
         self._warned = False
@@ -207,7 +201,7 @@ class MasterConnectionState:
             self._leader = address
         before = self.joined
         if before is None or before.lane_token != joined.lane_token:
-            self._lane_retry_at = 0.0
+            self._lane_failures = 0
         self.joined = joined
         self.current = True
         self.generation += 1
@@ -242,18 +236,27 @@ class MasterConnectionState:
             return SILENCE_S + WIPES_S
         return SILENCE_S
 
-    def lane_open(self, now: float) -> bool:
+    @property
+    def is_lane_usable(self) -> bool:
         joined = self.joined
-        return (
-            self._lane
-            and joined is not None
-            and bool(joined.lane_port or joined.lane_unix)
-            and now >= self._lane_retry_at
-        )
+        if joined is None or not self._lane or self._lane_failures:
+            return False
+        return bool(joined.lane_port or joined.lane_unix)
 
-    def lane_failed(self, now: float, reason: str, *, silent: bool = False) -> None:
-        self._lane_retry_at = now + (LANE_SILENT_RETRY_S if silent else LANE_RETRY_S)
-        self._lane_problem = reason
+    def should_retry_lane(self, now: float) -> bool:
+        """Return whether the caller should try an unreachable lane now; True to one caller."""
+        if not self._lane_failures or now < self._lane_retry_at:
+            return False
+        self._lane_retry_at = now + LANE_RETRY_MAX_S
+        return True
+
+    def on_lane_failed(self, now: float, error: Exception) -> None:
+        self._lane_retry_at = now + min(2.0**self._lane_failures, LANE_RETRY_MAX_S)
+        self._lane_failures += 1
+        self._lane_problem = str(error)
+
+    def on_lane_connected(self) -> None:
+        self._lane_failures = 0
 
     def lane_warning(self) -> str | None:
         """Return the warning for a call that gRPC made instead of the lane; once per client."""
@@ -264,7 +267,7 @@ class MasterConnectionState:
         host, _ = split_address(self.address)
         return (
             f"lane unreachable, calls go over gRPC address={join_address(host, port)} "
-            f"reason={self._lane_problem!r}; open TCP port {port} of the master for faster calls"
+            f"reason={self._lane_problem!r}"
         )
 
     def backoff_s(self, attempt: int) -> float:
@@ -285,17 +288,19 @@ def attempts(
     deadline: float,
     clock: Callable[[], float],
     broken: ConnectionBrokenError | NotLeaderError | None = None,
+    started: float | None = None,
 ) -> Attempts:
     """Drive one call to its reply; see the module.
 
     Args:
         call: None: only joins, and returns nothing.
         broken: the error of an earlier attempt on the lane.
+        started: the start of that attempt.
 
     Raises:
         KVStoreError: the master's error; MasterUnreachableError; DeadlineExceededError.
     """
-    started = clock()
+    started = clock() if started is None else started
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
     identified: set[str] = set()
@@ -323,18 +328,18 @@ def attempts(
             epoch = link.epoch  # another call may join again meanwhile
             if doubtful == epoch:
                 raise _unknown_outcome_error(call, address, reasons)
-            if call.lane and link.lane_open(clock()):
+            if call.lane and link.is_lane_usable:
                 return cast(bytes, (yield SendOnLane()))
             return cast(bytes, (yield SendOnGrpc(address)))
         except TokenRefusedError as refused:
             refusals += 1
             if refusals > REFUSALS_MAX:
-                link.lane_failed(clock(), str(refused))
+                link.on_lane_failed(clock(), refused)
                 reasons[address] = str(refused)
                 pause_s = link.backoff_s(refusals)
             link.on_master_lost(generation)
         except LaneUnreachableError as unreachable:
-            link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
+            link.on_lane_failed(clock(), unreachable)
         except ConnectionBrokenError as failure:
             failures += 1
             # A call that needs no join may be the first one.

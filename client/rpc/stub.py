@@ -28,10 +28,12 @@ from kvstore.client.rpc.retries import (
     ConnectionBrokenError,
     FindLeader,
     JoinAt,
+    LaneUnreachableError,
     MasterConnectionState,
     ProbePort,
     SendOnGrpc,
     SendOnLane,
+    TokenRefusedError,
     attempts,
     deadline_error,
     failover_error,
@@ -43,24 +45,19 @@ from kvstore.runtime.addresses import split_address
 from kvstore.runtime.cancellation import CancelToken, current
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.leader_lookup import find_leader
-from kvstore.runtime.tasks import uninterrupted
+from kvstore.runtime.tasks import start_thread, uninterrupted
 from kvstore.security.credentials import Credentials
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.pieces import CUTS, Cut
 from kvstore.wire.port_probe import GRPC, TLS, identify_service
-from kvstore.wire.status import decode_error, detail_of
+from kvstore.wire.status import CLOSED_REASONS, decode_error, detail_of
 from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
 from kvstore.wire.trace_context import trace_of, with_trace
 
 logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
-
-CERTIFICATE_REJECTIONS = {
-    "socket closed": "it has closed the connection: it may reject our certificate"
-}
-"""gRPC's text for a master that rejects a client's certificate, and its meaning."""
 
 CLOSED_PAUSE_S = 0.05
 """Interval in which a waiting call checks whether the client was closed."""
@@ -129,6 +126,7 @@ class MasterStub:
         self._lock = threading.Lock()  # guards ``_connections``
         self.reset_after_fork()
         self.credentials = Credentials(auth) if auth else None
+        self._pems = None if self.credentials is None else self.credentials.pems()
         self._channels = ChannelPool(self.credentials)
 
     def reset_after_fork(self) -> None:
@@ -186,6 +184,9 @@ class MasterStub:
             self.check(request)
         if self.credentials is not None:
             self.credentials.warn_if_expiring()
+            if (pems := self.credentials.pems()) is not self._pems:  # renewed: join with them
+                self._pems, self._channels = pems, ChannelPool(self.credentials)
+                self._link.on_master_lost(self._link.generation)
         call = CALLS[type(request)]
         split = CUTS.get(type(request))
         if split is not None and split.is_large(request):
@@ -196,6 +197,7 @@ class MasterStub:
         if trace:
             payload = with_trace(payload, trace)
         sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
+        started = uptime()
         broken: ConnectionBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
@@ -204,7 +206,7 @@ class MasterStub:
                 pass
             except (ConnectionBrokenError, NotLeaderError) as error:
                 broken = without_frames(error)
-        under_way = attempts(self._link, call, deadline, uptime, broken)
+        under_way = attempts(self._link, call, deadline, uptime, broken, started)
         reply = decode_reply(call, self._run(under_way, sending))
         self._has_replied = True
         if isinstance(reply, JoinReply):
@@ -292,6 +294,9 @@ class MasterStub:
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
             logger.warning(warning)
+        if call.lane and self._link.should_retry_lane(uptime()):
+            with contextlib.suppress(RuntimeError):  # the system has no thread left
+                start_thread("lane", self._retry_lane)
         return reply
 
     def _join_at(self, action: JoinAt, deadline: float) -> None:
@@ -353,8 +358,12 @@ class MasterStub:
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-                if self.credentials is not None and isinstance(failure, ConnectionBrokenError):
-                    failure.reason = CERTIFICATE_REJECTIONS.get(failure.reason, failure.reason)
+                if (
+                    self.credentials is not None
+                    and isinstance(failure, ConnectionBrokenError)
+                    and failure.reason in CLOSED_REASONS
+                ):
+                    failure.reason = self.credentials.validity_error() or failure.reason
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # cancelled, or the channel was closed
@@ -454,6 +463,17 @@ class MasterStub:
             self._drop(connection)
             raise
         return connection
+
+    def _retry_lane(self) -> None:
+        """Try an unreachable lane again, without a call that waits for it."""
+        try:
+            connection = self._connect(uptime() + 2 * LANE_CONNECT_S)
+        except (LaneUnreachableError, TokenRefusedError, ClosedError) as error:
+            self._link.on_lane_failed(uptime(), error)
+        else:
+            if connection is not None:
+                self._idle.append(connection)
+            self._link.on_lane_connected()
 
     def _drop(self, connection: LaneConnection) -> None:
         with self._lock:

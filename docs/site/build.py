@@ -36,6 +36,7 @@ QUERIES: Final = {
     "docs/comparison": ("should i use", "is it for me", "redis", "alternatives", "vs"),
     "docs/containers": ("docker", "kubernetes", "compose", "systemd", "image", "helm"),
     "docs/dashboard": ("grafana", "web page"),
+    "docs/errors": ("no space", "out of memory"),
     "docs/engines/index": ("engine", "integration", "connector"),
     "docs/glossary": ("eviction", "lease", "pin", "quarantine"),
     "docs/gpu": ("gpu", "cuda", "vram"),
@@ -43,7 +44,8 @@ QUERIES: Final = {
     "docs/metrics": ("prometheus", "monitoring"),
     "docs/performance": ("benchmark", "latency"),
     "docs/proxy": ("disaggregated", "1p1d", "router"),
-    "docs/python": ("python", "client", "api"),
+    "docs/operations": ("port", "firewall"),
+    "docs/python": ("python", "client", "api", "testing"),
     "docs/runbook": ("slow", "alert", "problem", "troubleshooting"),
     "docs/security": (
         "tls",
@@ -54,8 +56,10 @@ QUERIES: Final = {
         "quota",
         "multi-tenant",
     ),
+    "docs/scope": ("backup", "disk"),
     "docs/sizing": ("how much memory", "capacity"),
     "docs/transports": ("rdma",),
+    "docs/vllm": ("vllm",),
     "docs/why": ("miss", "no hits", "not found", "hit rate"),
 }
 """What people look for, and the page that has it: its first result of the site's search."""

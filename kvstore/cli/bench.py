@@ -11,6 +11,7 @@ import click
 
 from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import (
+    Duration,
     command,
     config_options,
     confirm,
@@ -50,7 +51,7 @@ Examples:
 @command(epilog=EXAMPLE, help="Run benchmarks on this machine.")
 @click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
               show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
-@click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,
+@click.option("--seconds", metavar="DURATION", type=Duration(min=0.01), default=1.5,
               show_default=True, help="Time per row.")  # fmt: skip
 @click.option("--rows", "patterns", metavar="PATTERN,...", default="*", show_default=True,
               help="Only these rows, as OP/TRANSPORT/SIZE/BATCH or a prefix: 'get*', 'put/*/1MiB'."
@@ -138,12 +139,15 @@ def _show(
         return own_store(pool_bytes, target.node_flags)
 
     shown = table_of("mode", "op", right=COLUMNS)
+    fastest: dict[str, float] = {}
 
     def on_sample(row: ComparisonCase, system: str, sample: Sample) -> None:
         found = numbers(row, sample)
         if as_json:
             click.echo(json.dumps(found))
             return
+        if row.op == "get":
+            fastest[row.mode] = max(fastest.get(row.mode, 0.0), found["gb_per_second"])
         moves = row.size and row.op != "get_view"
         shown.add_row(
             row.mode, row.op, size_text(row.size) if row.size else "-", str(row.batch),
@@ -162,6 +166,9 @@ def _show(
             )
     except ChildError as error:
         raise StartupError(str(error)) from None
+    if fastest:
+        rates = (f"{rate:.1f} GB/s by {mode}" for mode, rate in fastest.items())
+        click.echo(f"\nThe fastest get copies {', '.join(rates)}.")
 
 
 # --- a store that is in use ---

@@ -17,7 +17,7 @@ from kvstore.cli.options import (
     json_option,
 )
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.runtime.formatting import size_text
+from kvstore.runtime.formatting import name_text, size_text
 
 if TYPE_CHECKING:
     from kvstore.memory.shm_entries import LeftoverSegment
@@ -79,7 +79,7 @@ def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool 
         click.echo(f"removed {sum(removed for _, removed in rows)}, {size_text(freed)} freed")
         for left, removed in rows:
             if not removed:
-                click.echo(f"{left.path}: a process has taken it meanwhile", err=True)
+                click.echo(f"{name_text(left.path)}: a process has taken it meanwhile", err=True)
     for name in missing:
         click.echo(f"{name}: no memory of a dead node of this name", err=True)
     if missing:
@@ -90,13 +90,9 @@ def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool 
 def _is_agreed(found: list[LeftoverSegment]) -> bool:
     table = table_of("node", "memory", "cluster", "of the master at", "path")
     for left in found:
-        table.add_row(
-            left.node or "-",
-            size_text(left.held),
-            left.owner.cluster or "-",
-            ", ".join(left.owner.locations) or "-",
-            left.path,
-        )
+        owner, size = left.owner, size_text(left.held)
+        cells = (left.node, size, owner.cluster, ", ".join(owner.locations), left.path)
+        table.add_row(*(name_text(cell) or "-" for cell in cells))  # any user may choose them
     console_of_names(stderr=True).print(table)
     confirm("Remove this memory, with all objects in it?")
     return True

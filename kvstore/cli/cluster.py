@@ -12,7 +12,7 @@ from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import EXIT_FAILED, command, debug_option, json_option
+from kvstore.cli.options import EXIT_FAILED, Duration, command, debug_option, json_option
 from kvstore.cli.progress import progress
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.runtime.addresses import shown_place
@@ -55,7 +55,7 @@ def status(invocation: Invocation, counters: bool) -> None:
     help="Evict less recently used objects on other nodes to make space.",
 )
 @click.option("--discard", is_flag=True, help="Drop objects that do not fit on other nodes.")
-@click.option("--wait-s", metavar="SECONDS", type=click.FloatRange(min=0), default=60.0,
+@click.option("--wait-s", metavar="DURATION", type=Duration(min=0), default=60.0,
               show_default=True,
               help="Maximum wait for puts on the node when nothing moves.")  # fmt: skip
 def drain(

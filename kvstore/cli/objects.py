@@ -14,7 +14,7 @@ from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import EXIT_NOT_FOUND, command, confirm, print_json_error
+from kvstore.cli.options import EXIT_NOT_FOUND, Duration, command, confirm, print_json_error
 from kvstore.cli.progress import progress
 from kvstore.errors import CorruptObjectError
 from kvstore.limits import BATCH_KEYS_MAX, Key
@@ -117,7 +117,12 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
 @click.option("--npy", is_flag=True, help="FILE is a NumPy array (.npy): keep dtype and shape.")
 @click.option("--parent", metavar="KEY", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
-@click.option("--ttl", type=float, metavar="SECONDS", help="TTL of the object.")
+@click.option(
+    "--ttl",
+    type=Duration(min=0, min_open=True),
+    metavar="DURATION",
+    help="TTL of the object, such as 1h.",
+)
 def put(
     invocation: Invocation,
     key: str,
@@ -212,18 +217,19 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
 
 
 @command(
-    epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
+    epilog="\b\nExample:\n  kvstore pin system-prompt --for 1h",
     help="Protect objects and their ancestors from eviction.",
 )
 @client_command(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 @click.option(
-    "--seconds",
-    type=float,
-    metavar="SECONDS",
+    "--for",
+    "seconds",
+    type=Duration(min=0, min_open=True),
+    metavar="DURATION",
     required=True,
-    help="Duration of the pin, up to 86400 (a day).",
+    help="Duration of the pin, up to a day; a number is seconds.",
 )
 def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: float) -> int:
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))

@@ -22,6 +22,8 @@ from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.runtime import descriptors
+from kvstore.runtime.formatting import parse_duration
+from kvstore.runtime.refused_calls import refused_call
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -31,7 +33,7 @@ EXIT_USAGE = 2
 EXIT_NOT_FOUND = 3
 INTERRUPTED = 130
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 1_000}
 
 SOURCES = (
     "Each setting is taken from its option, else its KVSTORE_* variable, else the TOML file "
@@ -71,6 +73,18 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+class Duration(click.FloatRange):
+    """A number of seconds, or a text with a unit."""
+
+    name = "duration such as 90, 90s, 5min or 1h"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = parse_duration(str(value))
+        return super().convert(value if seconds is None else seconds, param, ctx)
 
 
 command: Final = functools.partial(click.command, cls=Command)
@@ -268,6 +282,7 @@ def _print_error(error: BaseException, name: str, *, as_json: bool, debug: bool)
     if debug:
         traceback.print_exception(error)
     advice, fields = "", None
+    error = refused_call(error) or error
     if isinstance(error, KVStoreError):
         code, what, advice, fields = error.code, error.message, error.advice, error.fields
     elif isinstance(error, OSError):

@@ -19,6 +19,7 @@ from kvstore.cli.options import (
 from kvstore.config import MasterConfig, NodeConfig, ProxyConfig, load
 from kvstore.runtime import logs, memory_protection
 from kvstore.runtime.child_process import ParentLink
+from kvstore.runtime.refused_calls import check_threads
 
 Settings = MasterConfig | NodeConfig | ProxyConfig
 Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
@@ -36,6 +37,7 @@ def serves(
         def command(config_path: str | None, parent_fd: int | None, **given: Any) -> int:
             with ParentLink(parent_fd) as parent:
                 flags = {key: given.pop(key) for key in kind.model_fields if key in given}
+                check_threads()
                 config: Settings = load(kind, flags, config_path=config_path, origin="{flag}")
                 logs.configure(config.log_level, config.log_format)
                 if config.auth:

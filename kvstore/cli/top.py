@@ -13,7 +13,7 @@ from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
-from kvstore.cli.options import command
+from kvstore.cli.options import Duration, command
 from kvstore.cli.tables import (
     console_of_names,
     head_text,
@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
     "Ctrl-C ends it; the last look stays in the terminal.",
 )
 @client_command()
-@click.option("--interval-s", metavar="SECONDS", type=click.FloatRange(min=0.2, max=3600),
+@click.option("--interval-s", metavar="DURATION", type=Duration(min=0.2, max=3600),
               default=2.0, show_default=True, help="Refresh interval.")  # fmt: skip
 @click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after N refreshes.")
 def top(invocation: Invocation, interval_s: float, count: int | None) -> int:

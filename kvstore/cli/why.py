@@ -5,6 +5,7 @@ escaped (``sanitize``) for the terminal."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -33,7 +34,6 @@ Exit codes: 0 no problem, 1 a reason why nothing is found, 3 no such namespace o
 
 PARTIES_SHOWN: Final = 8
 CAUSES_SHOWN: Final = 6
-TEXT_WIDTH: Final = 96
 
 
 @command(
@@ -123,8 +123,9 @@ def _reasons(causes: Sequence[Cause]) -> Iterator[str]:
 
 def _wrapped(begin: str, text: str) -> list[str]:
     after = " " * len(begin)
+    width = max(40, shutil.get_terminal_size().columns - 1)
     return textwrap.wrap(
-        text, TEXT_WIDTH, initial_indent=begin, subsequent_indent=after, break_on_hyphens=False
+        text, width, initial_indent=begin, subsequent_indent=after, break_on_hyphens=False
     )
 
 

@@ -59,4 +59,5 @@ def handle_of(stream: int | torch.cuda.Stream | None) -> int | None:
 def _torch() -> Any:
     """Return torch, if it is imported and has initialised CUDA."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
+    cuda = getattr(torch, "cuda", None)  # None while another thread imports it
+    return torch if cuda is not None and cuda.is_initialized() else None

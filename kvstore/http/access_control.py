@@ -12,8 +12,8 @@ or ``Authorization``, nor read responses."""
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import ssl
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
@@ -24,13 +24,14 @@ from aiohttp import web
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.http.connection_limiter import Handler
+from kvstore.runtime import host
 from kvstore.runtime.addresses import is_address, split_address
 from kvstore.security.credentials import Credentials, shown_identity
 from kvstore.security.identity import ADMIN, UNAUTHENTICATED, Identity, validated_identity
 from kvstore.security.impersonation import impersonate
 from kvstore.security.permissions import check_numbers
 from kvstore.security.revocation_list import RevocationList
-from kvstore.security.tls import Certificate, load_chain, reloading_context
+from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -45,8 +46,8 @@ HEADERS: Final = {
 
 FORGED: Final = "A page of another site has made this request.\n"
 UNKNOWN: Final = (
-    "This needs an identity: a certificate of this cluster (curl --cert FILE --cacert FILE), or "
-    "the token of this port.\n"
+    "This needs a certificate of this cluster: curl --cert FILE --cacert FILE, or import what "
+    "openssl pkcs12 -export -in FILE writes into the browser. "
 )
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
@@ -102,7 +103,7 @@ NOT_SECURED: Final = HttpSecurity()
 
 
 def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = HttpsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     load_chain(context, *pair)
@@ -282,7 +283,7 @@ class IdentityAccessControl(AccessControl):
         async def acting(request: web.Request) -> web.StreamResponse:
             identity = self._identity_of(request)
             if not identity.name:  # revoked since it was checked
-                return _unauthorized(UNKNOWN)
+                return self._unidentified()
             still = _STILL.set(lambda: bool(self._identity_of(request).name))
             try:
                 with impersonate(identity):
@@ -294,18 +295,19 @@ class IdentityAccessControl(AccessControl):
 
     def _identity_of(self, request: web.Request) -> Identity:
         """The identity of the request's certificate or token; UNAUTHENTICATED: it has neither, or
-        the identity is revoked."""
+        the identity is revoked or has ended."""
         if self._has_token(request):
             return HTTP_TOKEN
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         identity = shown_identity(shown)
-        return UNAUTHENTICATED if self._revoked.has(identity) else identity
+        is_out = identity.until <= time.time() or self._revoked.has(identity)
+        return UNAUTHENTICATED if is_out else identity
 
     def _blind(self, request: web.Request) -> web.Response | None:
         identity = self._identity_of(request)
         if not identity.name:  # revoked since it was checked
-            return _unauthorized(UNKNOWN)
+            return self._unidentified()
         try:
             check_numbers(identity)
         except PermissionDeniedError as error:
@@ -313,21 +315,21 @@ class IdentityAccessControl(AccessControl):
         return None
 
     def _unread(self, request: web.Request) -> web.Response | None:
-        return None if self._identity_of(request).name else _unauthorized(UNKNOWN)
+        return None if self._identity_of(request).name else self._unidentified()
 
     _untrusted = _unread
+
+    def _unidentified(self) -> web.Response:
+        if self._token:
+            return _unauthorized(f"{UNKNOWN}The token of this port will do, too.\n")
+        return _unauthorized(f"{UNKNOWN}Or give this port --http-token-file FILE.\n", "Certificate")
 
 
 def is_loopback(request: web.Request) -> bool:
     """Return whether the connection comes from a loopback address; headers do not count."""
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if peer else None
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address is not None and address.is_loopback
+    address = str(peer[0]).partition("%")[0].removeprefix("::ffff:") if peer else ""
+    return host.is_loopback(address)
 
 
 def _cross_site_refusal(request: web.Request) -> web.Response | None:
@@ -353,6 +355,6 @@ def _refusal(status: int, text: str) -> web.Response:
     return web.Response(status=status, text=text, headers=HEADERS)
 
 
-def _unauthorized(text: str = LOCKED) -> web.Response:
-    headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
+def _unauthorized(text: str = LOCKED, scheme: str = "Bearer") -> web.Response:
+    headers = {**HEADERS, "WWW-Authenticate": f'{scheme} realm="kvstore"'}
     return web.Response(status=401, text=text, headers=headers)

@@ -20,6 +20,7 @@ POPULATE_READ: Final = 22
 POPULATE_WRITE: Final = 23
 """Also allocate and clear missing pages."""
 
+_REFUSED: Final = (errno.EINVAL, errno.EPERM, errno.ENOSYS)
 _HUGEPAGE: Final = 14
 _LOCK_ON_FAULT: Final = 1
 _BIND: Final = 2
@@ -46,7 +47,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: int) -> bool:
     """Maps ``length`` bytes from ``start``, both multiples of the page size. Returns False if the
-    kernel (before 5.14) lacks this call.
+    kernel (before 5.14) lacks this call, or refuses it.
 
     Raises:
         OSError: the kernel cannot provide the pages.
@@ -54,7 +55,7 @@ def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: in
     try:
         _call("madvise", _at(memory, start), ctypes.c_size_t(length), advice)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in _REFUSED:
             return False
         raise
     return True
@@ -82,7 +83,7 @@ def prefer_huge(memory: mmap.mmap) -> None:
     try:
         _call("madvise", _at(memory), ctypes.c_size_t(len(memory)), _HUGEPAGE)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _REFUSED:
             raise
 
 

@@ -296,6 +296,8 @@ class NodeAgent:
             for task in (reading, beating, telling):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
+            if not beating.cancelled():  # the certificate was renewed
+                return
         raise UnavailableError("the master closed the stream")
 
     async def _reply_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
@@ -331,8 +333,9 @@ class NodeAgent:
             log.debug("node_left node=%s stream_ended_by=%r", self._name, error)
 
     async def _send_heartbeat(self, link: NodeStream, accepted: MasterAccepted) -> None:
+        """Sends heartbeats until the certificate is renewed, which needs another stream."""
         number = 0
-        while True:
+        while not link.is_outdated:
             number += 1
             moved = self._server.counters()
             await self._send(

@@ -22,11 +22,19 @@ from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, enco
 from kvstore.wire.port_probe import (
     GRPC,
     NO_MASTER,
+    TLS,
     identify_service,
     is_protocol_mismatch,
     unreachable_advice,
 )
-from kvstore.wire.status import decode_error, detail_of, from_grpc, short_reason, unexpected
+from kvstore.wire.status import (
+    CLOSED_REASONS,
+    decode_error,
+    detail_of,
+    from_grpc,
+    short_reason,
+    unexpected,
+)
 
 if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -72,6 +80,7 @@ class NodeStream:
         """``credentials``: the node's identity; None: no authentication."""
         self._address = address
         self._credentials = credentials
+        self._pems = None if credentials is None else credentials.pems()
         self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
         self._ended: KVStoreError | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -80,7 +89,9 @@ class NodeStream:
 
     async def __aenter__(self) -> Self:
         try:
-            target = await asyncio.to_thread(grpc_target, self._address, uptime() + RESOLVE_S)
+            target, named = await asyncio.to_thread(
+                grpc_target, self._address, uptime() + RESOLVE_S
+            )
         except NameResolutionError as error:
             raise MasterUnreachableError(
                 f"no session with the master at {self._address}: {error}",
@@ -88,9 +99,9 @@ class NodeStream:
                 address=self._address,
             ) from None
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS + named)
         else:
-            options = [*_OPTIONS, *channel_options()]
+            options = [*_OPTIONS, *named, *channel_options()]
             self._channel = grpc.aio.secure_channel(
                 target, self._credentials.channel(), options=options
             )
@@ -112,6 +123,11 @@ class NodeStream:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the node's certificate was renewed: the session ends with the old one."""
+        return self._credentials is not None and self._credentials.pems() is not self._pems
 
     async def connect(self, timeout_s: float) -> None:
         """Waits until a connection is open. Raises MasterUnreachableError."""
@@ -206,9 +222,14 @@ class NodeStream:
         code, details = error.code(), error.details() or ""
         if code in _NOT_THE_MASTER:
             reason = short_reason(details)
+            what = ""
             if is_protocol_mismatch(details):
                 what = await asyncio.to_thread(identify_service, self._address)
-                reason = NO_MASTER + what if what not in ("", GRPC) else reason
+            if self._credentials is not None:
+                if reason in CLOSED_REASONS:
+                    reason = self._credentials.validity_error() or reason
+                what = GRPC if what == TLS else what
+            reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(
                 f"no session with the master at {self._address}: {reason}",
                 advice=unreachable_advice(self._address, [reason]),

@@ -15,14 +15,20 @@ Body = dict[str, Any]
 
 
 class EngineRoute(NamedTuple):
-    """One of the two endpoints that generate text."""
+    """An endpoint of engines."""
 
     name: str
     path: str
-    chat: bool
+    chat: bool = False
+    method: str = "POST"
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the proxy knows how to prefill these requests."""
+        return self in ROUTES
 
 
-COMPLETIONS: Final = EngineRoute("completions", "/v1/completions", chat=False)
+COMPLETIONS: Final = EngineRoute("completions", "/v1/completions")
 CHAT: Final = EngineRoute("chat", "/v1/chat/completions", chat=True)
 ROUTES: Final = (COMPLETIONS, CHAT)
 

@@ -38,6 +38,9 @@ FIRST_BYTE_TIMEOUT_S = 600.0
 """Timeout of a decoder's first byte, which without streaming is the whole response: as long as
 OpenAI's own clients wait."""
 
+QUICK_TIMEOUT_S = 5.0
+"""The same of a request that computes nothing, such as GET /v1/models."""
+
 _NOT_RELAYED: Final = frozenset(
     {"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"}
 )
@@ -102,11 +105,14 @@ async def _attempt(
 ) -> web.StreamResponse | _FailedAttempt:
     try:
         async with parts.engines.stream(
+            context.route.method,
             turn.instance.address,
             context.route.path,
             headers=context.engine_headers(),
             data=sent,
-            first_byte_timeout_s=FIRST_BYTE_TIMEOUT_S,
+            first_byte_timeout_s=(
+                FIRST_BYTE_TIMEOUT_S if context.route.method == "POST" else QUICK_TIMEOUT_S
+            ),
         ) as (answer, first):
             if answer.status >= 500:
                 return await _refused(context, turn, answer, first, suspects)

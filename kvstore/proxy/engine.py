@@ -128,6 +128,7 @@ class EngineClient:
     @asynccontextmanager
     async def stream(
         self,
+        method: str,
         address: str,
         path: str,
         *,
@@ -144,9 +145,10 @@ class EngineClient:
         """
         with _errors(address):
             async with asyncio.timeout(first_byte_timeout_s):
-                response = await self._session.post(
+                response = await self._session.request(
+                    method,
                     f"http://{address}{path}",
-                    data=data,
+                    data=data or None,
                     headers={**headers, **AS_IT_IS},
                     allow_redirects=False,
                 )

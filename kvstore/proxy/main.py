@@ -15,7 +15,6 @@ from aiohttp import web
 from kvstore._version import __version__
 from kvstore.config import ProxyConfig
 from kvstore.http.connection_limiter import (
-    RETRY_AFTER_S,
     ConnectionLimiter,
     connections_max,
     serving_connections,
@@ -24,20 +23,14 @@ from kvstore.http.serving import bind
 from kvstore.proxy import bodies, metrics, serving
 from kvstore.proxy.admin import AdminHandlers, rows
 from kvstore.proxy.cache_salts import salts_by
-from kvstore.proxy.engine import EngineClient, EngineError
+from kvstore.proxy.engine import EngineClient
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.hints import SessionHints, delete_session
 from kvstore.proxy.instances import ROLES, Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.request_context import (
-    REQUEST_ID,
-    ProxyContext,
-    error_response,
-    headers_for_engines,
-    request_id_of,
-)
-from kvstore.proxy.serving import serve
+from kvstore.proxy.request_context import ProxyContext
+from kvstore.proxy.serving import relay, serve
 from kvstore.runtime import tasks
 from kvstore.runtime.addresses import join_address, shown_place
 from kvstore.runtime.limiter import Limiter
@@ -51,8 +44,6 @@ LINE_BYTES_MAX: Final = 1 << 14
 
 IDLE_CONNECTION_S: Final = 600.0
 """Timeout of a connection without a request, longer than that of load balancers."""
-
-MODELS_TIMEOUT_MS: Final = 5_000
 
 GRACE_S = 30.0
 """Maximum time for requests in progress at shutdown: that of Kubernetes."""
@@ -149,10 +140,10 @@ def _application(
     for route in bodies.ROUTES:
         app.router.add_post(route.path, partial(serve, parts, hints, route))
     app.router.add_delete("/v1/sessions/{session}", partial(delete_session, parts, hints))
-    app.router.add_get("/v1/models", partial(_models, parts))
     app.router.add_get("/healthz", partial(_healthz, parts))
     app.router.add_get("/metrics", partial(_metrics, parts))
     AdminHandlers(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
+    app.router.add_route("*", "/{path:.*}", partial(relay, parts, hints))  # after all others
     return app
 
 
@@ -223,33 +214,3 @@ async def _healthz(parts: ProxyContext, request: web.Request) -> web.Response:
 async def _metrics(parts: ProxyContext, request: web.Request) -> web.Response:
     del request
     return web.Response(body=parts.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
-
-
-async def _models(parts: ProxyContext, request: web.Request) -> web.Response:
-    """Relay the models of the first engine that answers, decoders before prefillers."""
-    request_id = request_id_of(request)
-    headers = headers_for_engines(request)
-    headers[REQUEST_ID] = request_id
-    now_ms = clock_ms()
-    for role in reversed(ROLES):
-        known = parts.instances
-        for instance in known.usable(role, now_ms) or known.last_resort(role, now_ms):
-            try:
-                answer = await parts.engines.post(
-                    "GET", instance.address, "/v1/models",
-                    headers=headers, timeout_ms=MODELS_TIMEOUT_MS,
-                )  # fmt: skip
-            except EngineError as error:
-                log.warning("models_failed id=%s reason=%s", request_id, error)
-                continue
-            if answer.status < 500:
-                parts.metrics.requests.labels("models", answer.status).inc()
-                kind = answer.headers.get("Content-Type", "application/json")
-                return web.Response(
-                    body=answer.data,
-                    status=answer.status,
-                    headers={"Content-Type": kind, REQUEST_ID: request_id},
-                )
-    parts.metrics.requests.labels("models", 503).inc()
-    tags = {REQUEST_ID: request_id, "Retry-After": str(RETRY_AFTER_S)}
-    return error_response(503, "no engine is usable now", "no_engine", headers=tags)

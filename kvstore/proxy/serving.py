@@ -6,8 +6,10 @@ A failure of the first two steps only costs time; the decoder's result is the cl
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from aiohttp import web
+from yarl import URL
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.http.connection_limiter import CLIENT_LEFT, RETRY_AFTER_S
@@ -44,10 +46,16 @@ BODY_TIMEOUT_S = 60.0
 slowest gives way to one more."""
 
 
+RELAYED: Final = "/v1/"
+RESPONSES: Final = "/v1/responses"
+"""The one relayed path whose prompts engines salt."""
+_WITHOUT_PROMPT: Final = ("GET", "HEAD", "OPTIONS")
+
+
 async def serve(
     parts: ProxyContext, hints: SessionHints, route: EngineRoute, request: web.Request
 ) -> web.StreamResponse:
-    """Handle both routes: limit, count and log requests; ``_answer`` does the work.
+    """Handle all requests for engines: limit, count and log requests; ``_answer`` does the work.
 
     A request counts as in flight once its body has arrived; before that it takes no slot.
     """
@@ -76,6 +84,20 @@ async def serve(
             _log(route, request_id, context, status, clock_ms() - arrived_ms)
 
 
+async def relay(
+    parts: ProxyContext, hints: SessionHints, request: web.Request
+) -> web.StreamResponse:
+    """Relay a request below ``/v1/`` that the proxy does not interpret, such as one of coding
+    agents, to a decoder. Other paths are refused: engines do not authenticate them."""
+    path = URL(f"http://engine{request.rel_url}").raw_path_qs  # as sent: without dot segments
+    if path.startswith(RELAYED):
+        route = EngineRoute("relayed", path, method=request.method)
+        return await serve(parts, hints, route, request)
+    message = f"the proxy serves {RELAYED}, /healthz, /metrics and /admin/instances, not this path"
+    headers = {REQUEST_ID: request_id_of(request)}
+    return error_response(404, message, "not_found", headers=headers)
+
+
 class _RejectedError(Exception):
     """The proxy rejects the request with ``response``."""
 
@@ -102,13 +124,16 @@ async def _read_request(
 
     if parts.stopping:
         raise not_taken(503, "the proxy is stopping", "overloaded")
-    salts, caller = parts.salts, None
+    salts, caller = None if request.method in _WITHOUT_PROMPT else parts.salts, None
+    if salts is not None and not (route.is_generation or request.path == RESPONSES):
+        message = f"this proxy isolates callers, which {request.path} does not support"
+        raise not_taken(404, message, "not_found")
     if salts is not None and (caller := salts.caller(request.headers)) is None:
         raise not_taken(401, f"this needs one header {salts.header}", "authentication_error")
     try:
         async with parts.bodies.waiting(BODY_TIMEOUT_S):
             raw = await request.read()
-        body = bodies.parse(raw)
+        body = bodies.parse(raw) if salts or route.is_generation else {}
     except web.HTTPRequestEntityTooLarge:
         message = f"the body is larger than {BODY_BYTES_MAX} bytes"
         raise not_taken(413, message, "invalid_request_error") from None
@@ -125,7 +150,7 @@ async def _read_request(
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
         raw = bodies.dump(body)
-    if (envelope := envelope_of(request.headers, request_id)) is not None:
+    if route.is_generation and (envelope := envelope_of(request.headers, request_id)):
         body = bodies.with_hint(body, envelope)
         raw = bodies.dump(body)
     context = RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
@@ -136,6 +161,8 @@ async def _read_request(
 async def _answer(
     parts: ProxyContext, context: RequestContext, request: web.Request
 ) -> web.StreamResponse:
+    if not context.route.is_generation:
+        return await decode(parts, context, request)
     now_ms = clock_ms()
     if not parts.instances.usable("decode", now_ms):
         able = parts.instances.last_resort("decode", now_ms)

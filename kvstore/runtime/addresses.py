@@ -48,6 +48,15 @@ def split_address(address: str, *, default_port: int | None = None) -> tuple[str
     return host, int(port)
 
 
+def is_host_port(text: str) -> bool:
+    """Return whether ``split_address`` accepts the text."""
+    try:
+        split_address(text)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
 def join_address(host: str, port: int) -> str:
     """Return the inverse of ``split_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

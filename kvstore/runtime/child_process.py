@@ -28,6 +28,7 @@ from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStor
 from kvstore.runtime import descriptors, interpreter, logs, sd_notify
 from kvstore.runtime.cancellation import current
 from kvstore.runtime.clock import uptime
+from kvstore.runtime.refused_calls import refused_call
 
 START_TIMEOUT_S: Final = 60.0
 """Time for a child to join its master, and to reserve little memory."""
@@ -297,8 +298,9 @@ class ParentLink:
     ) -> bool:
         """Return whether the parent received the error, so that stderr need not show it."""
         told = False
-        if self.waits and isinstance(error, KVStoreError):
-            self.notify_error(error)
+        known = error if isinstance(error, KVStoreError) else refused_call(error)
+        if self.waits and known is not None:
+            self.notify_error(known)
             told = True
         elif self.waits and isinstance(error, Exception):
             self.notify_error(InternalError(f"unexpected {type(error).__name__}: {error}"))

@@ -55,9 +55,15 @@ def sockets() -> Iterator[socket.socket]:
 
 
 def open_now() -> int | None:
-    """Return the number of open file descriptors; None: no free one to list them."""
+    """Return the number of open file descriptors; None: no free one to count them. Since Linux 6.2
+    in microseconds, before with some 10 ms per thousand."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # one belongs to the listing
+        listing = os.open("/proc/self/fd", os.O_RDONLY)
+        try:
+            counted = os.fstat(listing).st_size - 1  # one belongs to the listing
+            return counted if counted >= 0 else len(os.listdir("/proc/self/fd")) - 2
+        finally:
+            os.close(listing)
     except OSError as error:
         if error.errno not in NONE_LEFT:
             raise

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from kvstore.errors import InvalidKeyError
 from kvstore.limits import Key, check_key
 
 HEX = "hex:"
 """Prefix of the text form of keys that are not printable, or that begin with "hex:"."""
+
+_SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
+
+
+def parse_duration(text: str) -> float | None:
+    """Return seconds of a text with a unit (``90s``, ``1.5h``; ms, s, min, m, h, d), or None."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)", text.strip(), re.ASCII)
+    return float(found[1]) * _SECONDS[found[2]] if found else None
 
 
 def name_text(name: str) -> str:

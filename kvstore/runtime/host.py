@@ -77,7 +77,7 @@ def loopback_reason(host: str) -> str:
     if is_loopback(host):
         return f"{host} is this host alone"
     try:
-        found = resolve(host, 0, uptime() + RESOLVE_S).addresses
+        found = resolve(host, 0, uptime() + RESOLVE_S)
     except OSError:
         return ""  # the server that listens there reports the error
     if not is_loopback(found[0].place[0]):
@@ -105,7 +105,7 @@ def address_towards(masters: str) -> str:
         masters = parse_etcd(masters).endpoints[0]
     host, port = split_address(masters.partition(",")[0])
     try:
-        family, target = resolve(host, port, uptime() + RESOLVE_S).addresses[0]
+        family, target = resolve(host, port, uptime() + RESOLVE_S)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])

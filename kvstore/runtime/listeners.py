@@ -30,7 +30,7 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
         )
-    address = resolve(host, port, uptime() + RESOLVE_S).addresses[0]
+    address = resolve(host, port, uptime() + RESOLVE_S)[0]
     return socket.create_server(address.place, family=address.family, backlog=backlog)
 
 

@@ -37,6 +37,9 @@ LOOKUPS_MAX: Final = 64
 """Names looked up at once, each by a thread."""
 
 
+_TEMPORARY: Final = (socket.EAI_AGAIN, socket.EAI_SYSTEM)
+
+
 class NameResolutionError(OSError):
     """A name without addresses, or a timeout. ``str`` is the reason."""
 
@@ -53,16 +56,7 @@ class Address(NamedTuple):
         return join_address(self.place[0], self.place[1])
 
 
-class ResolvedAddresses(NamedTuple):
-    addresses: list[Address]
-    """At least one, best first."""
-    is_old: bool
-    """Whether they are from an earlier lookup, because the name server does not answer."""
-
-
-class _Resolved(NamedTuple):
-    addresses: list[Address]
-    failure: socket.gaierror | None
+_Resolved = list[Address] | socket.gaierror
 
 
 class _Resolver:
@@ -100,14 +94,14 @@ class _Resolver:
     def _resolve(self, host: str) -> None:
         try:
             rows = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            answer = _Resolved([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
+            answer: _Resolved = [Address(row[0], row[4]) for row in rows]  # type: ignore[arg-type]
         except socket.gaierror as error:
-            answer = _Resolved([], error)
+            answer = error
         except (OSError, UnicodeError) as error:
-            answer = _Resolved([], socket.gaierror(socket.EAI_FAIL, str(error)))
+            answer = socket.gaierror(socket.EAI_FAIL, str(error))
         with self.lock:
-            if answer.addresses:
-                self.found[host] = answer.addresses
+            if isinstance(answer, list):
+                self.found[host] = answer
                 self.found.move_to_end(host)
                 while len(self.found) > REMEMBERED_MAX:
                     self.found.popitem(last=False)
@@ -128,9 +122,9 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
-    """Return the addresses of ``host``, each with ``port``. Threads: any; a cancelled call ends the
-    wait.
+def resolve(host: str, port: int, deadline: float) -> list[Address]:
+    """Return the addresses of ``host``, best first, each with ``port``; at least one. Threads: any;
+    a cancelled call ends the wait.
 
     Args:
         host: a name or a numeric address, without brackets.
@@ -142,7 +136,7 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
     """
     digits = _in_digits(host)
     if digits is not None:
-        return ResolvedAddresses([_with_port(digits, port)], is_old=False)
+        return [_with_port(digits, port)]
     lookups = _lookups
     old = lookups.found.get(host)
     try:
@@ -153,16 +147,13 @@ def resolve(host: str, port: int, deadline: float) -> ResolvedAddresses:
         if not old:
             raise
         answer = None
-    if answer is not None and answer.addresses:
-        return ResolvedAddresses(
-            [_with_port(address, port) for address in answer.addresses], is_old=False
-        )
-    failure = None if answer is None else answer.failure
-    if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
-        return ResolvedAddresses([_with_port(each, port) for each in old], is_old=True)
-    if failure is None:
+    if old and (answer is None or getattr(answer, "errno", 0) in _TEMPORARY):
+        answer = old
+    if isinstance(answer, list):
+        return [_with_port(address, port) for address in answer]
+    if answer is None:
         raise NameResolutionError(f"no name server has answered for {host!r}")
-    raise NameResolutionError(f"the name {host!r} has no address: {failure.strerror}")
+    raise NameResolutionError(f"the name {host!r} has no address: {answer.strerror}")
 
 
 def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
@@ -191,7 +182,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         OSError: every connection failed; NameResolutionError: as ``resolve``.
         ClosedError: as ``resolve``.
     """
-    addresses = resolve(host, port, deadline).addresses
+    addresses = resolve(host, port, deadline)
     failure: OSError | None = None
     for number, address in enumerate(addresses):
         left_s = deadline - uptime()
@@ -216,20 +207,36 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         del failure  # its traceback refers to this frame
 
 
-def grpc_target(address: str, deadline: float) -> str:
-    """Return the gRPC target for ``host:port``: the address itself, or its last known addresses
-    while the name server is silent.
+def limit_silence(sock: socket.socket, seconds: int) -> None:
+    """Break a TCP connection, also an idle one, whose peer acknowledges nothing for so long: its
+    host has vanished, or the network drops its packets. Otherwise the kernel tries for minutes."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds // 2)
+
+
+def grpc_target(address: str, deadline: float) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the gRPC target for ``host:port``, with the addresses that this host's resolver knows
+    (gRPC's own reads ``/etc/hosts`` and search domains differently), and the options of a channel
+    that uses it: the name stays the authority, against which certificates are checked.
 
     Raises:
         NameResolutionError, ClosedError: as ``resolve``.
     """
     host, port = split_address(address)
+    if _in_digits(host) is not None:
+        return address, ()
     found = resolve(host, port, deadline)
-    if not found.is_old:
-        return address
-    first = found.addresses[0].family
-    scheme = "ipv6" if first == socket.AF_INET6 else "ipv4"
-    return f"{scheme}:" + ",".join(each.text for each in found.addresses if each.family == first)
+    if all(each.family == socket.AF_INET for each in found):
+        target = "ipv4:" + ",".join(each.text for each in found)
+    else:  # a target has one family, in which IPv4 addresses are written as mapped ones
+        target = "ipv6:" + ",".join(
+            f"[::ffff:{each.place[0]}]:{port}" if each.family == socket.AF_INET else each.text
+            for each in found
+        )
+    return target, (("grpc.default_authority", address),)
 
 
 def _in_digits(host: str) -> Address | None:

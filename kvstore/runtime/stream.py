@@ -18,14 +18,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.runtime.clock import uptime
+from kvstore.runtime.resolver import limit_silence
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("@ii", 1, 0)
-
-_SILENCE_MS: Final = 10_000
-"""Time without acknowledgements of data or keep-alives after which a connection breaks: a network
-failure is detected even without calls."""
-
 
 MOVED_MIN: Final = 64 << 10
 """Bytes that must be acknowledged within ``stall_s`` to count as progress."""
@@ -62,11 +58,7 @@ class Stream:
         """The peer's address for logs."""
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_MS // 2000)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
+        limit_silence(sock, 10)
 
     def fileno(self) -> int:
         """Return the file descriptor, for code that sets timeouts and keeps deadlines itself."""

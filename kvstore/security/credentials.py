@@ -21,7 +21,6 @@ import os
 import re
 import ssl
 import stat
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +32,8 @@ from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import WatchedFile, read_file
 from kvstore.security.identity import MASTER, NODE, UNAUTHENTICATED, Identity, identity_of
-from kvstore.security.tls import Certificate, load_chain, reloading_context
-from kvstore.security.validity import DAY_S, ValidityPeriod, validity_of
+from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
+from kvstore.security.validity import DAY_S, ValidityPeriod, time_text, validity_of
 
 log = logging.getLogger("kvstore.security")
 
@@ -79,15 +78,18 @@ class Credentials:
             ConfigError: the file cannot be read, others may read it, or it is not complete.
         """
         self.path = path
-        self._lock = threading.Lock()
+        self._served: frozenset[str] = frozenset()
+        """Names of ``check_serves``."""
 
         def load() -> PemBundle:
             pems = read(path)
             _loaded(pems)
+            for name in self._served:
+                self.check_serves(name, pems)
             return pems
 
         self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
-        self._client = self.pems(), _loaded(self.pems())
+        self._context_of = functools.lru_cache(1)(_loaded)
         self._remind_at = -math.inf
 
     def pems(self) -> PemBundle:
@@ -97,6 +99,11 @@ class Credentials:
     def validity(self) -> ValidityPeriod:
         """The validity of the certificate."""
         return validity_of(self.pems().chain.decode("ascii"))
+
+    def validity_error(self) -> str:
+        """Return why the certificate is not valid by the clock of this host; "": it is."""
+        error = self.validity().error(time.time())
+        return error and f"the certificate of auth {self.path} is not valid: {error}"
 
     def warn_if_expiring(self) -> None:
         """Log that the certificate expires soon, once a day. A repeated call takes some 200 ns."""
@@ -109,7 +116,7 @@ class Credentials:
                 "%s file=%s until=%r days=%d: issue another one (kvstore auth issue), and copy it "
                 "over this file",
                 "certificate_expires_soon" if now < valid.until else "certificate_expired",
-                self.path, valid.until_text, (valid.until - now) // DAY_S,
+                self.path, time_text(valid.until), (valid.until - now) // DAY_S,
             )  # fmt: skip
 
     async def keep_reminding(self) -> None:
@@ -121,17 +128,13 @@ class Credentials:
     def client(self) -> ssl.SSLContext:
         """Return the context for outgoing connections, which check for ``MASTER_NAME`` or
         ``NODE_NAME``."""
-        pems = self.pems()
-        with self._lock:
-            if self._client[0] is not pems:
-                self._client = pems, _loaded(pems)
-            return self._client[1]
+        return self._context_of(self.pems())
 
     def server(self, *, is_optional: bool = False, cert: str = "", key: str = "") -> ssl.SSLContext:
         """Return the context for a port of this process. Each handshake uses the current files.
 
         Args:
-            is_optional: whether peers may omit a certificate.
+            is_optional: whether peers may omit a certificate, as on an HTTP port.
             cert, key: PEM files of the port's own certificate, for browsers that trust another CA.
 
         Raises:
@@ -140,7 +143,8 @@ class Credentials:
         shown = Certificate(cert, key) if cert else None
 
         def load(content: tuple[PemBundle, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
-            context = _loaded(content[0], is_server=True, shown=content[1])
+            kind = HttpsContext if is_optional else ssl.SSLContext
+            context = _loaded(content[0], is_server=True, shown=content[1], kind=kind)
             if is_optional:
                 context.verify_mode = ssl.CERT_OPTIONAL
             return context
@@ -149,14 +153,16 @@ class Credentials:
             lambda: (self.pems(), None if shown is None else shown.value), load
         )
 
-    def check_serves(self, name: str) -> None:
+    def check_serves(self, name: str, pems: PemBundle | None = None) -> None:
         """Check, by a handshake with itself, that peers accept this process as a server of this
-        name.
+        name; from now on at each change of the file too. ``pems``: the new content.
 
         Raises:
             ConfigError: they do not.
         """
-        if why := refusal_of(self.pems(), name):
+        pems = pems or self.pems()
+        valid = validity_of(pems.chain.decode("ascii"))
+        if why := valid.error(time.time()) or refusal_of(pems, name):
             raise ConfigError(
                 f"the certificate of auth {self.path} is not one that clients accept from {name}: "
                 f"{why}",
@@ -164,6 +170,7 @@ class Credentials:
                 f"--role {name.partition('.')[0]} writes one.",
                 key="auth",
             )
+        self._served |= {name}
 
     def channel(self) -> grpc.ChannelCredentials:
         """Return the credentials of a gRPC channel, which also needs ``channel_options``."""
@@ -220,24 +227,33 @@ def alternative_names(certificate: object) -> list[str]:
     return [value for kind, value in names if kind == "URI"]
 
 
+def peer_identity(certificate: object) -> Identity:
+    """Return the identity that such a certificate names. Raises InvalidArgumentError: it names
+    none, or several."""
+    end = certificate.get("notAfter") if isinstance(certificate, dict) else None
+    until = ssl.cert_time_to_seconds(end) if isinstance(end, str) else math.inf
+    return identity_of(alternative_names(certificate))._replace(until=until)
+
+
 def shown_identity(certificate: object) -> Identity:
-    """The identity that such a certificate names; UNAUTHENTICATED: it names none, or several."""
+    """As ``peer_identity``; UNAUTHENTICATED: it names none, or several."""
     try:
-        return identity_of(alternative_names(certificate))
+        return peer_identity(certificate)
     except InvalidArgumentError:
         return UNAUTHENTICATED
 
 
 def _loaded(
-    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
-) -> ssl.SSLContext:
+    pems: PemBundle, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None,
+    kind: type[ssl.SSLContext] = ssl.SSLContext,
+) -> ssl.SSLContext:  # fmt: skip
     """Return the TLS context. ``shown``: as ``Certificate.value``, instead of the own key and
     certificate.
 
     Raises:
         ConfigError: key and certificate do not belong together, or are invalid.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context = kind(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     # The name of an identity is free text, and may be "master.kvstore".

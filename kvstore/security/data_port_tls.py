@@ -11,6 +11,8 @@ import socket
 from typing import Final
 
 from kvstore.security.credentials import NODE_NAME, Credentials, shown_identity
+from kvstore.security.holder_ids import holder_of
+from kvstore.security.identity import MASTER
 from kvstore.security.revocation_list import RevocationList
 from kvstore.security.tls_stream import TlsStream
 
@@ -32,6 +34,11 @@ class NodeTls:
         """Return whether a certificate of our CA names an identity that is not revoked."""
         who = shown_identity(certificate)
         return bool(who.name) and not self._revoked.has(who)
+
+    def is_holder(self, certificate: object, holder: int) -> bool:
+        """Return whether capabilities of ``holder`` are for this certificate."""
+        who = shown_identity(certificate)
+        return MASTER in who.roles or holder_of(who) == holder  # a master's probe has no identity
 
 
 class ClientTls:

@@ -11,6 +11,7 @@ name, or a prefix of names and ``*``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -46,6 +47,8 @@ class Identity(NamedTuple):
     """Patterns of the names that it may use as a node."""
     number: str = ""
     """Number of the certificate, for its revocation; empty: unknown."""
+    until: float = math.inf
+    """Unix time at which the certificate ends."""
 
     @property
     def is_admin(self) -> bool:

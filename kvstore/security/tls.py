@@ -5,12 +5,46 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore.errors import ConfigError
+from kvstore.runtime.host import SHM_DIRECTORY
 from kvstore.runtime.watched_files import WatchedFile, read_file
 
 T = TypeVar("T")
+
+PLAIN_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 55\r\n\r\n"
+    b"This port needs HTTPS: begin the address with https://\n"
+)
+
+
+class _HttpsConnection(ssl.SSLObject):
+    outgoing: ssl.MemoryBIO | None = None
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except ssl.SSLError as error:
+            if error.reason != "HTTP_REQUEST" or self.outgoing is None:
+                raise
+            self.outgoing.write(PLAIN_HTTP)
+            self.outgoing = None
+            raise ssl.SSLWantReadError from None  # sends it; then the client closes, or is late
+
+
+class HttpsContext(ssl.SSLContext):
+    """The context of an HTTP port in an event loop: plain HTTP gets ``PLAIN_HTTP``."""
+
+    sslobject_class = _HttpsConnection
+
+    def wrap_bio(
+        self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **more: Any
+    ) -> ssl.SSLObject:
+        connection = super().wrap_bio(incoming, outgoing, *args, **more)
+        assert isinstance(connection, _HttpsConnection)
+        connection.outgoing = outgoing
+        return connection
 
 
 def reloading_context(
@@ -70,7 +104,10 @@ def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
     Raises:
         ssl.SSLError, OSError, ValueError: they cannot be used.
     """
-    descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    except OSError:  # refused: a file in memory that has no name, either
+        descriptor = os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.write(descriptor, key + b"\n" + chain)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)

@@ -28,9 +28,12 @@ class ValidityPeriod(NamedTuple):
     since: float
     until: float
 
-    @property
-    def until_text(self) -> str:
-        return f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC"
+    def error(self, now: float) -> str:
+        """Return why it is not valid at ``now``, a Unix time; "": it is."""
+        if self.since <= now < self.until:
+            return ""
+        since, until, now_text = map(time_text, (self.since, self.until, now))
+        return f"it is valid from {since} to {until}, and the clock of this host shows {now_text}"
 
     def ends_soon(self, now: float, soon_s: float = SOON_S) -> bool:
         """Return whether it expires soon, or has expired. ``now``: seconds since the epoch.
@@ -38,17 +41,22 @@ class ValidityPeriod(NamedTuple):
         return now >= self.until - min(soon_s, SOON_SHARE * (self.until - self.since))
 
 
+def time_text(unix_time: float) -> str:
+    return f"{datetime.fromtimestamp(unix_time, UTC):%Y-%m-%d %H:%M} UTC"
+
+
 FOREVER: Final = ValidityPeriod(0.0, math.inf)
 
 
 def validity_of(chain: str) -> ValidityPeriod:
-    """Return the validity of the certificate in a PEM chain that expires first. ``FOREVER``: its
-    times are not valid X.509."""
+    """Return the period in which all certificates of a PEM chain are valid. ``FOREVER``: its times
+    are not valid X.509."""
     end = "-----END CERTIFICATE-----"
     try:
         ders = [ssl.PEM_cert_to_DER_cert(each.strip() + end) for each in chain.split(end)[:-1]]
-        return min(map(_validity, ders), key=lambda each: each.until, default=FOREVER)
-    except (ValueError, IndexError):
+        since, until = zip(*map(_validity, ders), strict=True)
+        return ValidityPeriod(max(since), min(until))
+    except (ValueError, IndexError):  # also of an empty chain
         return FOREVER
 
 

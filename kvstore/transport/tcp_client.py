@@ -379,7 +379,8 @@ class ClientConnection:
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
-                advice="kvstore auth show FILE shows identity and problems of a certificate file.",
+                advice="Compare both clocks; kvstore auth show FILE shows identity and problems of "
+                "a certificate file.",
                 node=segment.node,
                 quiesced=quiesced,
             )

@@ -240,7 +240,10 @@ class ServerConnection:
 
     def _check_proof(self, segment: Medium, hello: Hello, raw: bytes) -> None:
         """Verifies that the peer is the holder in its hello. Raises RefusedTransferError: it lacks
-        the holder's key, or the holder is rejected."""
+        the holder's key or certificate, or the holder is rejected."""
+        tls = self._context.tls
+        if tls is not None and not tls.is_holder(self._stream.certificate, hello.holder):
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)  # or a renewed certificate
         self.holder = hello.holder  # before the check: ``reject_holders`` reads it afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)

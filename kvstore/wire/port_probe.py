@@ -18,7 +18,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.host import is_loopback
 from kvstore.runtime.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
-from kvstore.wire.status import NO_TLS
+from kvstore.wire.status import CLOSED, NO_TLS
 
 ASK_S: Final = 0.5
 """Timeout of a port."""
@@ -94,6 +94,11 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
             f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
             "or remove --auth (KVSTORE_AUTH) here"
         )
+    if any("certificate" in reason for reason in reasons):
+        return (
+            "Compare both clocks (timedatectl) and certificates (kvstore auth show FILE), and "
+            "issue a wrong one again (kvstore auth issue --force)"
+        )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (
             "Clients and nodes need the gRPC port of a master, which it prints when it starts "
@@ -103,6 +108,16 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
         return (
             f"No process listens there: start {start_command(masters)}, or name a running master "
             "with --master or KVSTORE_MASTER"
+        )
+    if CLOSED in reasons:
+        return (
+            "It may have no free connection (its log says grpc_port_full), end, or reject our "
+            "certificate"
+        )
+    if "connection timed out" in reasons:
+        return (
+            "Its host has vanished, or the network drops packets, perhaps only large ones: "
+            "ping -M do -s 1472 HOST fails if the MTU is wrong on the way"
         )
     return f"kvstore doctor --master {masters} tests the way to it, step by step"
 

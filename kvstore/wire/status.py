@@ -133,23 +133,27 @@ def detail_of(error: grpc.RpcError) -> bytes | None:
 
 
 NO_TLS: Final = "it does not speak TLS"
+CLOSED: Final = "it closed the connection"
+CLOSED_REASONS: Final = (CLOSED, "connection reset by peer")
+"""Of a peer that may reject our certificate."""
 
-_TLS_FAILURES: Final = (
+_MEANINGS: Final = (
+    ("Socket closed", CLOSED),
     ("WRONG_VERSION_NUMBER", NO_TLS),
     ("Hostname Verification", "its certificate is not that of a master"),
-    ("EXPIRED", "its certificate has expired"),
-    ("NOT_YET_VALID", "its certificate is not valid yet"),
-    ("has expired", "its certificate has expired"),
-    ("is not yet valid", "its certificate is not valid yet"),
+    ("EXPIRED", "its certificate has expired by the clock of this host"),
+    ("NOT_YET_VALID", "its certificate is not valid yet by the clock of this host"),
+    ("has expired", "its certificate has expired by the clock of this host"),
+    ("is not yet valid", "its certificate is not valid yet by the clock of this host"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
-"""Meanings of gRPC's texts about failed handshakes."""
+"""Meanings of gRPC's texts about connections that fail or end."""
 
 
 def short_reason(details: str | None) -> str:
     """Return the end of gRPC's long explanations: ``connection refused``."""
     said = (details or "no details").partition("\n")[0]  # a binary address may follow
-    for sign, meaning in _TLS_FAILURES:
+    for sign, meaning in _MEANINGS:
         if sign in said:
             return meaning
     return _printable(said.rpartition(": ")[2]).partition(" (")[0].lower()

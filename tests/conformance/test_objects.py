@@ -42,15 +42,18 @@ from kvstore.native import pure_python
 from kvstore.native.interface import CAPABILITY_BYTES, CORRUPT, STALE
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.tcp_protocol import Op
+from kvstore.security import certificates
+from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
-from tests.support.capabilities import capability, held
+from tests.support.capabilities import HOLDER, capability, held
 from tests.support.encryption import shared_ends
 from tests.support.fake_device import FakeDriver
+from tests.support.identities import ENGINE
 
 MIB = 1 << 20
 SPACE = Namespace("space")
@@ -140,19 +143,28 @@ class SameDeviceWay(DeviceWay):
 class CapabilityVariant(TransportVariant):
     """A holder, which shows a capability for each extent."""
 
+    holder = HOLDER
+
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
         assert isinstance(transfer, ObjectReads | ObjectWrites)
         known, op = transfer.segment, Op.WRITE if transfer.write else Op.READ
         transfer.rows = [  # pyright: ignore[reportAttributeAccessIssue]
-            (*row[:-1], capability(known, row[0], row[1], op) + row[-1][CAPABILITY_BYTES:])
+            (*row[:-1], capability(known, *row[:2], op, self.holder) + row[-1][CAPABILITY_BYTES:])
             for row in transfer.rows
         ]
-        transfer.segment = held(known)
+        transfer.segment = held(known, self.holder)
         super().carry(transfer, seconds)
 
 
 class HolderDeviceWay(CapabilityVariant, DeviceWay):
     """Both of them."""
+
+
+def encrypted(kind: type[CapabilityVariant]) -> CapabilityVariant:
+    credentials = shared_ends().credentials(ENGINE)
+    way = kind(TcpTransport(tls=ClientTls(credentials)))
+    way.holder = int(certificates.inspect(credentials.path)["holder"], 16)
+    return way
 
 
 WAYS: dict[str, dict[str, Callable[[], TransportVariant]]] = {
@@ -183,8 +195,8 @@ WAYS: dict[str, dict[str, Callable[[], TransportVariant]]] = {
         "tcp-holder-compiled": lambda: CapabilityVariant.compiled(TcpTransport),
     },
     "encrypted": {
-        "tcp-holder": lambda: CapabilityVariant(TcpTransport(tls=shared_ends().client())),
-        "tcp-holder-device": lambda: HolderDeviceWay(TcpTransport(tls=shared_ends().client())),
+        "tcp-holder": lambda: encrypted(CapabilityVariant),
+        "tcp-holder-device": lambda: encrypted(HolderDeviceWay),
     },
 }
 """By the memory that the segment is in; ``held``: with capabilities; ``encrypted``: of the host,

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -49,6 +48,8 @@ from tests.conformance.rpc_peers import (
     Server,
     StoppableCaller,
 )
+from tests.support.etcd import Relay
+from tests.support.processes import free_port
 from tests.support.wait import until
 
 CARRIERS = ("lane-unix", "lane-tcp", "grpc")
@@ -324,28 +325,38 @@ def test_a_stopped_call_ends_and_is_cancelled_at_the_master(server: Server) -> N
         assert caller.call(EXISTS) == EXISTING
 
 
-@pytest.fixture(params=["refused", "silent"])
-def dead_port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port where nobody listens, or where connections are taken and nobody speaks."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        if request.param == "refused":
-            sock.close()
-        yield port
-
-
 @pytest.mark.parametrize("kind", CALLERS)
-def test_a_blocked_lane_costs_one_warning(
-    kind: str, dead_port: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocked_lane_costs_one_warning(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     service = ScriptedService(unix=False)
-    service.lane_port = dead_port
+    service.lane_port = free_port()
     with Server(service) as server, contextlib.closing(CALLERS[kind](server.address)) as caller:
         for _ in range(3):
             assert caller.call(EXISTS, timeout_s=1.0) == EXISTING
     warnings = [r.getMessage() for r in caplog.records if r.name == "kvstore.client"]
     assert len(warnings) == 1
-    assert f":{dead_port}" in warnings[0]
+    assert f":{service.lane_port}" in warnings[0]
+
+
+def test_a_silent_lane_is_retried_beside_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, threads = ScriptedService(unix=False), list[threading.Thread]()
+    with (
+        Server(service) as server,
+        contextlib.closing(Relay(server.endpoints.lane_port)) as relay,
+        contextlib.closing(Caller(server.address)) as caller,
+    ):
+        service.lane_port = relay.port
+        relay.cut()
+        stub, connect = caller.stub, caller.stub._connect
+
+        def in_thread(deadline: float) -> Any:
+            threads.append(threading.current_thread())
+            return connect(deadline)
+
+        monkeypatch.setattr(stub, "_connect", in_thread)
+        until(lambda: caller.call(EXISTS) == EXISTING and stub._link._lane_failures >= 2)
+        relay.mend()
+        until(lambda: caller.call(EXISTS) == EXISTING and bool(stub._idle))
+    assert threading.current_thread() not in threads[1:]
 
 
 # --- a process that stops ----------------------------------------------------------------------
@@ -567,7 +578,8 @@ def test_a_client_that_reads_late_gets_everything() -> None:
 
 
 def test_too_many_connections_are_told_so() -> None:
-    with Server(ScriptedService(), settings=LaneSettings(connections_max=2)) as server:
+    settings = LaneSettings(connections_max=2, limited_by="open files")
+    with Server(ScriptedService(), settings=settings) as server:
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 raw = stack.enter_context(
@@ -577,7 +589,9 @@ def test_too_many_connections_are_told_so() -> None:
             third = stack.enter_context(RawLane(server.endpoints))
             answer = third.next()
             assert answer is not None
-            assert type(decode_error(answer[3])) is BusyError
+            refusal = decode_error(answer[3])
+            assert type(refusal) is BusyError
+            assert "follows from the master's open files" in refusal.advice
             assert third.next() is None
         still_serves(server)
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from kvstore import Client
+from kvstore.config import MasterConfig
+from kvstore.errors import MasterUnreachableError
+from kvstore.master.main import _connection_limit_per_port
+from kvstore.memory import cgroup
+from kvstore.runtime import descriptors
 from tests.support.cluster import MASTER
 from tests.support.processes import ROOT, Server
 from tests.support.wait import until
@@ -75,6 +82,23 @@ def test_connections_that_say_nothing_are_bounded_logged_and_cut(tmp_path: Path)
                 counters = until(lambda: dict(client.status().counters))
             assert counters["grpc_connections"] <= 2 * BOUND
         until(lambda: "grpc_port_free" in master.errors)
+
+
+def test_a_client_of_a_full_master_is_told_so(tmp_path: Path) -> None:
+    with started(0, tmp_path / "master.log") as master, ExitStack() as stack:
+        port = int(master.line(r"listening on \S+:(\d+) ").group(1))
+        clients = [Client(f"127.0.0.1:{port}", timeout_ms=3_000) for _ in range(BOUND + 1)]
+        with pytest.raises(MasterUnreachableError, match="may have no free connection"):
+            any(stack.enter_context(client).exists("a") for client in clients)
+        until(lambda: "grpc_port_full" in master.errors and "limited_by=" in master.errors)
+
+
+def test_connections_are_limited_by_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "limits", lambda: [cgroup.CgroupLimit("/", 2 << 30, 0)])
+    for files, expected in ((1 << 20, (2_048, "memory")), (1_256, (500, "open f"))):
+        monkeypatch.setattr(descriptors, "raise_limit", lambda wanted, files=files: files)
+        number, reason = _connection_limit_per_port(MasterConfig())
+        assert (number, reason[:6]) == expected
 
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:

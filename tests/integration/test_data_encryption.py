@@ -14,9 +14,15 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import PutRefusedError
+from kvstore.errors import CapabilityRefusedError, PutRefusedError
 from kvstore.runtime.addresses import split_address
+from kvstore.runtime.clock import uptime
+from kvstore.runtime.tcp_protocol import Extent
 from kvstore.security.credentials import NODE_NAME, Credentials
+from kvstore.security.data_port_tls import ClientTls
+from kvstore.transport.common import RangeCopy
+from kvstore.transport.tcp import TcpTransport
+from tests.integration.test_capabilities import segment_of
 from tests.integration.test_drain import drain
 from tests.integration.test_repair_queue import nodes_of
 from tests.support.certificates import Identities
@@ -131,6 +137,21 @@ def test_objects_are_put_got_and_copied(
     assert set(client.stats().transports) == {"tcp"}
     assert "failed_transfers" not in client.stats().counters
     assert store.status().nodes[0].unreachable == "", "the master reaches it, too"
+
+
+def test_a_capability_is_of_no_use_with_another_certificate(
+    store: Cluster, identities: Identities
+) -> None:
+    store.node(**TLS)
+    client = store.client(transports=TCP)
+    client.put("k", content("k", SIZE))
+    segment, at, capability = segment_of(client, "k")
+    read = RangeCopy(at, memoryview(bytearray(SIZE)), extent=Extent(at, SIZE + 1024, capability))
+    refused = pytest.raises(CapabilityRefusedError)
+    for name, outcome in (("admin", contextlib.nullcontext()), ("other", refused)):
+        tls = ClientTls(Credentials(identities.file(name, "admin")))
+        with contextlib.closing(TcpTransport(tls=tls)) as transport, outcome:
+            transport.read(segment, [read], uptime() + 5)
 
 
 def test_the_memory_of_a_master_is_encrypted_as_it_says(

@@ -25,7 +25,8 @@ import pytest
 from kvstore import AsyncClient, Client
 from kvstore.calls import HintAction
 from kvstore.calls.hint_envelopes import EnvelopeAction
-from kvstore.errors import InvalidArgumentError, KVStoreError
+from kvstore.client.rpc import lane_client
+from kvstore.errors import InvalidArgumentError, KVStoreError, MasterUnreachableError
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
 from tests.support.network_namespaces import IsolatedNetwork
@@ -347,3 +348,21 @@ def test_after_the_network_is_cut(
             check(cluster, kind, lambda: island.cut(OF_MASTER if who == "master" else OF_NODE))
         finally:
             island.mend()
+
+
+@pytest.mark.netns
+def test_a_call_that_waits_learns_that_its_master_has_vanished(
+    island: IsolatedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_client, "SILENCE_S", 2)
+    with island.cluster(tmp_path) as cluster:
+        cluster.master()
+        master = f"{OF_MASTER}.1:{cluster.settings['port']}"
+        with Client(master, timeout_ms=4_000) as client:
+            assert not client.exists("a")
+            island.cut(OF_MASTER)
+            try:
+                with pytest.raises(MasterUnreachableError, match="connection timed out"):
+                    client.exists("a")
+            finally:
+                island.mend()

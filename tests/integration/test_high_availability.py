@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
+from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError, UnavailableError
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.master import times
 from kvstore.master.rpc_servers import ListenAddresses
@@ -28,6 +29,7 @@ from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from tests.conformance.rpc_peers import RawLane
+from tests.support.certificates import Identities, utc_now
 from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
@@ -439,6 +441,24 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     assert "resigned" in ha.masters[first].errors
 
 
+def test_a_master_whose_certificate_has_expired_does_not_lead(
+    ha: HaCluster, identities: Identities
+) -> None:
+    started = utc_now()
+    identities.clock = lambda: started - timedelta(days=1, seconds=-6)
+    first = ha.add_master(auth=identities.file("short", "master", days=1))
+    until(lambda: ha.leader() == first)
+    identities.clock = utc_now
+    second = ha.add_master(auth=identities.file("master"))
+    until(lambda: ha.leader() == second)
+    assert "why=certificate_invalid" in ha.masters[first].errors
+    ha.masters[second].kill()
+    until(lambda: not ha.leader())
+    third = ha.add_master(auth=identities.file("master"))
+    until(lambda: ha.leader() == third)
+    assert ha.masters[first].errors.count("leading epoch") == 1
+
+
 def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
     """etcd keeps its name: another one is refused, none is given that one."""
     first = ha.add_master(cluster="prod")
@@ -455,6 +475,21 @@ def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
     ha.another_leads(first)
     with Client(second) as client:
         assert client.status().cluster == "prod"
+
+
+def test_a_value_of_another_program_in_etcd_is_reported_and_not_kept(ha: HaCluster) -> None:
+    master, key = ha.add_master(), ha.etcd.place().leader_key.decode()
+    until(lambda: ha.leader() == master)
+    with ha.client(timeout_ms=1_500) as by_etcd, Client(master, timeout_ms=1_500) as by_address:
+        ha.etcd.control("put", key, "[::1")
+        until(lambda: "standby leader=" in ha.masters[master].errors)
+        for client, what in ((by_etcd, "holds '.::1', not the address"), (by_address, "stands by")):
+            with pytest.raises(MasterUnreachableError, match=what):
+                client.exists("nothing")
+        ha.etcd.control("del", key)
+        ha.another_leads("")
+        assert not by_etcd.exists("nothing")
+        assert not by_address.exists("nothing")
 
 
 def test_what_a_standby_says(ha: HaCluster) -> None:

@@ -169,8 +169,7 @@ def test_over_tls_with_a_certificate_that_is_renewed(started: Started, tmp_path:
     told.close()  # type: ignore[attr-defined]
     with pytest.raises(ssl.SSLCertVerificationError):
         request(port, "GET", "/readyz", tls=second)
-    with pytest.raises(ConnectionError):
-        request(port, "GET", "/readyz")
+    assert "https://" in request(port, "GET", "/readyz").text
 
     os.replace(other_cert, cert)  # half of a renewal: the pair before it serves on
     assert request(port, "GET", "/readyz", tls=first).status == 200

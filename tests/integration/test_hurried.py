@@ -47,7 +47,7 @@ ROWS: Final = {
     "events": Row(["--http", "127.0.0.1:1"], (130,), ends=False),
     "get": Row([KEY, *HERE], shows=("a value",)),
     "ls": Row([], shows=(KEY, SPACE)),
-    "pin": Row([KEY, "--seconds", "1", *HERE], shows=("pinned 1",)),
+    "pin": Row([KEY, "--for", "1s", *HERE], shows=("pinned 1",)),
     "prefixes": Row(HERE, shows=(SPACE, NODE)),
     "put": Row([KEY, "FILE", *HERE], shows=(KEY,)),
     "quickstart": Row(["--memory", "nonsense"], (2,)),

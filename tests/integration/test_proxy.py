@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from tests.support.engines import (
     PROXY,
@@ -456,10 +457,37 @@ def test_models_health_metrics_and_the_first_line(tmp_path: Path) -> None:
         assert await w.metric(f"kvstore_proxy_instance_healthy{at}") == 1
         assert await w.metric('kvstore_proxy_prefill_seconds_count{outcome="done"}') == 1
         assert await w.metric('kvstore_proxy_first_byte_seconds_count{route="completions"}') == 1
-        async with w.http.get(w.url + "/elsewhere") as response:
-            assert response.status == 404
 
     play(tmp_path, scenario)
+
+
+def test_requests_of_other_apis_reach_a_decoder_unchanged(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        bad, good = w.decoders
+        bad.answer = hang_up
+        for method, path, body in (
+            ("POST", "/v1/messages?beta=true", b'{"model": "m",  "max_tokens": 1}'),
+            ("DELETE", "/v1/responses/r%2F1", b""),
+            ("OPTIONS", "/v1/chat/completions", b""),
+        ):
+            headers = {"X-Api-Key": "k", "Content-Type": "application/json"}
+            async with w.http.request(
+                method, URL(w.url + path, encoded=True), data=body or None, headers=headers
+            ) as response:
+                assert response.status == 200
+            call = good.calls[-1]
+            assert (call.method, call.url, call.raw) == (method, path, body)
+            assert call.headers["X-Api-Key"] == "k"
+        assert not w.prefillers[0].calls + w.prefillers[0].renders
+        # Only /v1/: engines do not ask for keys elsewhere.
+        calls = len(bad.calls + good.calls)
+        for path in ("/reset_prefix_cache", "/v1/%2e%2e/reset_prefix_cache"):
+            async with w.http.post(URL(w.url + path, encoded=True)) as response:
+                assert response.status == 404
+                assert "/v1/" in (await response.json())["error"]["message"]
+        assert len(bad.calls + good.calls) == calls
+
+    play(tmp_path, scenario, decode=2)
 
 
 def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:

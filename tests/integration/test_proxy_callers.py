@@ -88,5 +88,11 @@ def test_without_the_header_a_request_is_refused(tmp_path: Path, secret: str) ->
         assert (await w.healthz())[0] == 200
         assert await w.metric('kvstore_proxy_requests_total{route="chat",status="401"}') == 1
         assert (await w.complete(headers={"X-User": "u"}))[0] == 200
+        # Of the other requests with prompts, engines take the salt of responses alone.
+        for path, code in (("/v1/responses", 200), ("/v1/messages", 404)):
+            async with w.http.post(w.url + path, json=BODY, headers={"X-User": "u"}) as answer:
+                assert answer.status == code
+        assert w.decoders[0].calls[-1].url == "/v1/responses"
+        assert w.decoders[0].calls[-1].body["cache_salt"]
 
     play(tmp_path, scenario, cache_salt_from="x-user", cache_salt_secret_file=secret)

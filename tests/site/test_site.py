@@ -141,6 +141,8 @@ QUERIES: Final = {
     "benchmark": "docs/performance", "not found": "docs/why", "1p1d": "docs/proxy",
     "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/security",
     "quarantine": "docs/glossary", "lease_ms": "docs/settings", "eviction": "docs/glossary",
+    "vllm": "docs/vllm", "backup": "docs/scope", "no space": "docs/errors",
+    "testing": "docs/python", "out of memory": "docs/errors", "port": "docs/operations",
 }  # fmt: skip
 """What a person types, and the page that it looks for."""
 

@@ -38,7 +38,8 @@ QUICK_CONSTANTS: Final = {
 class Call(NamedTuple):
     """What an engine was asked."""
 
-    path: str
+    method: str
+    url: str
     headers: CIMultiDictProxy[str]
     body: dict[str, Any]
     raw: bytes
@@ -158,6 +159,7 @@ class Engine:
             app.router.add_post(path + "/render", self._render)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._text)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None
         )
@@ -195,7 +197,9 @@ class Engine:
 
 async def _call(request: web.Request) -> Call:
     raw = await request.read()
-    return Call(request.path, request.headers, json.loads(raw), raw)
+    return Call(
+        request.method, str(request.rel_url), request.headers, json.loads(raw or b"{}"), raw
+    )
 
 
 class World:

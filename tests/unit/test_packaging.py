@@ -12,9 +12,10 @@ import tomllib
 import warnings
 from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
+from numpy.typing import NDArray
 
 import kvstore
 import kvstore.connectors.mooncake_shim
@@ -121,6 +122,14 @@ def test_every_public_name_is_there() -> None:
     assert len(set(kvstore.__all__)) == len(kvstore.__all__)
     for name in kvstore.__all__:
         assert hasattr(kvstore, name), name
+    program = "import kvstore; assert set(kvstore.__all__) <= set(dir(kvstore))"  # before any use
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def _kind_determines_the_type(client: kvstore.Client) -> None:
+    """Read by mypy alone."""
+    assert_type(client.get("k", kind="bytes"), bytes | None)
+    assert_type(client.get("k", kind="numpy", copy=False), NDArray[Any] | None)
 
 
 def test_the_version_is_said_once() -> None:

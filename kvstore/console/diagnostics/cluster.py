@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ import grpc
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus, DescribeSegmentsReply, JoinReply, SegmentInfo
+from kvstore.client.rpc.lane_client import connect
+from kvstore.client.rpc.retries import LaneUnreachableError, TokenRefusedError
 from kvstore.client.rpc.stub import MasterStub
 from kvstore.config import DEFAULT_PORT, ClientConfig, MasterConfig
 from kvstore.console.diagnostics.findings import Finding, State, of_row, ok, under
@@ -36,14 +37,14 @@ from kvstore.runtime.etcd.leader_lookup import look_at
 from kvstore.runtime.etcd.wire import advice_on
 from kvstore.runtime.host import host_id
 from kvstore.runtime.listeners import listen, local_connect_address
-from kvstore.security.credentials import MASTER_NAME, Credentials, open_channel
+from kvstore.security.credentials import Credentials, open_channel
 from kvstore.security.data_port_tls import ClientTls
 from kvstore.security.identity import parse
+from kvstore.security.validity import time_text
 from kvstore.transport.common import RangeCopy, not_encrypted
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_client import ClientConnection
-from kvstore.wire.frames import ERROR, FrameReader, hello
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.port_probe import start_command
 from kvstore.wire.status import decode_error, detail_of
@@ -53,9 +54,6 @@ PROBE_RING_BYTES = 64 << 10
 
 AT_ONCE_MAX = 16
 """Masters or nodes that are checked concurrently."""
-
-HANDSHAKE_S = 1.0
-"""Seconds in which a master may reject a certificate."""
 
 CLOCK_S = 300.0
 """Clock difference of two hosts without a warning. Epochs begin as Unix time."""
@@ -76,14 +74,15 @@ def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
 def identity(auth: str) -> list[Finding]:
     """Check the certificate file that ``KVSTORE_AUTH`` names."""
     try:
-        valid = Credentials(auth).validity()
+        credentials = Credentials(auth)
     except ConfigError as error:
         return [of_row("error", error=error)]
-    now, until = time.time(), valid.until_text
-    if valid.ends_soon(now):
-        check = "identity_ended" if now >= valid.until else "identity_ends"
-        return [of_row(check, auth=auth, until=until)]
-    return [ok(f"{auth} is valid until {until}")]
+    valid = credentials.validity()
+    if problem := credentials.validity_error():
+        return [of_row("identity_invalid", problem=problem)]
+    if valid.ends_soon(time.time()):
+        return [of_row("identity_ends", auth=auth, until=time_text(valid.until))]
+    return [ok(f"{auth} is valid until {time_text(valid.until)}")]
 
 
 class _MasterAnswer(NamedTuple):
@@ -201,9 +200,8 @@ class ClusterChecks:
         except KVStoreError as error:
             if error.advice and "kvstore doctor" not in error.advice:
                 return _MasterAnswer([of_row("error", error=error)])
-            refused = self._identity_rejected(place, deadline)
             unreached = of_row("master_unreached", error=error, command=start_command(place))
-            return _MasterAnswer([refused or unreached])
+            return _MasterAnswer([unreached])
         finally:
             stub.close()
         found = [ok(f"answers, version {joined.version}, epoch {joined.epoch}")]
@@ -216,27 +214,6 @@ class ClusterChecks:
             found.append(ok(f"knows this process as {_described(joined.identity)}"))
         return _MasterAnswer([*found, self._lane(place, joined, deadline)], serves=True)
 
-    def _identity_rejected(self, place: str, deadline: float) -> Finding | None:
-        """Return the reason for a failed TLS handshake with a master, which gRPC reports poorly;
-        None: it succeeds, or nothing listens there."""
-        if self._credentials is None:
-            return None
-        host, port = split_address(place, default_port=DEFAULT_PORT)
-        by = max(deadline, uptime() + HANDSHAKE_S)
-        context = self._credentials.client()
-        try:
-            with resolver.connect(host, port, by) as raw:
-                raw.settimeout(HANDSHAKE_S)
-                with context.wrap_socket(raw, server_hostname=MASTER_NAME) as sock:
-                    sock.recv(1)  # TLS 1.3 servers reject certificates after the handshake
-        except ssl.SSLCertVerificationError as error:
-            return of_row("other_authority", auth=self._auth, why=error.verify_message)
-        except ssl.SSLError as error:
-            return of_row("identity_refused", auth=self._auth, why=error.reason or error)
-        except OSError:
-            pass
-        return None
-
     def _call(self, place: str, deadline: float) -> None:
         """Call exactly this master; the client would follow a redirect to the leader.
 
@@ -246,8 +223,12 @@ class ClusterChecks:
         """
         address = join_address(*split_address(place, default_port=DEFAULT_PORT))
         call = CALLS[calls.Status]
-        options = [("grpc.enable_http_proxy", 0)]
-        with open_channel(address, self._credentials, options) as channel:
+        try:
+            target, named = resolver.grpc_target(address, deadline)
+        except resolver.NameResolutionError:
+            return  # ``join`` reports it
+        options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0), *named]
+        with open_channel(target, self._credentials, options) as channel:
             ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
             try:
                 ask(encode_request(calls.Status()), timeout=max(0.1, deadline - uptime()) / 2)
@@ -263,23 +244,11 @@ class ClusterChecks:
             return of_row("no_lane")
         host, _ = split_address(place, default_port=DEFAULT_PORT)
         address = join_address(host, joined.lane_port)
+        by_tcp, by = joined._replace(lane_unix=""), max(deadline, uptime() + 0.1)
         try:
-            by = max(deadline, uptime() + 0.1)
-            with (
-                resolver.connect(host, joined.lane_port, by) as raw,
-                self._credentials.client().wrap_socket(raw, server_hostname=MASTER_NAME)
-                if self._credentials
-                else contextlib.nullcontext(raw) as sock,
-            ):
-                sock.sendall(hello(joined.lane_token))
-                reader = FrameReader()
-                while (answer := reader.next()) is None:
-                    if not (count := sock.recv_into(reader.space())):
-                        raise ConnectionError("the master closed the connection")
-                    reader.received(count)
-            if answer[1] == ERROR:
-                raise decode_error(answer[3])
-        except (OSError, KVStoreError) as error:
+            with contextlib.closing(connect(by_tcp, host, by, 0.0, 0, self._credentials)) as lane:
+                lane.handshake(by_tcp, by)
+        except (LaneUnreachableError, TokenRefusedError) as error:
             return of_row("lane_silent", address=address, error=error, port=joined.lane_port)
         return ok(f"{address} answers", subject="lane")
 

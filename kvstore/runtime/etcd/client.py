@@ -19,6 +19,7 @@ from kvstore.runtime.etcd.wire import (
     CHANNEL_OPTIONS,
     GRANT,
     KEEP_ALIVE,
+    OTHER_PREFIX,
     RANGE,
     REVOKE,
     TXN,
@@ -182,8 +183,7 @@ class Etcd:
                 raise ProtocolError(
                     f"{key.decode()} in the etcd at {self.place.text} holds {value[:40]!r}, "
                     "not an epoch",
-                    advice="Another program may use this prefix. Give each cluster its "
-                    "own: --etcd etcd://HOST/PREFIX.",
+                    advice=OTHER_PREFIX,
                 )
             last = int(value)
             if last > epoch_max:
@@ -283,16 +283,15 @@ class Etcd:
         """Return the member's channel. Raises grpc.RpcError: its name cannot be resolved."""
         channel = self._channels.get(member)
         if channel is None:
+            try:
+                target, named = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
+            except NameResolutionError as error:
+                raise _unavailable(str(error)) from None
+            options = CHANNEL_OPTIONS + named
             if self._credentials is None:
-                try:
-                    target = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
-                except NameResolutionError as error:
-                    raise _unavailable(str(error)) from None
-                channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-            else:  # the certificate is checked against the name
-                channel = grpc.aio.secure_channel(
-                    member, self._credentials, options=CHANNEL_OPTIONS
-                )
+                channel = grpc.aio.insecure_channel(target, options=options)
+            else:
+                channel = grpc.aio.secure_channel(target, self._credentials, options=options)
             self._channels[member] = channel
         return channel
 

@@ -13,12 +13,13 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.errors import EtcdUnreachableError
-from kvstore.runtime.addresses import EtcdPlace
+from kvstore.runtime.addresses import EtcdPlace, is_host_port
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd import rpc_pb2 as rpc
 from kvstore.runtime.etcd.wire import (
     AUTHENTICATE,
     CHANNEL_OPTIONS,
+    OTHER_PREFIX,
     RANGE,
     STATUS,
     Method,
@@ -45,7 +46,7 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
         deadline: a ``uptime()`` value, by which this returns or raises.
 
     Raises:
-        EtcdUnreachableError: no member of the etcd answered.
+        EtcdUnreachableError: no member of the etcd answered, or the leader's key holds no address.
         PermissionDeniedError: etcd refused the user.
         StartupError: a file for TLS cannot be read.
     """
@@ -64,12 +65,10 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
             return found
         except NameResolutionError as unknown:
             reasons[member] = str(unknown)
-            continue
         except grpc.RpcError as error:
-            failure = error
-        if not is_member_specific(failure):
-            raise refused(failure, place)
-        reasons[member] = reason_of(failure)
+            if not is_member_specific(error):
+                raise refused(error, place) from None
+            reasons[member] = reason_of(error)
     raise unavailable(place, reasons)
 
 
@@ -120,11 +119,11 @@ def _best_first(place: EtcdPlace) -> list[str]:
 
 
 def _channel(member: str, secure: grpc.ChannelCredentials | None, deadline: float) -> grpc.Channel:
-    """Open a channel. Raises NameResolutionError. With TLS gRPC resolves the name itself, within
-    the timeouts of the calls, because the certificate is checked against it."""
+    """Open a channel. Raises NameResolutionError."""
+    target, named = grpc_target(member, deadline)
     if secure is None:
-        return grpc.insecure_channel(grpc_target(member, deadline), options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS + named)
+    return grpc.secure_channel(target, secure, options=CHANNEL_OPTIONS + named)
 
 
 def _token(channel: grpc.Channel, place: EtcdPlace, deadline: float) -> str:
@@ -136,7 +135,14 @@ def _token(channel: grpc.Channel, place: EtcdPlace, deadline: float) -> str:
 
 def _leader(channel: grpc.Channel, place: EtcdPlace, token: str, deadline: float) -> str:
     found = _ask(channel, RANGE, rpc.RangeRequest(key=place.leader_key), token, deadline)
-    return found.kvs[0].value.decode(errors="replace") if found.kvs else ""
+    leader = found.kvs[0].value.decode(errors="replace") if found.kvs else ""
+    if leader and not is_host_port(leader):
+        raise EtcdUnreachableError(
+            f"{place.leader_key.decode()} in the etcd at {place.text} holds {leader[:40]!r}, not "
+            "the address of a master",
+            advice=OTHER_PREFIX,
+        )
+    return leader
 
 
 def _ask(

@@ -40,6 +40,10 @@ AUTHENTICATE: Final = Method("/etcdserverpb.Auth/Authenticate", rpc.Authenticate
 ATTEMPT_S: Final = 1.0
 """Timeout of one of several members. A healthy member takes milliseconds."""
 
+OTHER_PREFIX: Final = (
+    "Another program may use this prefix. Give each cluster its own: --etcd etcd://HOST/PREFIX."
+)
+
 CHANNEL_OPTIONS: Final = (
     # gRPC's default backoff grows to two minutes, too long for a restarted etcd.
     ("grpc.initial_reconnect_backoff_ms", 50),

@@ -137,6 +137,26 @@ def imported_by(*arguments: str) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
+def test_ctrl_c_while_modules_load_ends_without_a_traceback() -> None:
+    code = (
+        "import sys\nimport kvstore.cli\n"
+        "class Finder:\n    def find_spec(self, *_):\n        raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\nkvstore.cli.start()"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_durations_have_units(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    for text, seconds in (("90", 90), ("1.5h", 5400), ("250ms", 0.25)):
+        assert kv("put", "k", str(tmp_path / "f"), "--ttl", text).code == 0
+        assert store.puts[-1]["ttl"] == seconds
+    refused = kv("put", "k", str(tmp_path / "f"), "--ttl", "1x")
+    assert refused.code == 2
+    assert "5min" in refused.err
+
+
 def test_a_call_imports_nothing_that_it_does_not_need() -> None:
     """What costs tens of milliseconds each; a miss of the master is as far as it gets."""
     slow = {"asyncio", "grpc", "numpy", "rich", "torch", "vllm"}
@@ -342,7 +362,19 @@ def test_who_clears_is_asked(
     assert kv("clear", "--all", "--json").code == 2, "a program is not asked"
 
 
-# --- a benchmark of a store that is in use ---
+# --- benchmarks ---
+
+
+def test_a_benchmark_ends_with_a_sentence(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = harness.Sample(1, 2_000.0, 1.0, 1.0, {})
+
+    def measure(_table: Table, rows: Any, _plan: object, _: object, on_sample: Any) -> None:
+        for row in rows:
+            on_sample(row, "kvstore", sample)
+
+    monkeypatch.setattr(harness, "measure", measure)
+    said = kv("bench", "--transport", "shm", "--rows", "get/shm/1MiB/1,memcpy/shm/1MiB/1").out
+    assert said.splitlines()[-1] == "The fastest get copies 2.1 GB/s by shm."
 
 
 @pytest.fixture
@@ -487,3 +519,8 @@ def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shm_entries, "left_overs", lambda: left)
     shown = [json.loads(line) for line in kv("--cluster", "b", "clean", "--json").out.splitlines()]
     assert [each["node"] for each in shown] == ["b"]
+    hostile = "\x1b[2J\n"
+    left[0] = LeftoverSegment(f"/dev/shm/kvstore.{hostile}", "", SegmentOwner(hostile), 1, 1)
+    said = kv("clean")
+    assert "x1b[2J" in said.err
+    assert "\x1b" not in said.err

@@ -118,7 +118,11 @@ def two_engines(store: FakeClient) -> FakeClient:
 
 
 @pytest.mark.usefixtures("two_engines")
-def test_one_screen_says_who_and_why(why: KV) -> None:
+def test_one_screen_says_who_and_why(why: KV, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    reasons = why().out.partition("\n1. ")[2]
+    assert max(map(len, reasons.splitlines())) < 60
+    monkeypatch.setenv("COLUMNS", "100")
     result = why()
     assert result.code == 1
     assert "writes  prefill-1 (10.0.0.8), 2.0 s ago: 8 of 8 keys stored" in result.out

@@ -71,7 +71,7 @@ def test_values_in_different_memories_go_through_the_hosts(devices: ClientDevice
 
 
 def test_a_list_of_tensors_is_one_value(devices: ClientDevices) -> None:
-    first, second = torch.ones(4), torch.ones(2)
+    first, second = (torch.ones(size).view(torch.uint8) for size in (4, 2))
     columns = encode_all([[there(first), there(second)]], devices)
     assert runs(columns.parts[0]) == [(first.data_ptr(), 16), (second.data_ptr(), 8)]
     mixed = encode_all([[there(first), b"abc"]], devices)

@@ -16,8 +16,6 @@ from kvstore.calls import JoinReply
 from kvstore.client.rpc.retries import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
-    LANE_RETRY_S,
-    LANE_SILENT_RETRY_S,
     REFUSALS_MAX,
     SILENCE_S,
     Action,
@@ -254,22 +252,19 @@ def test_silence_until_the_deadline_is_that() -> None:
         world.run(EXISTS, script(deadline_error(world.link, "Join")))
 
 
-def test_an_unreachable_lane_is_left_alone_for_a_while() -> None:
+def test_an_unreachable_lane_is_retried_after_longer_and_longer_pauses() -> None:
     world = World()
     unreachable = LaneUnreachableError("filtered")
     assert world.run(EXISTS, script(b"", unreachable, b"reply")) == b"reply"
-    assert world.run(EXISTS, script(b"reply")) == b"reply"
-    assert world.story == ["JoinAt", "SendOnLane!", "SendOnGrpc", "SendOnGrpc"]
-    world.now += LANE_RETRY_S
     world.run(EXISTS, script(b"reply"))
-    assert world.story[-1] == "SendOnLane"
-
-
-def test_a_silent_lane_is_tried_again_soon() -> None:
-    world = World()
-    silent = LaneUnreachableError("no greeting", silent=True)
-    world.run(EXISTS, script(b"", silent, b"reply"))
-    world.now += LANE_SILENT_RETRY_S
+    assert world.story == ["JoinAt", "SendOnLane!", "SendOnGrpc", "SendOnGrpc"]
+    link, now = MasterConnectionState("m:1", lane=True), 0.0
+    for pause_s in (1, 2, 4, 8, 16, 30, 30):
+        link.on_lane_failed(now, unreachable)
+        assert not link.should_retry_lane(now + pause_s - 0.1)
+        now += pause_s
+        assert [link.should_retry_lane(now) for _ in range(2)] == [True, False], "one thread"
+    world.link.on_lane_connected()
     world.run(EXISTS, script(b"reply"))
     assert world.story[-1] == "SendOnLane"
 
@@ -280,19 +275,6 @@ def test_a_lane_with_another_token_is_tried_at_once() -> None:
     world.epoch = 2
     world.run(EXISTS, script(gone(), b"", b"reply"))
     assert world.story[3:] == ["SendOnGrpc!", "JoinAt", "SendOnLane"]
-
-
-def test_an_unreachable_lane_is_warned_of_once() -> None:
-    link = MasterConnectionState("m:1", lane=True)
-    link.accept(World().joined(), "m:1")
-    assert link.lane_warning() is None
-    link.lane_failed(0.0, "filtered")
-    warning = link.lane_warning()
-    assert warning is not None
-    assert "m:5" in warning
-    assert "filtered" in warning
-    link.lane_failed(1.0, "filtered")
-    assert link.lane_warning() is None
 
 
 def test_a_refused_token_means_a_new_master() -> None:

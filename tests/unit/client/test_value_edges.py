@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ from kvstore.errors import (
 torch = pytest.importorskip("torch")
 
 
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, array: Any) -> None:
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
 def back(value: Any, kind: Any = None) -> Any:
     encoded: Any = encode(value)
     data = np.frombuffer(bytearray().join(encoded.parts), np.uint8)
@@ -42,6 +50,9 @@ def back(value: Any, kind: Any = None) -> Any:
         (np.zeros((), ">i2"), '{"kind":"numpy","dtype":">i2","shape":[]}'),
         (np.zeros(1, "M8[ns]"), '{"kind":"numpy","dtype":"<M8[ns]","shape":[1]}'),
         (b"", '{"kind":"bytes"}'),
+        (array("d", [1]), '{"kind":"bytes"}'),
+        (Foreign(np.zeros(3)), '{"kind":"numpy","dtype":"float64","shape":[3]}'),
+        (Foreign(torch.zeros(3).bfloat16()), '{"kind":"torch","dtype":"bfloat16","shape":[3]}'),
     ],
 )  # fmt: skip
 def test_descriptors_are_json_that_other_languages_read(value: Any, descriptor: str) -> None:
@@ -75,8 +86,8 @@ def test_gradients_and_lazy_views_are_left_behind() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, 7, "text", [1], object(), torch.eye(2).to_sparse(), torch.zeros(2, device="meta"),
-        np.array([None]), np.zeros(2, [("a", "i4")]), np.ma,
+        None, 7, "text", [1], [np.zeros(2)], object(), torch.eye(2).to_sparse(),
+        torch.zeros(2, device="meta"), np.array([None]), np.zeros(2, [("a", "i4")]), np.ma,
     ],
 )  # fmt: skip
 def test_what_has_no_plain_bytes(value: Any) -> None:

@@ -265,7 +265,7 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
-    first = np.arange(3, dtype=np.int16)
+    first = np.arange(3, dtype=np.int16).view(np.uint8)
     parts: list[Value] = [first, b"", b"xyz", b"0123"]
     one = Items([Key(b"a")], *encode_all([parts]))
     options = PutOptions(namespace=Namespace("default"))

@@ -36,9 +36,9 @@ TOKENED = AccessControl(AllowedHosts(["kv.example.com"]), token=TOKEN)
 READS_TOO = AccessControl(AllowedHosts([]), token=TOKEN, reads="token")
 
 
-def request_of(peer: Any, *headers: tuple[str, str]) -> web.Request:
+def request_of(peer: Any, *headers: tuple[str, str], certificate: object = None) -> web.Request:
     transport = mock.Mock()
-    transport.get_extra_info = lambda name: peer if name == "peername" else None
+    transport.get_extra_info = {"peername": peer, "peercert": certificate}.get
     host = [] if "Host" in dict(headers) else [("Host", "127.0.0.1:50080")]
     return make_mocked_request("PUT", "/", CIMultiDict([*host, *headers]), transport=transport)
 
@@ -180,6 +180,9 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
         acted.append(impersonated())
         return web.Response(status=204)
 
+    uri, end = ("URI", "kvstore:admin/a"), "Jan  1 00:00:00 2020 GMT"
+    ended = request_of(ELSEWHERE, certificate={"subjectAltName": (uri,), "notAfter": end})
+    assert not IdentityAccessControl(None, RevocationList("")).name_of(ended)
     access = Revoking(None, RevocationList(""))
     found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
     assert (found.status == 401) == (not acted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -167,6 +168,9 @@ def test_who_is_revoked_is_out(gate: Authorizer, identities: Identities) -> None
         with pytest.raises(PermissionDeniedError, match="was revoked"):
             refused()
     gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
+    ended = validated_identity("n", ["node"])._replace(until=time.time())
+    with pytest.raises(PermissionDeniedError, match="certificate of node n expired"):
+        gate.check_node(ended, "n")
 
 
 @pytest.mark.usefixtures("files_at_once")

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.security import certificates, credentials
-from kvstore.security.credentials import Credentials, read
+from kvstore.security.credentials import MASTER_NAME, Credentials, read
 from tests.support import identities
 from tests.support.identities import ENGINE, MASTER, NOW, content, write
 
@@ -174,6 +174,16 @@ def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.Signin
     assert name_of(found) == "e"
     path.chmod(0o600)
     assert name_of(found) == "other"
+
+
+def test_a_file_of_another_role_does_not_replace_a_servers(
+    tmp_path: Path, signer: certificates.SigningAuthority
+) -> None:
+    master = write(tmp_path / "m.auth", content(signer, MASTER))
+    found = Credentials(str(master))
+    found.check_serves(MASTER_NAME)
+    replace(master, content(signer, ENGINE))
+    assert name_of(found) == "m"
 
 
 def test_a_server_serves_with_what_is_there_now(

@@ -93,14 +93,6 @@ def test_peers_of_one_authority_accept_each_other(
     assert {end.version() for end in ends} == {"TLSv1.3"}
 
 
-def test_grpc_hands_on_who_the_peer_is(
-    tmp_path: Path, signer: certificates.SigningAuthority
-) -> None:
-    with serving(credentials(tmp_path, signer, MASTER)) as address:
-        found = call(address, credentials(tmp_path, signer, ENGINE))
-    assert found.startswith("kvstore:engine/e?id=")
-
-
 @pytest.mark.parametrize(
     ("name", "server", "client_days_ago", "server_days_ago"),
     [

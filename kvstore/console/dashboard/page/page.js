@@ -4,6 +4,7 @@
 const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, RESPONSE_MS = 6000;
 const RETRY_MS = 2000;
 const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
+const FOLD_MS = 60e3, FOLD_MAX = 200;
 const VIEWS = ["overview", "nodes", "prefixes", "namespaces", "misses", "events"];
 const $ = (id) => document.getElementById(id);
 
@@ -87,12 +88,15 @@ function scrollable(name, made) {
   return place;
 }
 
-/** Rows of cells: [text, class]. */
+/** Rows of cells: [text, class]. On a phone a row of many cells is a list, with the head of each. */
 function table(body, rows) {
+  const heads = [...body.parentElement.tHead.rows[0].cells].map((cell) => cell.textContent);
+  body.parentElement.classList.toggle("stacks", heads.length > 3);
   updateChildren(body, rows, () => element("tr"), (row, cells) =>
     updateChildren(row, cells, () => element("td"), (cell, [text, kind]) => {
       put(cell, text);
       cell.className = kind || "";
+      cell.dataset.head = heads[cell.cellIndex];
     }));
 }
 
@@ -229,13 +233,13 @@ function showFleet(models) {
     const why = one ? "one fingerprint: all of its engines share their blocks"
       : `${model.records.length} fingerprints, which share no blocks; they differ in ${model.differing.map(escapeText).join(", ") || "the layout of the cache only"}`;
     const head = element("tr", "", ...["fingerprint", ...model.differing.map(escapeText), "namespaces"].map(headCell));
-    const body = element("tbody");
+    const body = element("tbody"), made = element("table", "", element("thead", "", head), body);
     table(body, model.records.map((record) => [
       [escapeText(record.fingerprint), "name"], ...record.differing.map((text) => [escapeText(text), "name"]),
       [record.namespaces.map(escapeText).join("\n"), "name"],
     ]));
     return element("div", "model", element("h3", "", `${escapeText(model.engine)}: ${escapeText(model.model)}`), element("p", "quiet", why),
-      scrollable(`Fingerprints of ${escapeText(model.model)}`, element("table", "", element("thead", "", head), body)));
+      scrollable(`Fingerprints of ${escapeText(model.model)}`, made));
   }));
 }
 
@@ -269,14 +273,21 @@ const WARNING_EVENTS = ["node_reported", "puts_expired", "replicas_missing", "gu
 
 const amount = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
 
-/** A sentence, which opens to the event and its fields as in the master's log. */
-function eventRow(at, event, fields) {
+/** Adds a sentence, which opens to the event as in the master's log. Events of one kind within a minute share a row. */
+function addEvent(at, event, fields) {
   const raw = escapeText([event, ...Object.entries(fields).map(([name, value]) => `${name}=${value}`)].join(" "));
   const known = Object.hasOwn(CLUSTER_EVENT_TEXTS, event);
+  const last = $("event-rows").firstElementChild?.querySelector("details");
+  if (last?.dataset.event === event && at - last.dataset.at < FOLD_MS && last.children.length < FOLD_MAX) {
+    last.append(element("code", "", `${day(at)} ${raw}`));
+    put(last.querySelector("span"), ` And ${last.children.length - 2} more.`);
+    return;
+  }
   const kind = BAD_EVENTS.includes(event) ? "bad" : WARNING_EVENTS.includes(event) ? "warning" : "";
   const sentence = known ? `${escapeText(CLUSTER_EVENT_TEXTS[event](fields))}.` : raw;
-  return element("tr", kind, element("td", "", day(at)), element("td", "", known
-    ? element("details", "", element("summary", "", sentence), element("code", "", raw)) : sentence));
+  const details = element("details", "", element("summary", "", sentence, element("span")), element("code", "", raw));
+  Object.assign(details.dataset, { event, at });
+  $("event-rows").prepend(element("tr", kind, element("td", "", day(at)), element("td", "", known ? details : sentence)));
 }
 
 const state = { run: null, last: 0 };
@@ -288,9 +299,7 @@ function showEvents(response) {
     Object.assign(state, { run: response.run, last: 0 });
     if (isRestart) return;  // its numbers begin at 1
   }
-  for (const [, at, event, fields] of response.events) {
-    $("event-rows").prepend(eventRow(at, event, fields));
-  }
+  for (const [, at, event, fields] of response.events) addEvent(at, event, fields);
   state.last = response.last;
   while ($("event-rows").children.length > EVENTS_MAX) $("event-rows").lastElementChild.remove();
   $("no-events").hidden = $("event-rows").children.length > 0;
@@ -307,8 +316,8 @@ async function request(path, body = null, timeoutMs = RESPONSE_MS) {
   const posted = body ? { method: "POST", body: JSON.stringify(body) } : {};
   if (body) headers["Content-Type"] = "application/json";
   const response = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(timeoutMs), ...posted });
-  if (response.status === 401) throw Object.assign(new Error("token required"), { locked: true });
-  if (!response.ok) throw new Error((await response.text()).trim() || `status ${response.status}`);
+  const locked = response.headers.get("WWW-Authenticate")?.startsWith("Bearer"), refused = response.status < 500;
+  if (!response.ok) throw Object.assign(new Error((await response.text()).trim() || `status ${response.status}`), { locked, refused });
   return response.json();
 }
 
@@ -337,8 +346,9 @@ function show() {
   }
   if (view === "overview") showTiles(status, history);
   if (view === "nodes") {
-    updateChildren($("node-cards"), status.nodes, nodeCard, showNode);
-    showMoved(status.nodes);
+    const nodes = [...status.nodes].sort((one, other) => (one.state === "alive") - (other.state === "alive"));
+    updateChildren($("node-cards"), nodes, nodeCard, showNode);
+    showMoved(nodes);
   }
   if (view === "namespaces") showNamespaces(status);
   if (view === "prefixes") showSpaces($("chains-of"), []);
@@ -367,7 +377,7 @@ function showUnavailable(error) {
   $("lost").hidden = Boolean(error.locked);
   if (error.locked) return;
   const since = receivedAt ? ` Last update: ${clock(receivedAt)}.` : "";
-  put($("lost"), `The master does not respond (${escapeText(error.message)}).${since}`);
+  put($("lost"), error.refused ? escapeText(error.message) : `The master does not respond (${escapeText(error.message)}).${since}`);
 }
 
 /** Runs a query repeatedly, while the page is visible and the view needs it. */

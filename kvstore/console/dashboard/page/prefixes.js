@@ -91,7 +91,7 @@ function branchRow() {
 function showBranch(item, row, largest) {
   const [fold_, button, others, more] = item.children, { branch } = row;
   item.row = row;
-  item.className = `level${Math.min(row.level, LEVELS_MAX)}`;
+  item.style.marginLeft = `calc(${Math.min(row.level, LEVELS_MAX)} * var(--step))`;
   button.hidden = !branch;
   others.hidden = !row.others;
   more.hidden = !row.more;
