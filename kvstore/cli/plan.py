@@ -61,7 +61,7 @@ class _Sizes(click.ParamType[list[int]]):
     epilog=EXAMPLE,
     help="Show what more memory, another eviction policy or hints would bring, from a trace.",
 )
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--memory", type=_Sizes(), required=True,
               help="Memory of the pool; in a range, each size is twice the last.")  # fmt: skip
 @click.option("--block-bytes", metavar="SIZE", default="",

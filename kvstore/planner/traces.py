@@ -72,7 +72,9 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace. Raises InvalidArgumentError, OSError."""
+    """Read a trace. Raises InvalidArgumentError."""
+    if not path.is_file():
+        raise InvalidArgumentError(f"there is no trace {path}")
     trace = Trace()
     numbers: dict[tuple[str, int, object], int] = {}
     older = path.with_name(f"{path.name}.1")
