@@ -16,8 +16,8 @@ from kvstore.config.servers import EVICTION_POLICIES
 from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
+from kvstore.planner.hint_model import HintModel, Knowledge
 from kvstore.planner.plan import BEST, Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
-from kvstore.planner.replay import HintModel, Knowledge
 from kvstore.planner.traces import Trace, load_trace
 from kvstore.runtime.formatting import size_text
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvstore.calls.tenants import TenantRule
 from kvstore.config.servers import EVICTION_POLICIES
-from kvstore.planner.replay import HintModel, Replay, best_hits
+from kvstore.planner.hint_model import HintModel
 from kvstore.planner.traces import Trace
 from kvstore.runtime.formatting import size_text
 
@@ -93,6 +93,8 @@ def run_plan(
 
 
 def _hits(trace: Trace, tenants: Sequence[TenantRule] | None, cell: _Cell) -> int:
+    from kvstore.planner.replay import Replay, best_hits  # here, because it imports numpy
+
     if cell.policy == BEST:
         return best_hits(trace, cell.blocks)
     policy = resolve_name(EVICTION_POLICIES[cell.policy])()

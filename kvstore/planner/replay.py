@@ -10,8 +10,6 @@ import heapq
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from kvstore import calls
 from kvstore.calls import HintAction
@@ -24,6 +22,7 @@ from kvstore.master.state.hints import RETAINED_TURNOVERS
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.planner.hint_model import HintModel
 from kvstore.planner.traces import Trace
 
 EXTENT_BYTES = 4096
@@ -35,22 +34,6 @@ START_MS = 20_000
 PUT_WAIT_MS = 50
 LEASE_MS = 1
 RETAIN_MS = 3_600_000
-
-Knowledge = Literal["", "goes on", "soon", "over", "all"]
-"""What clients tell: nothing; that a chain is used again; that it is used again soon; that it is
-over; or always that it is used again."""
-
-
-@dataclass(frozen=True)
-class HintModel:
-    """Clients that tell what they know, right or wrong."""
-
-    knowledge: Knowledge = ""
-    right: float = 0.8
-    """The part of the cases that deserve a hint in which it is given."""
-    wrong: float = 0.05
-    """The part of the other cases in which it is given all the same."""
-    seed: int = 7
 
 
 class Replay:

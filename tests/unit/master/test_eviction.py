@@ -26,7 +26,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import eviction_hints
 from kvstore.master.state.candidates import MOVES_PER_STEP, EvictionCandidates, SweepCursor
 from kvstore.master.state.density import density
-from kvstore.master.state.eviction import LruPolicy, NewPolicy, lru
+from kvstore.master.state.eviction import NewPolicy, lru
 from kvstore.master.state.evictor import EVICTIONS_PER_STEP
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.records import HITS_MAX, ObjectRecord

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from kvstore.cli.main import cli
 from kvstore.errors import InvalidArgumentError
 from kvstore.master.state.eviction import LruPolicy
+from kvstore.planner.hint_model import HintModel
 from kvstore.planner.plan import BEST, Plan, as_svg, knee_of, run_plan
-from kvstore.planner.replay import HintModel, Replay, best_hits
+from kvstore.planner.replay import Replay, best_hits
 from kvstore.planner.traces import Trace, load_trace
 
 SEED = 11
