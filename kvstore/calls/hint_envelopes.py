@@ -32,7 +32,8 @@ _TYPES: Final = {
     "session_end": HintAction.RELEASE,
     "branch_over": HintAction.RELEASE,
 }
-_NOT_DONE: Final = dict.fromkeys(("kv.fetch", "kv.share"), "every engine reads the shared store")
+_IS_SHARED: Final = "every engine reads the shared store"
+_NOT_DONE: Final[dict[str, str]] = {"kv.fetch": _IS_SHARED, "kv.share": _IS_SHARED}
 _UNRESOLVED: Final = {
     "block_hashes": "the store cannot resolve block_hashes of 64 bits: give keys in hexadecimal",
     "session": "the store knows no sessions: give keys in hexadecimal",

@@ -109,18 +109,19 @@ def test_everybody_retains_everything_is_plain_lru(new_cluster: NewCluster) -> N
 
 def test_one_tenants_hints_cost_no_other_one(new_cluster: NewCluster) -> None:
     rules = [TenantRule("liar", ("liar",)), TenantRule("good", ("good",))]
+    liar, good = Namespace("liar"), Namespace("good")
     found = []
     for lies in (False, True):
         cluster = new_cluster(tenants=rules, one=8)
         for index in range(24):
-            for namespace in map(Namespace, ("liar", "good")):
+            for namespace in (liar, good):
                 cluster.after(LEASE_MS + 1)
                 name = chr(ord("a") + index)
                 cluster.put(name, namespace=namespace)
-                if lies and namespace == "liar":
+                if lies and namespace is liar:
                     hint(cluster, HintAction.RETAIN, [name], LONG_MS, namespace)
         names = "".join(map(chr, range(ord("a"), ord("a") + 24)))
-        found.append(cluster.present(names, namespace=Namespace("good")))
+        found.append(cluster.present(names, namespace=good))
     assert found[0] == found[1]
     assert len(found[0]) == 4
 
