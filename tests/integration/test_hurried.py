@@ -51,6 +51,7 @@ ROWS: Final = {
     "prefixes": Row(HERE, shows=(SPACE, NODE)),
     "put": Row([KEY, "FILE", *HERE], shows=(KEY,)),
     "quickstart": Row(["--memory", "nonsense"], (2,)),
+    "plan": Row(["no-trace.jsonl", "--memory", "1GiB"], (1, 2)),
     "rm": Row(["nothing"], (3,)),
     "stat": Row([KEY, *HERE], shows=(KEY, SPACE, NODE)),
     "status": Row([], shows=(NODE, SPACE)),
