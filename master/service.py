@@ -57,7 +57,7 @@ from kvstore.runtime.formatting import field_text
 from kvstore.runtime.histograms import Histogram
 from kvstore.runtime.tasks import Died, start_task
 from kvstore.security.identity import UNAUTHENTICATED, Identity
-from kvstore.wire.pieces import CUTS
+from kvstore.wire.request_chunking import CHUNKINGS
 
 log = logging.getLogger("kvstore.master")
 
@@ -243,7 +243,7 @@ class MasterService:
     ) -> calls.Reply | Awaitable[calls.Reply]:
         if isinstance(request, calls.Join):
             return self._joined(request, caller)
-        cut = CUTS.get(type(request))
+        cut = CHUNKINGS.get(type(request))
         if cut is not None and cut.is_large(request):
             raise BatchTooLargeError(
                 f"{type(request).__name__}: more than one request may ask for",

@@ -49,8 +49,8 @@ from kvstore.runtime.tasks import start_thread, uninterrupted
 from kvstore.security.credentials import Credentials
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
-from kvstore.wire.pieces import CUTS, Cut
 from kvstore.wire.port_probe import GRPC, TLS, identify_service
+from kvstore.wire.request_chunking import CHUNKINGS, Chunking
 from kvstore.wire.status import CLOSED_REASONS, decode_error, detail_of
 from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
 from kvstore.wire.trace_context import trace_of, with_trace
@@ -188,7 +188,7 @@ class MasterStub:
                 self._pems, self._channels = pems, ChannelPool(self.credentials)
                 self._link.on_master_lost(self._link.generation)
         call = CALLS[type(request)]
-        split = CUTS.get(type(request))
+        split = CHUNKINGS.get(type(request))
         if split is not None and split.is_large(request):
             return self._call_in_chunks(split, request, deadline, trace)
         payload = encode_request(request)
@@ -214,10 +214,10 @@ class MasterStub:
         return reply
 
     def _call_in_chunks(
-        self, split: Cut | None, request: Request, deadline: float, trace: str
+        self, split: Chunking | None, request: Request, deadline: float, trace: str
     ) -> Reply:
         """Send the call in several requests to one master. Raises BatchTooLargeError."""
-        chunks = [] if split is None else split.pieces(request)
+        chunks = [] if split is None else split.chunks(request)
         if split is None or len(chunks) < 2:
             raise BatchTooLargeError(
                 f"{type(request).__name__}: over {REQUEST_BYTES_MAX} bytes in one request",

@@ -43,7 +43,7 @@ from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
 from kvstore.master.state.views import chains, operator_queries
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
-from kvstore.wire.pieces import CUTS
+from kvstore.wire.request_chunking import CHUNKINGS
 from tests.unit.master.cluster import BEFORE, EPOCH, NAMESPACE, Cluster
 
 LINES_MAX = 300_000
@@ -127,10 +127,10 @@ class World(Cluster):
 
     def ask(self, request: calls.Request) -> Counter[str]:
         """All pieces, and all the work that follows."""
-        cut = CUTS.get(type(request))
+        cut = CHUNKINGS.get(type(request))
         is_large = cut is not None and cut.is_large(request)
         with counted() as steps:
-            for piece in cut.pieces(request) if cut is not None and is_large else [request]:
+            for piece in cut.chunks(request) if cut is not None and is_large else [request]:
                 self.state.steps[type(piece)](self.now_ms, piece)
                 self.work()
             self.state.tick(self.now_ms)

@@ -27,11 +27,11 @@ from kvstore.master.state.effects import SendToNode
 from kvstore.master.state.master_state import MasterState
 from kvstore.native.packed_keys import PackedKeys, keys_per_request
 from kvstore.wire.messages import encode_request
-from kvstore.wire.pieces import CUTS, KEYS_PER_PIECE, PROBES_PER_PIECE
+from kvstore.wire.request_chunking import CHUNKINGS, KEYS_PER_CHUNK, PROBES_PER_CHUNK
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
-MANY = 3 * KEYS_PER_PIECE + 7
+MANY = 3 * KEYS_PER_CHUNK + 7
 KEYS = [Key(index.to_bytes(4, "big")) for index in range(MANY)]
 REPEATED = (KEYS * (BATCH_KEYS_MAX // MANY + 1))[:BATCH_KEYS_MAX]
 
@@ -56,8 +56,8 @@ def service_with(objects: int, access: Access | None = None) -> MasterService:
         settle()
 
     service._apply_effects = wiping  # type: ignore[method-assign]
-    for start in range(0, objects, KEYS_PER_PIECE):
-        keys = KEYS[start : min(start + KEYS_PER_PIECE, objects)]
+    for start in range(0, objects, KEYS_PER_CHUNK):
+        keys = KEYS[start : min(start + KEYS_PER_CHUNK, objects)]
         put = calls.PutStart(SPACE, keys, [1] * len(keys), None, False, 1, False, 0, "h")
         grants = state.putting.put_start(0, put)
         assert isinstance(grants, calls.Grants)
@@ -69,7 +69,7 @@ def ask(service: MasterService, request: calls.Request) -> Any:
     """The reply to one request, whatever its size."""
 
     async def main() -> Any:
-        with mock.patch("kvstore.master.service.CUTS", {}):
+        with mock.patch("kvstore.master.service.CHUNKINGS", {}):
             reply = service.call(request)
         return reply if isinstance(reply, tuple) else await asyncio.wait_for(reply, 10)
 
@@ -132,12 +132,12 @@ def test_the_pieces_of_a_large_call_say_what_a_whole_one_would(
 ) -> None:
     whole = service_with(MANY - 3)
     request = request_of(whole)
-    cut = CUTS[type(request)]
+    cut = CHUNKINGS[type(request)]
     with pytest.raises(BatchTooLargeError):
         whole.call(request)
     expected = ask(whole, request)
     service = service_with(MANY - 3)
-    pieces = cut.pieces(request_of(service))
+    pieces = cut.chunks(request_of(service))
     assert len(pieces) > 1
     assert not any(cut.is_large(piece) for piece in pieces), "it would be cut again"
     reply = cut.joined([ask(service, piece) for piece in pieces])
@@ -162,7 +162,7 @@ def test_no_piece_is_longer_than_a_request_may_be(size: int, packed: bool) -> No
         ),
         calls.MatchPrefix(spaces, keys[: keys_per_request(keys)], False, spaces),
     ):  # fmt: skip
-        for piece in CUTS[type(request)].pieces(request):
+        for piece in CHUNKINGS[type(request)].chunks(request):
             assert len(encode_request(piece)) <= REQUEST_BYTES_MAX
     put = calls.PutStart(
         spaces[0], keys[:PUT_KEYS_MAX], list(range(PUT_KEYS_MAX)), keys[0], True, 8, True, 1, "h",
@@ -185,5 +185,5 @@ def test_every_call_with_many_keys_is_cut_or_quick() -> None:
         for kind in get_args(calls.Request)
         if {"keys", "tokens"} & set(getattr(kind, "_fields", ()))
     }
-    assert batches == quick | set(CUTS)
-    assert BATCH_KEYS_MAX <= PROBES_PER_PIECE
+    assert batches == quick | set(CHUNKINGS)
+    assert BATCH_KEYS_MAX <= PROBES_PER_CHUNK
