@@ -39,22 +39,24 @@ SIZES_MAX: Final = 16
 
 
 class _Sizes(click.ParamType[list[int]]):
-    name = "SIZE[..SIZE]"
+    name = "SIZE[..SIZE],..."
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[int]:
-        first, dots, last = str(value).partition("..")
-        try:
-            size, end = parse_size(first), parse_size(last if dots else first)
-        except ValueError as error:
-            self.fail(f"{value!r}: {error}", param, ctx)
-        if not 0 < size <= end or end // size >= 1 << SIZES_MAX:
-            self.fail(f"{value!r} is no range of sizes: write 16GiB..2TiB", param, ctx)
-        sizes = [size]
-        while sizes[-1] * 2 <= end:
-            sizes.append(sizes[-1] * 2)
-        return sizes
+        sizes: set[int] = set()
+        for part in str(value).split(","):
+            first, dots, last = part.partition("..")
+            try:
+                size, end = parse_size(first), parse_size(last if dots else first)
+            except ValueError as error:
+                self.fail(f"{part!r}: {error}", param, ctx)
+            if not 0 < size <= end or end // size >= 1 << SIZES_MAX:
+                self.fail(f"{part!r} is no range of sizes: write 16GiB..2TiB", param, ctx)
+            while size <= end:
+                sizes.add(size)
+                size *= 2
+        return sorted(sizes)
 
 
 @command(
@@ -129,8 +131,10 @@ def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> N
         console.print(f"{size_text(row.memory_bytes):>10} {bar} {100 * row.hits[shown]:.1f} %")
     knee = knee_of(rows, shown)
     largest = size_text(rows[-1].memory_bytes)
-    if len(rows) > 1:
+    if knee is not rows[-1]:
         console.print(f"{size_text(knee.memory_bytes)} find 90 % of what {largest} find ({shown}).")
+    elif len(rows) > 1:
+        console.print(f"No smaller size finds 90 % of what {largest} find ({shown}).")
     if trace.block_tokens:
         saved = knee.hits[shown] * trace.accesses * trace.block_tokens
         console.print(f"With {size_text(knee.memory_bytes)}, {saved:,.0f} tokens need no prefill.")
