@@ -103,8 +103,8 @@ class MooncakeDriver(StoreDriver):
             failed = self._store.setup(HOST, METADATA, 0, BUFFER_BYTES, "tcp", "", address)
             self._well(failed, "set up")
             self.source, self.target = memory(memory_bytes)
-        for size in (self.source, self.target):
-            self._well(self._store.register_buffer(size.ctypes.data, memory_bytes), "register")
+        for buffer in (self.source, self.target):
+            self._well(self._store.register_buffer(buffer.ctypes.data, memory_bytes), "register")
         self._wait_for_space()
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:

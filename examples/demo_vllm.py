@@ -180,10 +180,10 @@ def act(
     with Children(fleet.environment()) as children:
         running = start(children, console, model, len(prompts), len(prompts[0]), seed)
         first = len(outcomes)
-        for number, answer in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             what = f"prompt {number} of {len(prompts) - 1}" if number else "warming up"
             with _step(console, what):
-                outcome = ask_three_ways(running, number, answer)
+                outcome = ask_three_ways(running, number, prompt)
             if number:  # the first prompt warms up engines and connections, and is not counted
                 outcomes.append(outcome)
         show(outcomes[first:], counters(running.decoder), console)

@@ -301,10 +301,8 @@ def _finish(
             try:
                 yield from unreachable(context, transfer.segment, error)
             except KVStoreError as raised:  # these keys would be blocked until the deadline
-                if isinstance(raised, DeviceError):
-                    error.fields.setdefault(
-                        "quiesced", 1
-                    )  # its copies have ended, unless the field is set
+                if isinstance(raised, DeviceError):  # its copies have ended, unless it says else
+                    error.fields.setdefault("quiesced", 1)
                 yield from revoke(grants.epoch, grants.tokens, [item for item in errors if item])
                 raise
     complete = not lost and len(writes) == len(distinct_ids)

@@ -417,15 +417,13 @@ class MooncakeDistributedStore(TensorMethods):
     ) -> list[list[list[int]]]:
         results = []
         for index, start in enumerate(buffer_ptrs):
-            of_buffer = [code[index] if index < len(code) else [] for code in lists]
-            is_even = {len(code) for code in lists} == {len(buffer_ptrs)} and _have_equal_lengths(
+            of_buffer = [row[index] if index < len(row) else [] for row in lists]
+            is_even = {len(row) for row in lists} == {len(buffer_ptrs)} and _have_equal_lengths(
                 of_buffer
             )
             runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
             if is_even and (len(of_buffer[0]) < 2 or not any_overlap(runs)):
-                results.append(
-                    [self._ranges_of(snapshot, start, *code) for code in zip(*of_buffer)]
-                )
+                results.append([self._ranges_of(snapshot, start, *row) for row in zip(*of_buffer)])
             else:
                 refused = max(1, len(of_buffer[0]))
                 results.append([[Code.INVALID_PARAMS] for _ in range(refused)])
@@ -657,7 +655,7 @@ def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview] | Code:
 
 
 def _have_equal_lengths(lists: Sequence[Sized]) -> bool:
-    return len({len(code) for code in lists}) == 1
+    return len({len(row) for row in lists}) == 1
 
 
 def _worst(codes: list[int]) -> int:

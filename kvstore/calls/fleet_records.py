@@ -325,7 +325,7 @@ def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferen
     number = gcd(*mine, *other)
     if uncut or mine == other or len(mine) != len(other) or number == 1:
         return None
-    names = [" and ".join(map(str, sorted(set(record)))) for record in (mine, other)]
+    names = [" and ".join(map(str, sorted(set(values)))) for values in (mine, other)]
     larger = [name for name in names if name != str(number)]
     where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
     setting = f'"block_tokens": {number} in {where}'
@@ -345,7 +345,7 @@ def _without(
         ]
     if "tensor_parallel" in fields and isinstance(left.get("attention"), list):
         left["attention"] = [
-            [record for record in manner if not str(record).startswith("num_kv_heads=")]
+            [part for part in manner if not str(part).startswith("num_kv_heads=")]
             if isinstance(manner, list) else manner
             for manner in left["attention"]
         ]  # fmt: skip
@@ -367,7 +367,7 @@ def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
 def _counts(values: Iterable[object]) -> list[int]:
     """Return the values if all of them are counts; otherwise an empty list."""
     found = list(values)
-    counts = [record for record in found if type(record) is int and 0 < record <= BLOCK_TOKENS_MAX]
+    counts = [count for count in found if type(count) is int and 0 < count <= BLOCK_TOKENS_MAX]
     return counts if len(counts) == len(found) else []
 
 

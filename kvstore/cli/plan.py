@@ -17,7 +17,7 @@ from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
 from kvstore.planner.hint_model import HintModel, Knowledge
-from kvstore.planner.plan import BEST, Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
+from kvstore.planner.plan import Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
 from kvstore.planner.traces import Trace, load_trace
 from kvstore.runtime.formatting import size_text
 
@@ -93,12 +93,12 @@ def plan(
     if memory[0] < size:
         too_small = f"--memory {size_text(memory[0])} holds no block of {size_text(size)}"
         raise InvalidArgumentError(too_small)
-    rate = _rate(sample, loaded, memory[0] // size)
+    rate = _rate(sample, memory[0] // size)
     rules = load_tenants(tenants) if tenants else None
     request = Plan(memory, size, policies, _hint_models(hints), rules, rate)
     with progress("replay", wanted=not as_json) as report:
         rows = run_plan(loaded, request, report)
-    names = [name for name in rows[0].hits if name != BEST] + [BEST]
+    names = list(rows[0].hits)
     if svg is not None:
         svg.write_text(as_svg(rows, names), encoding="utf-8")
     if as_json:
@@ -151,9 +151,9 @@ def _block_bytes(text: str, trace: Trace) -> int:
     raise click.UsageError("this trace does not say how large a block is: give --block-bytes")
 
 
-def _rate(text: str, trace: Trace, smallest: int) -> float:
+def _rate(text: str, smallest: int) -> float:
     if text == "auto":
-        return sampling_rate(trace, smallest)
+        return sampling_rate(smallest)
     try:
         rate = float(text)
     except ValueError:

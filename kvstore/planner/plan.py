@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Plan:
     hints: Sequence[HintModel] = (HintModel(),)
     tenants: Sequence[TenantRule] | None = None
     rate: float = 1.0
-    """The part of the blocks that is replayed."""
+    """The part of the blocks that is replayed: above 0, at most 1."""
 
 
 class PlanRow(NamedTuple):
@@ -49,52 +48,58 @@ class _Cell(NamedTuple):
     policy: str
     hints: HintModel
 
-    @property
-    def name(self) -> str:
-        if not self.hints.knowledge:
-            return self.policy
-        return f"{self.policy}, {self.hints.knowledge}"
-
 
 def run_plan(
     trace: Trace, plan: Plan, on_progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> list[PlanRow]:
     """Replay the trace for each memory, policy and model of hints, on all processors."""
-    sampled = trace if plan.rate >= 1 else trace.sample(plan.rate)
-    blocks_of = {size: size // plan.block_bytes for size in plan.memory_bytes}
+    sampled = trace if plan.rate == 1 else trace.sample(plan.rate)
     cells = [
-        _Cell(max(1, round(blocks * min(1.0, plan.rate))), policy, hints)
-        for blocks in blocks_of.values()
-        for policy in plan.policies
-        for hints in plan.hints
+        _Cell(max(1, round(size // plan.block_bytes * plan.rate)), policy, hints)
+        for size in plan.memory_bytes
+        for policy, hints in _columns(plan)
     ]
-    cells += [
-        _Cell(max(1, round(blocks * min(1.0, plan.rate))), BEST, HintModel())
-        for blocks in blocks_of.values()
-    ]
-    work = functools.partial(_hits, sampled, plan.tenants)
     found: list[int] = []
-    with multiprocessing.get_context("fork").Pool() as pool:
-        for hits in pool.imap(work, cells):
+    # Forked processes inherit the trace: as an argument it would be copied for every cell.
+    with multiprocessing.get_context("fork").Pool(
+        initializer=_inherit, initargs=(sampled, plan.tenants)
+    ) as pool:
+        for hits in pool.imap(_hits, cells):
             found.append(hits)
             on_progress(len(found), len(cells))
     # The correction of SHARDS: a sample with too many accesses has found too many blocks.
-    expected = trace.accesses * min(1.0, plan.rate)
+    expected = trace.accesses * plan.rate
     surplus = expected - sampled.accesses
-    parts = [min(1.0, max(0.0, (hits + surplus) / expected)) for hits in found]
-    rows = []
-    for size, blocks in blocks_of.items():
-        count = max(1, round(blocks * min(1.0, plan.rate)))
-        hits_of = {
-            cell.name: part for cell, part in zip(cells, parts, strict=True) if cell.blocks == count
-        }
-        rows.append(PlanRow(size, blocks, hits_of))
-    return rows
+    parts = iter([min(1.0, max(0.0, (hits + surplus) / expected)) for hits in found])
+    names = [_name(policy, hints) for policy, hints in _columns(plan)]
+    return [
+        PlanRow(size, size // plan.block_bytes, {name: next(parts) for name in names})
+        for size in plan.memory_bytes
+    ]
 
 
-def _hits(trace: Trace, tenants: Sequence[TenantRule] | None, cell: _Cell) -> int:
+def _columns(plan: Plan) -> list[tuple[str, HintModel]]:
+    columns = [(policy, hints) for policy in plan.policies for hints in plan.hints]
+    return [*columns, (BEST, HintModel())]
+
+
+def _name(policy: str, hints: HintModel) -> str:
+    return f"{policy}, {hints.knowledge}" if hints.knowledge else policy
+
+
+_inherited: tuple[Trace, Sequence[TenantRule] | None]
+"""Of a forked process: the trace and the rules of its cells."""
+
+
+def _inherit(trace: Trace, tenants: Sequence[TenantRule] | None) -> None:
+    global _inherited  # noqa: PLW0603  # the initializer of a process
+    _inherited = trace, tenants
+
+
+def _hits(cell: _Cell) -> int:
     from kvstore.planner.replay import Replay, best_hits  # here, because it imports numpy
 
+    trace, tenants = _inherited
     if cell.policy == BEST:
         return best_hits(trace, cell.blocks)
     policy = resolve_name(EVICTION_POLICIES[cell.policy])()
@@ -107,9 +112,9 @@ def knee_of(rows: Sequence[PlanRow], name: str) -> PlanRow:
     return next(row for row in rows if row.hits[name] >= wanted)
 
 
-def sampling_rate(trace: Trace, smallest_blocks: int) -> float:
+def sampling_rate(smallest_blocks: int) -> float:
     """Return the rate with which the smallest memory still holds ``SAMPLED_BLOCKS``."""
-    return min(1.0, SAMPLED_BLOCKS / max(1, smallest_blocks)) if trace.blocks else 1.0
+    return min(1.0, SAMPLED_BLOCKS / smallest_blocks)
 
 
 def as_svg(rows: Sequence[PlanRow], names: Sequence[str]) -> str:

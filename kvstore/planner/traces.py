@@ -38,8 +38,6 @@ class Trace:
     """Per request: the last block that another request can share, as an index into the chain: a
     block that is not full is in no other chain."""
     namespaces: list[str] = field(default_factory=list)
-    last_ms: dict[str, int] = field(default_factory=dict)
-    """When each chain, named by its last key, was asked for last."""
     blocks: int = 0
     block_bytes: int = 0
     """Of the trace; 0: it does not say."""
@@ -77,11 +75,12 @@ def load_trace(path: Path) -> Trace:
         raise InvalidArgumentError(f"there is no trace {path}")
     trace = Trace()
     numbers: dict[tuple[str, int, object], int] = {}
+    last_ms: dict[str, int] = {}
     older = path.with_name(f"{path.name}.1")
     for file in (older, path) if older.exists() else (path,):
         for number, line in _lines(file):
             try:
-                _add(trace, numbers, json.loads(line))
+                _add(trace, numbers, last_ms, json.loads(line))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise InvalidArgumentError(
                     f"{file}, line {number}: no request of a known trace: {error!r}",
@@ -93,7 +92,13 @@ def load_trace(path: Path) -> Trace:
     return trace
 
 
-def _add(trace: Trace, numbers: dict[tuple[str, int, object], int], row: dict[str, Any]) -> None:
+def _add(
+    trace: Trace,
+    numbers: dict[tuple[str, int, object], int],
+    last_ms: dict[str, int],
+    row: dict[str, Any],
+) -> None:
+    """``last_ms``: when each recorded chain, named by its last key, was asked for last."""
     if "hash_ids" in row:
         keys, time_ms, namespace = row["hash_ids"], row["timestamp"], ""
         trace.block_tokens = MOONCAKE_BLOCK_TOKENS
@@ -101,10 +106,9 @@ def _add(trace: Trace, numbers: dict[tuple[str, int, object], int], row: dict[st
     else:
         keys, time_ms, namespace = row["k"], row["t"], row["n"][0]
         full = len(keys)
-        last_ms = trace.last_ms.get(keys[-1], -REPEAT_MS) if keys else 0
-        if time_ms - last_ms < REPEAT_MS:
+        if not keys or time_ms - last_ms.get(keys[-1], -REPEAT_MS) < REPEAT_MS:
             return
-        trace.last_ms[keys[-1]] = time_ms
+        last_ms[keys[-1]] = time_ms
         trace.block_bytes = max(trace.block_bytes, int(row.get("z", 0)) * len(row["n"]))
     parent, chain = -1, []
     for key in keys:

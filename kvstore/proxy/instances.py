@@ -114,7 +114,7 @@ class Instance:
         """Record a failed connection (``refused``: no process listens there). Several in a row make
         the instance unhealthy; a single one may be chance."""
         self.refuses = refused
-        recent = [instance for instance in self._unconnected if now_ms - instance < REFUSALS_MS]
+        recent = [at_ms for at_ms in self._unconnected if now_ms - at_ms < REFUSALS_MS]
         self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
         if len(self._unconnected) == REFUSALS_MAX:
             self._fail(reason)

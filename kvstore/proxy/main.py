@@ -95,7 +95,7 @@ async def _serve(config: ProxyConfig) -> int:
             )
         )
         _print_startup(config, server)
-        ends = [start_task("end", instance.wait()) for instance in (stopped, broken)]
+        ends = [start_task("end", event.wait()) for event in (stopped, broken)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()

@@ -205,9 +205,7 @@ class CandidateQueue:
         if record.position < 0:
             if not eviction_hints.has_ended(record, self._now_ms):
                 return False
-            self._remove(record)
-            record.hint = 0
-            self._insert(record, detached=False)
+            self._reinsert(record)
             return True
         return self._policy_at(record.position).hit(record)
 

@@ -471,7 +471,7 @@ class SchedulerLogic:
         """Take a reference to each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
-        block_ids = list(dict.fromkeys(tracked for run in runs for tracked in run.block_ids))
+        block_ids = list(dict.fromkeys(block_id for run in runs for block_id in run.block_ids))
         assert NULL_BLOCK not in block_ids
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self.pinned_blocks += len(block_ids)

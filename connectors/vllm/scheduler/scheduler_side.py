@@ -334,7 +334,7 @@ class SchedulerSide:
         loading = self.decisions.loading
         if self.decisions.has_blocks_being_saved:
             told = core.call(self._on_worker, self._options, "finish_check")
-            self._identity.take_verdicts(dict(outcome for outcome in told if outcome))
+            self._identity.take_verdicts(dict(verdict for verdict in told if verdict))
             orders = TransferCommands(
                 self._identity.fingerprint, saves=self.decisions.take_ready_saves(),
                 draft=self._identity.draft,

@@ -235,7 +235,7 @@ def _origin(model: Any, load_format: str, loaded: Sequence[LoadedFiles]) -> str:
             f"{load_format}, or VLLM_PLUGINS leaves out kvstore"
         )
     if Path(model.model).exists():
-        return f"files {digest([draft.digest() for draft in loaded])[:32]}"
+        return f"files {digest([files.digest() for files in loaded])[:32]}"
     # A branch moves, so the commit identifies the loaded weights.
     commit = getattr(model.hf_config, "_commit_hash", None)
     return f"{model.model}@{commit or model.revision or 'main'}"

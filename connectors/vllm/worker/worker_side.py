@@ -299,7 +299,7 @@ class WorkerSide:
                 self._load_ended(what)
                 self._failed.add(what.request_id)
                 self._report.failed_loads[what.request_id] = 0
-                self._bad_blocks.update(save for run in what.runs for save in run.block_ids)
+                self._bad_blocks.update(block_id for run in what.runs for block_id in run.block_ids)
 
     def _save_ended(self, save: SaveCommand, *, stored: bool) -> None:
         """The caller holds the lock."""

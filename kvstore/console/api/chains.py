@@ -253,7 +253,7 @@ def keys_of(text: str) -> list[list[Key]]:
         if not all(isinstance(word, str) for word in words):
             raise InvalidArgumentError("a key in JSON is a text")
     else:
-        words = [word for match_ in re.split(r"[\s,;]+", text) if (word := match_.strip("\"'"))]
+        words = [word for part in re.split(r"[\s,;]+", text) if (word := part.strip("\"'"))]
     if not 0 < len(words) <= FIND_KEYS_MAX:
         raise InvalidArgumentError(f"give 1 to {FIND_KEYS_MAX} keys, not {len(words)}")
     readings: list[list[Key]] = []

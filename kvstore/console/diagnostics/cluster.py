@@ -268,7 +268,7 @@ class ClusterChecks:
         except KVStoreError as error:
             return [of_row("error", error=error)._replace(subject="nodes")]
         asked = {s.segment_id: pool.submit(self._by_tcp, s) for s in described}
-        found = [_of_store(result) for result in of_a_status(status)]
+        found = [_of_store(problem) for problem in of_a_status(status)]
         for node in status.nodes:
             of_node = [ok(f"{node.state}, last heard {node.silent_ms} ms ago")]
             for segment in described:
@@ -311,11 +311,11 @@ def _described(uri: str) -> str:
     return "; ".join([who.display_name, *rights])
 
 
-def _of_store(each: DetectedProblem) -> Finding:
-    if each.level == "note":
-        return ok(each.text, subject="store")
-    state: State = "problem" if each.level == "bad" else "warning"
-    return Finding("store", state, each.text, each.advice)
+def _of_store(problem: DetectedProblem) -> Finding:
+    if problem.level == "note":
+        return ok(problem.text, subject="store")
+    state: State = "problem" if problem.level == "bad" else "warning"
+    return Finding("store", state, problem.text, problem.advice)
 
 
 def by_shm(segment: SegmentInfo) -> Iterator[Finding]:

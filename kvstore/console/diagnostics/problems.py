@@ -116,7 +116,7 @@ def of_a_status(status: ClusterStatus) -> list[DetectedProblem]:
     when = f"since the master started, {duration_text(status.uptime_ms)} ago"
     counted = _CounterDeltas(dict(status.counters), when)
     seen = _Seen(status, counted, counted)
-    since = [sample._replace(level="warning") for sample in _counted(seen)]
+    since = [problem._replace(level="warning") for problem in _counted(seen)]
     return _worst_first([*_now(seen), *since])
 
 
@@ -166,9 +166,7 @@ def _now(seen: _Seen) -> Iterator[DetectedProblem]:
     for name, holds in OF_NODES.items():
         yield from _of_nodes(name, [node for node in seen.status.nodes if holds(node)])
     gone = [
-        sample
-        for sample in seen.status.departed
-        if sample.reason != "left" or sample.missing or sample.lost
+        node for node in seen.status.departed if node.reason != "left" or node.missing or node.lost
     ]
     yield from map(_departed_node, gone[:NODES_NAMED])
     if len(gone) > NODES_NAMED:
@@ -240,7 +238,7 @@ def _waiting(seen: _Seen) -> Words:
     """Return memory that is not available yet after a start of the master or of nodes."""
     alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
-    if not segments or not all(sample.ready_ms or sample.reports for sample in segments):
+    if not segments or not all(segment.ready_ms or segment.reports for segment in segments):
         return None
     longest_ms = min(segment.ready_ms for segment in segments)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"

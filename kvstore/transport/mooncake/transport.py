@@ -146,7 +146,7 @@ class MooncakeTransport(Transport):
             found = self._registered.take(start)
             session = self._session
             doubts = [
-                at for call, at in self._in_doubt if call.overlaps(start, start + len(buffer))
+                at for region, at in self._in_doubt if region.overlaps(start, start + len(buffer))
             ]
         if found is not None and session is not None:
             session.engine.unregister(start)
@@ -364,12 +364,12 @@ class MooncakeTransport(Transport):
         if not self._in_doubt:
             return
         with self._changing:
-            self._in_doubt = [call for call in self._in_doubt if not call[1].ended.is_set()]
+            self._in_doubt = [doubt for doubt in self._in_doubt if not doubt[1].ended.is_set()]
             doubts = list(self._in_doubt)
         for copy in moves:
             start = address_of(copy.buffer)
-            for call, _ in doubts:
-                if call.overlaps(start, start + len(copy.buffer)):
+            for region, _ in doubts:
+                if region.overlaps(start, start + len(copy.buffer)):
                     raise MemoryQuarantinedError(
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",
