@@ -238,7 +238,7 @@ class Client:
             overwrite: write a new version even if the key exists, and retire the old version.
                 During the call, clients may find either version; after it, only the new one.
             wait_ms: maximum wait for leases to end if there is no space; None: 1 s, or half of the
-                call's time if that is less.
+                call's time if that is less. More than nine tenths of that time are not waited.
             ttl: seconds, a ``timedelta``, or a text with a unit (``"90s"``, ``"5min"``, ``"1h"``),
                 at most a week (rounded up to 64 ms); None: no TTL. It counts from the end of this
                 call. After it the master does not find the object, and reuses its memory first; a

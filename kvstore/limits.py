@@ -191,7 +191,7 @@ def check_key(key: object) -> Key:
     else:
         raise InvalidKeyError(
             f"a key is bytes or str, not {type(key).__name__}",
-            advice="Hash or encode it first.",
+            advice="Hash or encode it; a chain is named by its last key.",
         )
     if not 0 < len(key) <= KEY_BYTES_MAX:
         raise InvalidKeyError(

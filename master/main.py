@@ -343,6 +343,8 @@ class _MasterProcess:
         service.leads_until = until
         if self._address:
             service.role, service.address = "leader", self._address
+        if self._election is not None:
+            service.peers = self._election.peers
         service.counters_elsewhere = self._counters
         service.on_superseded = self._supersede_epoch
         service.noticed = self.notices.add

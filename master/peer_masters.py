@@ -34,7 +34,8 @@ class PeerMasters:
         self._etcd = etcd
         self._address = address
         self._notices = notices
-        self._running: set[str] = set()
+        self.running: set[str] = set()
+        """Addresses of the masters that announce themselves, without this one."""
         self._lease_id = 0
 
     async def run(self) -> None:
@@ -71,13 +72,13 @@ class PeerMasters:
         """Compare the announcements of other masters with the previous ones. A master that begins
         replaces the one that was lost first."""
         running = {address for address, note in notes.items() if note != STOPPED}
-        for address in self._running - running - notes.keys():
+        for address in self.running - running - notes.keys():
             self.lost[address] = None
             shown = sanitize(address, 100)
             log.warning("master_lost address=%s", shown)
             self._notices.add("master_lost", {"address": shown})
-        for address in running - self._running:
+        for address in running - self.running:
             self.lost.pop(address if address in self.lost else next(iter(self.lost), ""), None)
         for address in list(self.lost)[:-MASTERS_MAX]:
             del self.lost[address]
-        self._running = running
+        self.running = running

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvstore.console.api.diagnostics import WHY_PATH
 from kvstore.console.api.lookups import EXISTS_PATH, HINTS_PATH, MATCH_PATH, STAT_PATH
 from tests.support.cluster import Cluster, Node
 from tests.support.http import get
@@ -110,6 +111,8 @@ def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
     status, text = post(store.port, HINTS_PATH, wrong | {"key": KEYS[2].hex(), "namespaces": ["n"]})
     assert (status, text.startswith("actions.1.payload.ttl_ms: ")) == (400, True)
     assert dict(store.cluster.status().counters)["hints.retain.accepted"] == 1, "all or nothing"
+    notes = str(json.loads(get(store.port, WHY_PATH).text)["notes"])
+    assert "hints since the master's start: retained chains 1 (" in notes
 
 
 @pytest.mark.parametrize(

@@ -512,14 +512,18 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
 
 def test_the_loss_of_a_standby_is_a_problem_until_another_one_begins(ha: HaCluster) -> None:
     _, second = ha.pair()
-    until(lambda: second in ha.etcd.control("get", "--prefix", "kvstore/masters/"))
     client = ha.client()
+    until(lambda: list(client.status().standbys) == [second])
 
     def problems() -> list[str]:
         return [problem.runbook for problem in of_a_status(client.status())]
 
     ha.masters[second].kill()
     until(lambda: "KvstoreMasterLost" in problems(), within_s=30)
+    status = run_python(
+        *KVSTORE, "status", "--master", client.config.master, within_s=30, check=True
+    )
+    assert f"standbys: none\nlost masters: {second}" in status.stdout
     ha.add_master()
     until(lambda: "KvstoreMasterLost" not in problems())
 

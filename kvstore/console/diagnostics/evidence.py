@@ -4,6 +4,7 @@ records of engines, and the state of single objects."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -58,7 +59,7 @@ class Explanation(NamedTuple):
     """The groups to explain, the last used first."""
     causes: list[Cause]
     notes: list[str]
-    """Evidence that was not available."""
+    """What hints did, and evidence that was not available."""
 
 
 class GroupReport(NamedTuple):
@@ -96,7 +97,7 @@ class Report(NamedTuple):
     others: int
     """Number of further groups."""
     notes: Sequence[str]
-    """Evidence that was not available."""
+    """What hints did, and evidence that was not available."""
 
 
 def report_of(found: Explanation) -> Report:
@@ -139,7 +140,7 @@ def explain(
         PermissionDeniedError: the caller may see neither all namespaces nor the requested one.
         KVStoreError: the store did not answer.
     """
-    notes: list[str] = []
+    notes = _hint_notes(status)
     records = _records(client, status, notes)
     report = _traffic(client, namespace, _of_tenant(client, status, records), notes)
     evidence = Evidence(
@@ -189,6 +190,27 @@ def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraff
         NamespaceTraffic(row.name, row.objects, row.size, (), (), (), 0, 0, 0, 0, 0, 0)
         for row in status.namespaces
         if row.name not in seen and row.objects
+    ]
+
+
+def _hint_notes(status: ClusterStatus) -> list[str]:
+    """Return the note on the hints that the whole store got; none: no note."""
+    counters = Counter(dict(status.counters))
+    by_outcome: Counter[str] = Counter()
+    for name, count in counters.items():
+        if name.startswith("hints."):
+            _, action, outcome = name.split(".")
+            given = "retained" if action == "retain" else "dismissed"
+            by_outcome[given if outcome in ("accepted", "clipped") else outcome] += count
+    if not by_outcome.total():
+        return []
+    return [
+        f"hints since the master's start: retained chains {by_outcome['retained']:,} (for a "
+        f"shorter time {counters['hints.retain.clipped']:,}), their objects found again "
+        f"{counters['hinted_found.retained']:,}, ended unused {counters['retained_unused']:,}; "
+        f"released or demoted chains {by_outcome['dismissed']:,}, their objects found again "
+        f"{counters['hinted_found.released']:,}; not stored {by_outcome['missing']:,}, ignored "
+        f"{by_outcome['ignored']:,}"
     ]
 
 

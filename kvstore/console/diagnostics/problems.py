@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.calls import ClusterStatus, DepartedNode, NamespaceTraffic, NodeStatus
+from kvstore.calls import (
+    ClusterStatus,
+    DepartedNode,
+    NamespaceTraffic,
+    NodeStatus,
+    SegmentStatus,
+)
 from kvstore.calls.fleet_records import FleetRecord
 from kvstore.calls.no_space_messages import guarantee_warning
 from kvstore.console.diagnostics.history import HistoryPoints, added, spread_of
@@ -222,7 +228,15 @@ def _held(node: NodeStatus, of: str) -> int:
 
 
 def _holds_much(of: str) -> Callable[[NodeStatus], bool]:
-    return lambda node: _held(node, of) > SHARES[of] * _held(node, "size")
+    return lambda node: (
+        not any(map(_starts, node.segments))
+        and (_held(node, of) > SHARES[of] * _held(node, "size"))
+    )
+
+
+def _starts(segment: SegmentStatus) -> bool:
+    """Whether memory is not available yet after a start of the master or of the node."""
+    return bool(segment.ready_ms or segment.reports)
 
 
 def _count(number: int, one: str) -> str:
@@ -235,10 +249,9 @@ Words = Mapping[str, object] | None
 
 
 def _waiting(seen: _Seen) -> Words:
-    """Return memory that is not available yet after a start of the master or of nodes."""
     alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
-    if not segments or not all(segment.ready_ms or segment.reports for segment in segments):
+    if not segments or not all(map(_starts, segments)):
         return None
     longest_ms = min(segment.ready_ms for segment in segments)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
