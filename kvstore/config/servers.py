@@ -171,11 +171,11 @@ class MasterConfig(HttpConfig):
         description="Fraction of the pool that the pins of one namespace may protect from "
         "eviction. 0: pins are refused.",
     )
-    eviction: Literal["lru", "s3-fifo", "density"] = Field(
-        default="lru",
-        description="Which objects are evicted first: lru, the least recently used; s3-fifo, new "
-        "ones that are not used twice soon; density, those that promise the fewest hits per second "
-        "of memory, as learned. kvstore plan compares them on a trace of your requests.",
+    eviction: Literal["density", "lru", "s3-fifo"] = Field(
+        default="density",
+        description="Which objects are evicted first: density, those that promise the fewest hits "
+        "per second of memory, as learned; lru, the least recently used; s3-fifo, new ones that "
+        "are not used twice soon. kvstore plan compares them on a trace of your requests.",
     )
     record: File = Field(
         default="",

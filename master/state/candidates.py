@@ -60,9 +60,9 @@ class CandidateQueue:
         self._counters = counters
         self._policy = policy
         self._detached = SortedRecordQueue()
-        self._over = LruPolicy(_OVER)
-        self._demoted = LruPolicy(_DEMOTED)
-        self._retained = LruPolicy(_RETAINED)
+        self._over = LruPolicy(base=_OVER)
+        self._demoted = LruPolicy(base=_DEMOTED)
+        self._retained = LruPolicy(base=_RETAINED)
         self._deferred = SortedRecordQueue()
         self._sequence = 0
         self._count = 0
@@ -90,7 +90,7 @@ class CandidateQueue:
 
     def is_retained(self, record: ObjectRecord) -> bool:
         """Whether this candidate is evicted only after all that are not retained."""
-        return _RETAINED <= record.position < _DEFERRED
+        return record.hint > self._now_ms and record.position < _DEFERRED
 
     def value(self, record: ObjectRecord) -> tuple[int, int]:
         """The value of keeping this candidate, which ``peek`` has returned: by hints, which count
@@ -99,9 +99,8 @@ class CandidateQueue:
         if position < _OVER:
             return 0, -1
         policy = self._policy_at(position)
-        return 1 + (position >= _DEMOTED) + (position >= 0) + (position >= _RETAINED), (
-            policy.weight(record)
-        )
+        order = 1 + (position >= _DEMOTED) + (position >= 0) + (position >= _RETAINED)
+        return order + policy.rank(record), policy.weight(record)
 
     def hint(self, record: ObjectRecord, hint: int) -> None:
         """Replace the hint of this candidate."""
@@ -190,10 +189,10 @@ class CandidateQueue:
             record.position = _DETACHED + self._sequence
             self._detached.add(record)
             return
-        if eviction_hints.has_ended(record, self._now_ms):
+        if not self._policy.learns_hints and eviction_hints.has_ended(record, self._now_ms):
             record.hint = 0
         hint = record.hint
-        if not hint:
+        if not hint or self._policy.learns_hints:
             self._policy.insert(record)
         elif hint > 0:
             self._retained.insert(record)
@@ -234,7 +233,7 @@ class EvictionCandidates:
         self._counters = counters
         self._new_policy = new_policy
         self._tenants = tenants
-        self.queues = {1: CandidateQueue(new_policy(), tenants.unnamed, counters)}
+        self.queues = {1: CandidateQueue(new_policy(1), tenants.unnamed, counters)}
         """By the number of the tenant; 1: of the unnamed one, and of all if there are none."""
         self.unfinished = False
         """Whether the last search for a victim reached its limit before it found one."""
@@ -248,7 +247,7 @@ class EvictionCandidates:
         queue = self.queues.get(record.queue)
         if queue is None:
             queue = self.queues[record.queue] = CandidateQueue(
-                self._new_policy(), tenant, self._counters
+                self._new_policy(record.queue), tenant, self._counters
             )
         queue.add(record, detached=detached)
 

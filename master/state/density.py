@@ -1,9 +1,10 @@
 """Density: evicts the object that promises the fewest hits per second of memory.
 
-Objects are classed by how often they were used, evicted times included. Per class the policy learns
-the distribution of the time until the next use. The worth of an object is the best, over how long
-to go on keeping it, of P(used meanwhile) / E[time kept]: an index after Gittins (J. R. Stat. Soc. B
-41, 1979), as hit density in LHD (Beckmann et al., NSDI 2018), with a stopping time.
+Objects are classed by how often they were used, evicted times included, and by what their clients
+say of them. Per class the policy learns the distribution of the time until the next use. The worth
+of an object is the best, over how long to go on keeping it, of P(used meanwhile) / E[time kept]: an
+index after Gittins (J. R. Stat. Soc. B 41, 1979), as hit density in LHD (Beckmann et al., NSDI
+2018), with a stopping time. So a hint is worth what hints of its tenant have been worth.
 
 Each class is an LRU list; the victim is the least worth of the lists' ends.
 """
@@ -17,14 +18,23 @@ from typing import Final
 from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
 
-CLASSES: Final = 4
+USE_CLASSES: Final = HITS_MAX + 1
 """By uses: 1, 2, 3, 4 and more."""
+
+CLASSES: Final = 3 * USE_CLASSES
+"""Those without a hint, then the retained ones, then those that are over or demoted."""
+
+EXPECTED_USES: Final = 16.0
+"""Uses of retained objects that count as seen at the start, nine of ten followed by another one
+about a minute later. Objects that are over count as never used again."""
+
+EXPECTED_BIN: Final = 12
 
 BINS: Final = 34
 """Of the time between two uses: below 1 s, then two per octave, the last from 18 h."""
 
-UPDATE_AFTER: Final = 256
-"""Observations after which the worths are computed again (0.1 ms)."""
+UPDATE_AFTER: Final = 1_024
+"""Observations after which the worths are computed again (0.2 ms)."""
 
 MEMORY: Final = 1 << 16
 """Observations after which the older ones count half."""
@@ -32,11 +42,19 @@ MEMORY: Final = 1 << 16
 GHOSTS_MAX: Final = 1 << 16
 """Evicted objects whose uses are remembered."""
 
+PREFERRED: Final = 0.8
+"""Another object is evicted instead of the least recently used one only if it promises less than
+this part of its hits: estimates err, above all where the popular objects change."""
+
 _BASE_BITS: Final = 200
 _WEIGHT_SCALE: Final = 1e12
+_TIME_BITS: Final = 50
 
 _KNOWN: Final = HITS_MAX + 1
-"""The bit of ``hits`` for objects whose first use the learner has seen."""
+"""The bit of ``hits`` for objects whose first use the learner has seen. Above it is the hint with
+which their last use is counted."""
+
+_HINT_SHIFT: Final = _KNOWN.bit_length()
 
 
 def _bin_of(gap_ms: int) -> int:
@@ -49,39 +67,64 @@ def _edge_ms(index: int) -> float:
     return 0.0 if index == 0 else 1_000.0 * 2.0 ** ((index - 1) / 2)
 
 
-class DensityLearner:
-    """What one master has learned; shared by the policies of its segments and tenants."""
+def _hint_of(record: ObjectRecord) -> int:
+    """0: none; 1: retained; 2: over or demoted."""
+    hint = record.hint
+    return 0 if hint == 0 else 1 if hint > 0 else 2
 
-    def __init__(self) -> None:
+
+def _class_of(record: ObjectRecord) -> int:
+    return (record.hits & HITS_MAX) + USE_CLASSES * (record.hits >> _HINT_SHIFT)
+
+
+class DensityLearner:
+    """What one master has learned of one tenant's objects; shared by the policies of its
+    segments."""
+
+    def __init__(self, ghosts: dict[int, tuple[int, int]]) -> None:
+        """``ghosts``: class and last use of evicted objects, the oldest first; those of all
+        tenants."""
         self.now_ms = 0
         self._again = [[0.0] * BINS for _ in range(CLASSES)]
         self._uses = [0.0] * CLASSES
+        for number in range(USE_CLASSES, 2 * USE_CLASSES):
+            self._uses[number] = EXPECTED_USES
+            self._again[number][EXPECTED_BIN] = 0.9 * EXPECTED_USES
         self.worths = [[0.0] * BINS for _ in range(CLASSES)]
         """By class and bin of the age: hits per ms from now on."""
         self._pending = 0
-        self._ghosts: dict[int, tuple[int, int]] = {}
+        self._ghosts = ghosts
+        self._update_worths()
 
-    def on_first_use(self, record: ObjectRecord) -> None:
-        """Called when an object was put: it may have been evicted before."""
-        self.now_ms = max(self.now_ms, record.last_used_ms)
-        ghost = self._ghosts.pop(hash((record.namespace, record.key)), None)
-        if ghost is not None:
-            hits, used_ms = ghost
-            record.hits = min(HITS_MAX, hits + 1)
-            self._again[hits][_bin_of(record.last_used_ms - used_ms)] += 1.0
-        self._count(record.hits & HITS_MAX)
+    def observe(self, record: ObjectRecord) -> None:
+        """Count the first use of an object, which may have been evicted before, and its hint."""
+        if not record.hits & _KNOWN:
+            self.now_ms = max(self.now_ms, record.last_used_ms)
+            ghost = self._ghosts.pop(hash((record.namespace, record.key)), None)
+            if ghost is not None:
+                number, used_ms = ghost
+                self._again[number][_bin_of(record.last_used_ms - used_ms)] += 1.0
+                record.hits = min(HITS_MAX, number % USE_CLASSES + 1)
+            record.hits = _KNOWN | record.hits & HITS_MAX
+            self._count(record.hits & HITS_MAX)
+        hint, counted = _hint_of(record), _class_of(record)
+        if hint != record.hits >> _HINT_SHIFT:
+            record.hits = record.hits & HITS_MAX | _KNOWN | hint << _HINT_SHIFT
+            self._uses[counted] -= 1.0
+            self._uses[_class_of(record)] += 1.0
 
-    def on_use(self, hits: int, gap_ms: int, now_ms: int) -> None:
-        """Called when an object that had ``hits`` is used again."""
+    def on_use(self, record: ObjectRecord, now_ms: int) -> None:
+        """Called when an object is used again."""
+        self.observe(record)
         self.now_ms = max(self.now_ms, now_ms)
-        self._again[hits][_bin_of(gap_ms)] += 1.0
-        self._count(min(HITS_MAX, hits + 1))
+        self._again[_class_of(record)][_bin_of(now_ms - record.last_used_ms)] += 1.0
+        hits = min(HITS_MAX, (record.hits & HITS_MAX) + 1)
+        record.hits = hits | _KNOWN
+        self._count(hits)
 
     def on_evict(self, record: ObjectRecord) -> None:
-        self._ghosts[hash((record.namespace, record.key))] = (
-            record.hits & HITS_MAX,
-            record.last_used_ms,
-        )
+        key = hash((record.namespace, record.key))
+        self._ghosts[key] = _class_of(record), record.last_used_ms
         if len(self._ghosts) > GHOSTS_MAX:
             del self._ghosts[next(iter(self._ghosts))]
 
@@ -94,6 +137,8 @@ class DensityLearner:
     def _update_worths(self) -> None:
         self._pending = 0
         for number, again in enumerate(self._again):
+            if not self._uses[number]:
+                continue
             seen, spent = [0.0], [0.0]
             for index, count in enumerate(again):
                 seen.append(min(0.999, seen[-1] + count / (self._uses[number] + 1.0)))
@@ -117,21 +162,18 @@ class DensityPolicy:
     """See the module."""
 
     learns_uses = True
+    learns_hints = True
 
     def __init__(self, learner: DensityLearner) -> None:
         self._learner = learner
-        self._lists = [LruPolicy((number + 1) << _BASE_BITS) for number in range(CLASSES)]
+        self._lists = [LruPolicy(base=(number + 1) << _BASE_BITS) for number in range(CLASSES)]
 
     def used(self, record: ObjectRecord, now_ms: int) -> None:
-        hits = record.hits & HITS_MAX
-        self._learner.on_use(hits, now_ms - record.last_used_ms, now_ms)
-        record.hits += hits < HITS_MAX
+        self._learner.on_use(record, now_ms)
 
     def insert(self, record: ObjectRecord) -> None:
-        if not record.hits & _KNOWN:
-            self._learner.on_first_use(record)
-            record.hits |= _KNOWN
-        self._lists[record.hits & HITS_MAX].insert(record)
+        self._learner.observe(record)
+        self._lists[_class_of(record)].insert(record)
 
     def remove(self, record: ObjectRecord, *, evicted: bool) -> None:
         self._lists[(record.position >> _BASE_BITS) - 1].remove(record, evicted=evicted)
@@ -139,40 +181,59 @@ class DensityPolicy:
             self._learner.on_evict(record)
 
     def first(self) -> ObjectRecord | None:
-        found: ObjectRecord | None = None
-        lowest = 0.0
+        oldest: ObjectRecord | None = None
+        for queue in self._lists:
+            record = queue.first()
+            if record is None:
+                continue
+            if queue.weight(record) <= record.last_used_ms:
+                return record  # used since: ``hit`` moves it, and shows what is behind it
+            if oldest is None or record.last_used_ms < oldest.last_used_ms:
+                oldest = record
+        if oldest is None:
+            return None
+        found, lowest = oldest, self._worth(oldest) * PREFERRED
         for queue in self._lists:
             for record in (queue.first(), queue.last()):
-                if record is not None:
-                    worth = self._worth(record)
-                    if (
-                        found is None
-                        or worth < lowest
-                        or (worth == lowest and record.last_used_ms < found.last_used_ms)
-                    ):
-                        found, lowest = record, worth
+                if record is not None and (worth := self._worth(record)) < lowest:
+                    found, lowest = record, worth
         return found
 
     def hit(self, record: ObjectRecord) -> bool:
         number = (record.position >> _BASE_BITS) - 1
         queue = self._lists[number]
-        if number == record.hits & HITS_MAX and queue.weight(record) > record.last_used_ms:
+        if number == _class_of(record) and queue.weight(record) > record.last_used_ms:
             return False
         queue.remove(record, evicted=False)
         self.insert(record)
         return True
 
     def weight(self, record: ObjectRecord) -> int:
-        return int(self._worth(record) * _WEIGHT_SCALE)
+        return self._scaled_worth(record, record.hits & HITS_MAX)
+
+    def rank(self, record: ObjectRecord) -> int:
+        return self._scaled_worth(record, _class_of(record))
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain.from_iterable([queue.after(position) for queue in self._lists])
 
     def _worth(self, record: ObjectRecord) -> float:
         age_ms = self._learner.now_ms - record.last_used_ms
-        return self._learner.worths[record.hits & HITS_MAX][_bin_of(age_ms)]
+        return self._learner.worths[_class_of(record)][_bin_of(age_ms)]
+
+    def _scaled_worth(self, record: ObjectRecord, number: int) -> int:
+        age_ms = self._learner.now_ms - record.last_used_ms
+        worth = int(self._learner.worths[number][_bin_of(age_ms)] * _WEIGHT_SCALE)
+        return worth << _TIME_BITS | record.last_used_ms
 
 
 def density() -> NewPolicy:
-    learner = DensityLearner()
-    return lambda: DensityPolicy(learner)
+    learners: dict[int, DensityLearner] = {}
+    ghosts: dict[int, tuple[int, int]] = {}
+
+    def new_policy(tenant: int) -> DensityPolicy:
+        if tenant not in learners:
+            learners[tenant] = DensityLearner(ghosts)
+        return DensityPolicy(learners[tenant])
+
+    return new_policy

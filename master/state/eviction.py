@@ -36,9 +36,12 @@ class EvictionPolicy(Protocol):
     learns_uses: bool
     """Whether ``used`` must be called. Else a use costs less."""
 
+    learns_hints: bool
+    """Whether it orders records with a hint, too. Else hints come before the policy."""
+
     def used(self, record: ObjectRecord, now_ms: int) -> None:
-        """Learns of a use, before ``last_used_ms`` changes. Called with one policy for all records,
-        candidates or not, but not within ``HIT_GAP_MS`` of the last use."""
+        """Learns of a use, before ``last_used_ms`` changes. Called with one policy for all records
+        of a tenant, candidates or not, but not within ``HIT_GAP_MS`` of the last use."""
         ...
 
     def insert(self, record: ObjectRecord) -> None: ...
@@ -57,8 +60,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def weight(self, record: ObjectRecord) -> int:
-        """The value of keeping the first candidate, at least 0. Of the first candidates of several
-        segments or tenants, the one with the lowest weight is evicted."""
+        """The value of keeping the first candidate, at least 0, without its hint. Of the first
+        candidates of several tenants, the one with the lowest weight is evicted."""
+        ...
+
+    def rank(self, record: ObjectRecord) -> int:
+        """The value of keeping the first candidate, at least 0, with its hint. It precedes the
+        weight between the segments of one tenant."""
         ...
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
@@ -67,7 +75,8 @@ class EvictionPolicy(Protocol):
         ...
 
 
-NewPolicy = Callable[[], EvictionPolicy]
+NewPolicy = Callable[[int], EvictionPolicy]
+"""Makes the policy of one segment for the tenant with this number."""
 
 
 class LruPolicy:
@@ -77,8 +86,11 @@ class LruPolicy:
     moved to the position of its last use when it is first."""
 
     learns_uses = False
+    learns_hints = False
 
-    def __init__(self, base: int = 0) -> None:
+    def __init__(self, tenant: int = 1, *, base: int = 0) -> None:
+        """``base``: added to positions."""
+        del tenant
         self._queue = SortedRecordQueue()
         self._sequence = 0
         self._base = base
@@ -111,6 +123,9 @@ class LruPolicy:
 
     def weight(self, record: ObjectRecord) -> int:
         return record.position - self._base >> _SEQUENCE_BITS
+
+    def rank(self, record: ObjectRecord) -> int:
+        return 0
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return self._queue.after(position)

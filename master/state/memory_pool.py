@@ -54,8 +54,9 @@ class MemoryPool:
         self._turnover = TurnoverClock()
         """That of a pool without tenants."""
         self._turnover_step = 1
-        self.policy = new_policy()
-        """One without candidates, which is told of uses."""
+        self._policies = {1: new_policy(1)}
+        """By the number of the tenant: one without candidates, which is told of uses."""
+        self.learns_uses = self._policies[1].learns_uses
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
@@ -308,6 +309,15 @@ class MemoryPool:
         """Called when a lease or a pin of a record ended early."""
         if record.queue:
             self._candidates_of(record).lease_ended(record)
+
+    def used(self, record: ObjectRecord, now_ms: int) -> None:
+        """Called before a use, if ``learns_uses``."""
+        tenant = self.tenants.of_record(record)
+        number = 1 if tenant is None else tenant.number
+        policy = self._policies.get(number)
+        if policy is None:
+            policy = self._policies[number] = self._new_policy(number)
+        policy.used(record, now_ms)
 
     def hint(self, record: ObjectRecord, hint: int) -> None:
         """Replaces the hint of an object (``eviction_hints``)."""

@@ -236,11 +236,10 @@ class QueryHandler:
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
         self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
-        policy = self._pool.policy
-        if policy.learns_uses:
+        if self._pool.learns_uses:
             for record in records:
                 if now_ms - record.last_used_ms >= HIT_GAP_MS:
-                    policy.used(record, now_ms)
+                    self._pool.used(record, now_ms)
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for record in records:
             if record.last_used_ms != used_ms:

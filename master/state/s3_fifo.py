@@ -39,8 +39,10 @@ class S3FifoPolicy:
     """See the module."""
 
     learns_uses = True
+    learns_hints = False
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: int = 1) -> None:
+        del tenant
         self._small = SortedRecordQueue()
         self._main = SortedRecordQueue()
         self._sequence = 0
@@ -99,6 +101,9 @@ class S3FifoPolicy:
 
     def weight(self, record: ObjectRecord) -> int:
         return max(0, record.last_used_ms)
+
+    def rank(self, record: ObjectRecord) -> int:
+        return 0
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain(self._small.after(position), self._main.after(position))

@@ -97,12 +97,12 @@ def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
     made = 0
     limit = 100
 
-    def policy() -> LruPolicy:
+    def policy(tenant: int) -> LruPolicy:
         nonlocal made
         made += 1
         if made > limit:
             raise MemoryError
-        return LruPolicy()
+        return LruPolicy(tenant)
 
     state = MasterState(epoch=7, policy=policy)
     service = MasterService(state)

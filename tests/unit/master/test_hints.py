@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,6 +10,8 @@ from kvstore import calls
 from kvstore.calls import HintAction, HintOutcome
 from kvstore.calls.tenants import TenantRule
 from kvstore.limits import Key, Namespace
+from kvstore.master.state.density import density
+from kvstore.master.state.eviction import NewPolicy, lru
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -107,12 +109,15 @@ def test_everybody_retains_everything_is_plain_lru(new_cluster: NewCluster) -> N
     assert stored[0] == stored[1]
 
 
-def test_one_tenants_hints_cost_no_other_one(new_cluster: NewCluster) -> None:
+@pytest.mark.parametrize("policy", [lru, density])
+def test_one_tenants_hints_cost_no_other_one(
+    new_cluster: NewCluster, policy: Callable[[], NewPolicy]
+) -> None:
     rules = [TenantRule("liar", ("liar",)), TenantRule("good", ("good",))]
     liar, good = Namespace("liar"), Namespace("good")
     found = []
     for lies in (False, True):
-        cluster = new_cluster(tenants=rules, one=8)
+        cluster = new_cluster(tenants=rules, policy=policy(), one=8)
         for index in range(24):
             for namespace in (liar, good):
                 cluster.after(LEASE_MS + 1)
@@ -126,8 +131,11 @@ def test_one_tenants_hints_cost_no_other_one(new_cluster: NewCluster) -> None:
     assert len(found[0]) == 4
 
 
-def test_hints_decide_between_the_segments_of_a_node(new_cluster: NewCluster) -> None:
-    cluster = new_cluster()
+@pytest.mark.parametrize("policy", [lru, density])
+def test_hints_decide_between_the_segments_of_a_node(
+    new_cluster: NewCluster, policy: Callable[[], NewPolicy]
+) -> None:
+    cluster = new_cluster(policy=policy())
     cluster.join("one", 2, 2)
     put_apart(cluster, "abcd")
     for name in "ab":
@@ -135,6 +143,30 @@ def test_hints_decide_between_the_segments_of_a_node(new_cluster: NewCluster) ->
     cluster.after(LEASE_MS)
     put_apart(cluster, "12")
     assert cluster.present("abcd12") == "ab12"
+
+
+@pytest.mark.parametrize("truthful", [True, False])
+def test_density_learns_what_the_hints_of_a_tenant_are_worth(
+    new_cluster: NewCluster, truthful: bool
+) -> None:
+    """Half of the objects are retained. Three rounds later either these or the others are used, of
+    which the pool has space for one kind only."""
+    cluster = new_cluster(policy=density(), one=5)
+    found: list[int] = []
+    for index in range(1_000):
+        cluster.after(LEASE_MS + 1)
+        retained, plain, *used = [
+            chr(0x4E00 + 2 * number + kind)
+            for number, kind in ((index, 0), (index, 1), (index - 3, not truthful))
+        ]
+        cluster.put(retained)
+        request = calls.Hint(NAMESPACE, keys_of(retained), [int(HintAction.RETAIN)], [LONG_MS])
+        cluster.state.hints.hint(cluster.now_ms, request)
+        cluster.put(plain)
+        found.append(cluster.match(used))
+        if not found[-1]:
+            cluster.put(used)
+    assert sum(found[-100:]) > 90, sum(found[-100:])
 
 
 def test_a_retain_is_clipped_to_six_times_the_age_at_eviction(new_cluster: NewCluster) -> None:
