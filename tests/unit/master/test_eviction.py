@@ -307,7 +307,9 @@ class CandidatesMachine(RuleBasedStateMachine):
         accounts = open_tenancy(rules if with_tenants else None, forest.namespaces, {})
         forest.tenants = accounts
         self.forest = forest
-        self.candidates = EvictionCandidates(self.policy(), accounts, Counter())
+        new_policy = self.policy()
+        self.learns_hints = new_policy(1).learns_hints
+        self.candidates = EvictionCandidates(new_policy, accounts, Counter())
         self.now_ms = 0
         self.count = 0
         self.records: list[ObjectRecord] = []
@@ -384,12 +386,12 @@ class CandidatesMachine(RuleBasedStateMachine):
             assert weight >= 0 or record in self.detached
             if not queue.is_detached(record):
                 assert not due & self.detached
-            if record.hint >= 0:
+            if record.hint >= 0 and not self.learns_hints:
                 assert all(eviction_hints.has_ended(r, self.now_ms) for r in due if r.hint < 0)
             if queue.is_retained(record):
                 assert record.hint > self.now_ms
-                assert all(r.hint > 0 for r in due), "one that is not retained stays"
-            assert rank <= 3 or queue.is_retained(record)
+                assert self.learns_hints or all(r.hint > 0 for r in due), "the others go first"
+            assert self.learns_hints or rank <= 3 or queue.is_retained(record)
             if then == "evict":
                 self._discard(record, evicted=True)
             elif then == "defer":
