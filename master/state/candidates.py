@@ -92,15 +92,20 @@ class CandidateQueue:
         """Whether this candidate is evicted only after all that are not retained."""
         return record.hint > self._now_ms and record.position < _DEFERRED
 
-    def value(self, record: ObjectRecord) -> tuple[int, int]:
-        """The value of keeping this candidate, which ``peek`` has returned: by hints, which count
-        within a tenant only, and by the policy."""
+    def value(self, record: ObjectRecord) -> tuple[int, int, int]:
+        """The value of keeping this candidate, which ``peek`` has returned: the order of its hint
+        and the policy's rank count within a tenant; the age of the tenant's oldest candidate,
+        whatever is said of it, between tenants."""
         position = record.position
         if position < _OVER:
-            return 0, -1
-        policy = self._policy_at(position)
+            return 0, 0, -1
         order = 1 + (position >= _DEMOTED) + (position >= 0) + (position >= _RETAINED)
-        return order + policy.rank(record), policy.weight(record)
+        rank = self._policy_at(position).rank(record)
+        return order, rank, 0 if self.tenant is None else self._oldest_ms()
+
+    def _oldest_ms(self) -> int:
+        policies: list[EvictionPolicy] = [self._over, self._demoted, self._policy, self._retained]
+        return min([policy.oldest_ms() for policy in policies])
 
     def hint(self, record: ObjectRecord, hint: int) -> None:
         """Replace the hint of this candidate."""

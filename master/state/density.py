@@ -47,7 +47,7 @@ PREFERRED: Final = 0.8
 this part of its hits: estimates err, above all where the popular objects change."""
 
 _BASE_BITS: Final = 200
-_WEIGHT_SCALE: Final = 1e12
+_WORTH_SCALE: Final = 1e12
 _TIME_BITS: Final = 50
 
 _KNOWN: Final = HITS_MAX + 1
@@ -186,7 +186,7 @@ class DensityPolicy:
             record = queue.first()
             if record is None:
                 continue
-            if queue.weight(record) <= record.last_used_ms:
+            if queue.rank(record) <= record.last_used_ms:
                 return record  # used since: ``hit`` moves it, and shows what is behind it
             if oldest is None or record.last_used_ms < oldest.last_used_ms:
                 oldest = record
@@ -202,17 +202,18 @@ class DensityPolicy:
     def hit(self, record: ObjectRecord) -> bool:
         number = (record.position >> _BASE_BITS) - 1
         queue = self._lists[number]
-        if number == _class_of(record) and queue.weight(record) > record.last_used_ms:
+        if number == _class_of(record) and queue.rank(record) > record.last_used_ms:
             return False
         queue.remove(record, evicted=False)
         self.insert(record)
         return True
 
-    def weight(self, record: ObjectRecord) -> int:
-        return self._scaled_worth(record, record.hits & HITS_MAX)
-
     def rank(self, record: ObjectRecord) -> int:
-        return self._scaled_worth(record, _class_of(record))
+        worth = int(self._worth(record) * _WORTH_SCALE)
+        return worth << _TIME_BITS | record.last_used_ms
+
+    def oldest_ms(self) -> int:
+        return min([queue.oldest_ms() for queue in self._lists])
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain.from_iterable([queue.after(position) for queue in self._lists])
@@ -220,11 +221,6 @@ class DensityPolicy:
     def _worth(self, record: ObjectRecord) -> float:
         age_ms = self._learner.now_ms - record.last_used_ms
         return self._learner.worths[_class_of(record)][_bin_of(age_ms)]
-
-    def _scaled_worth(self, record: ObjectRecord, number: int) -> int:
-        age_ms = self._learner.now_ms - record.last_used_ms
-        worth = int(self._learner.worths[number][_bin_of(age_ms)] * _WEIGHT_SCALE)
-        return worth << _TIME_BITS | record.last_used_ms
 
 
 def density() -> NewPolicy:

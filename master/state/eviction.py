@@ -18,6 +18,9 @@ RUN_MAX = 1_024
 POSITION_BITS = 240
 """A policy's positions are above 0 and below ``1 << POSITION_BITS``."""
 
+NEVER_MS = 1 << 60
+"""After all times."""
+
 _SEQUENCE_BITS = 50
 
 
@@ -59,14 +62,14 @@ class EvictionPolicy(Protocol):
         Returns whether it was moved. Each hit moves a candidate once at most."""
         ...
 
-    def weight(self, record: ObjectRecord) -> int:
-        """The value of keeping the first candidate, at least 0, without its hint. Of the first
-        candidates of several tenants, the one with the lowest weight is evicted."""
+    def rank(self, record: ObjectRecord) -> int:
+        """The value of keeping the first candidate, at least 0. Of those of several segments of a
+        tenant, the one with the lowest rank is evicted."""
         ...
 
-    def rank(self, record: ObjectRecord) -> int:
-        """The value of keeping the first candidate, at least 0, with its hint. It precedes the
-        weight between the segments of one tenant."""
+    def oldest_ms(self) -> int:
+        """When the least recently used candidate was last used, or earlier; without candidates
+        ``NEVER_MS``. Of several tenants, that with the oldest candidate evicts."""
         ...
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
@@ -115,17 +118,18 @@ class LruPolicy:
         return self._queue.last()
 
     def hit(self, record: ObjectRecord) -> bool:
-        if self.weight(record) > record.last_used_ms:
+        if self.rank(record) > record.last_used_ms:
             return False
         self._queue.remove(record)
         self.insert(record)
         return True
 
-    def weight(self, record: ObjectRecord) -> int:
+    def rank(self, record: ObjectRecord) -> int:
         return record.position - self._base >> _SEQUENCE_BITS
 
-    def rank(self, record: ObjectRecord) -> int:
-        return 0
+    def oldest_ms(self) -> int:
+        record = self._queue.first()
+        return NEVER_MS if record is None else self.rank(record)
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return self._queue.after(position)

@@ -53,7 +53,7 @@ class AllocationFailure:
 
 
 class Evictor:
-    """The evictions for one allocation: first the candidate with the lowest weight of all its
+    """The evictions for one allocation: first the candidate with the lowest value of all its
     segments; of tenants other than ``owner``, only what they hold above their guarantee."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Evictor:
         """Records that the search for victims may still move to their present position."""
         self._budget = EVICTIONS_PER_STEP
         self.evicted: list[StaleExtents] = []
-        self._values: dict[MountedSegment, tuple[int, int]] = {}
+        self._values: dict[MountedSegment, tuple[int, int, int]] = {}
         """The value of each head (``CandidateQueue.value``)."""
         if victims is not None and not victims.up_to.epoch:
             segments = ()
@@ -139,8 +139,8 @@ class Evictor:
         return freed
 
     def _lowest(self, segments: Sequence[MountedSegment]) -> MountedSegment:
-        """The segment whose head is evicted first. Hints decide between heads of one tenant;
-        weights alone between tenants, so that a hint of one harms no other."""
+        """The segment whose head is evicted first. Hints and the policy decide between heads of one
+        tenant; recency alone between tenants, so that a hint of one harms no other."""
         values = self._values
         of_tenants: dict[int, MountedSegment] = {}
         for segment in segments:
@@ -151,15 +151,15 @@ class Evictor:
                 of_tenants[head.queue] = segment
         lowest, *others = of_tenants.values()
         for segment in others:
-            if values[segment][1] < values[lowest][1]:
+            if values[segment][2] < values[lowest][2]:
                 lowest = segment
         return lowest
 
     def find_head(self, segment: MountedSegment) -> ObjectRecord | None:
-        """Find the candidate with the lowest weight that may be evicted. O(tenants)."""
+        """Find the head of the tenant with the oldest candidate that may be evicted. O(tenants)."""
         candidates, owner = self._pool.candidates[segment], self._owner
         found: ObjectRecord | None = None
-        lowest = 0, 0
+        lowest = 0, 0, 0
         candidates.unfinished = False
         own = [owner.number] if self._own_only and owner is not None else list(candidates.queues)
         for number in own:
@@ -174,7 +174,7 @@ class Evictor:
             candidates.unfinished |= queue.unfinished
             if head is not None:
                 value = queue.value(head)
-                if (found is None or value[1] < lowest[1]) and self._may_evict(head):
+                if (found is None or value[2] < lowest[2]) and self._may_evict(head):
                     found, lowest = head, value
         self._values[segment] = lowest
         return found

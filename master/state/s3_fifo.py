@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from kvstore.master.state.eviction import NewPolicy, SortedRecordQueue
+from kvstore.master.state.eviction import NEVER_MS, NewPolicy, SortedRecordQueue
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
 
 SMALL_PERCENT = 10
@@ -99,11 +99,12 @@ class S3FifoPolicy:
         self.insert(record)
         return True
 
-    def weight(self, record: ObjectRecord) -> int:
+    def rank(self, record: ObjectRecord) -> int:
         return max(0, record.last_used_ms)
 
-    def rank(self, record: ObjectRecord) -> int:
-        return 0
+    def oldest_ms(self) -> int:
+        heads = (self._small.first(), self._main.first())
+        return min([head.last_used_ms for head in heads if head is not None], default=NEVER_MS)
 
     def after(self, position: int) -> Iterator[ObjectRecord]:
         return chain(self._small.after(position), self._main.after(position))

@@ -382,8 +382,8 @@ class CandidatesMachine(RuleBasedStateMachine):
                 continue
             assert record in due
             assert (record in self.detached) == queue.is_detached(record)
-            rank, weight = queue.value(record)
-            assert weight >= 0 or record in self.detached
+            order, rank, _ = queue.value(record)
+            assert rank >= 0
             if not queue.is_detached(record):
                 assert not due & self.detached
             if record.hint >= 0 and not self.learns_hints:
@@ -391,7 +391,7 @@ class CandidatesMachine(RuleBasedStateMachine):
             if queue.is_retained(record):
                 assert record.hint > self.now_ms
                 assert self.learns_hints or all(r.hint > 0 for r in due), "the others go first"
-            assert self.learns_hints or rank <= 3 or queue.is_retained(record)
+            assert self.learns_hints or order <= 3 or queue.is_retained(record)
             if then == "evict":
                 self._discard(record, evicted=True)
             elif then == "defer":
