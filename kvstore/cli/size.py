@@ -1,0 +1,104 @@
+"""``kvstore size``: memory, nodes, network and the master's load for a model and its requests."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import click
+
+from kvstore.cli.json_output import print_json
+from kvstore.cli.options import command, json_option
+from kvstore.cli.tables import console_of_names, table_of
+from kvstore.config.setting_types import parse_size
+from kvstore.planner.sizes import SHAPES, Load, figures_of, load_shape
+from kvstore.runtime.formatting import duration_text, parse_duration, size_text
+
+EXAMPLE = f"""\b
+Examples:
+  kvstore size llama-3-70b --tensor-parallel 8 --engines 16 --tokens 5000 --hits 0.8 --reuse 30min
+  kvstore size model/config.json --dtype fp8 --engines 4 --memory 2TiB
+
+\b
+MODEL is a config.json of Hugging Face or its folder, or {", ".join(SHAPES)}.
+The hit ratio of your requests is in kvstore plan.
+"""
+
+ELEMENT_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+
+
+def _parse_reuse(_ctx: click.Context, _param: click.Parameter, text: str) -> float:
+    if not (seconds := parse_duration(text)):
+        raise click.BadParameter(f"{text!r} is no time: write 30min or 8h")
+    return seconds
+
+
+def _parse_memory(_ctx: click.Context, _param: click.Parameter, text: str) -> int:
+    try:
+        return parse_size(text) if text else 0
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_COUNT: Final = click.IntRange(min=1)
+
+
+@command(epilog=EXAMPLE, help="Show what a model and its load need: memory, network, the master.")
+@click.argument("model")
+@click.option("--dtype", type=click.Choice([*ELEMENT_BYTES]), default="bfloat16",
+              show_default=True, help="Type of the KV cache.")  # fmt: skip
+@click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True,
+              help="Ranks of an engine.")  # fmt: skip
+@click.option("--block-tokens", type=_COUNT, default=16, show_default=True,
+              help="Tokens of a block.")  # fmt: skip
+@click.option("--engines", type=_COUNT, default=1, show_default=True)
+@click.option("--tokens", type=click.FloatRange(min=0, min_open=True), default=5_000,
+              show_default=True,
+              help="Prompt tokens a second of one engine, found ones included.")  # fmt: skip
+@click.option("--hits", type=click.FloatRange(0, 1), default=0.8, show_default=True,
+              help="The part of the prompt tokens that is found.")  # fmt: skip
+@click.option("--reuse", metavar="TIME", default="30min", show_default=True, callback=_parse_reuse,
+              help="Idle time after which a block should still be found.")  # fmt: skip
+@click.option("--memory", metavar="SIZE", default="", callback=_parse_memory,
+              help="Instead of --reuse: memory of the pool.")  # fmt: skip
+@click.option("--replicas", type=_COUNT, default=1, show_default=True)
+@click.option("--prompt-tokens", type=_COUNT, default=16_000, show_default=True,
+              help="Tokens of a prompt.")  # fmt: skip
+@click.option("--nodes", type=_COUNT, help="Nodes. Default: one per engine.")
+@json_option
+def size(
+    model: str, dtype: str, tensor_parallel: int, block_tokens: int, engines: int, tokens: float,
+    hits: float, reuse: float, memory: int, replicas: int, prompt_tokens: int, nodes: int | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    load = Load(
+        tensor_parallel, ELEMENT_BYTES[dtype], block_tokens, engines, tokens, hits, reuse, memory,
+        replicas, prompt_tokens, nodes or 0,
+    )  # fmt: skip
+    figures = figures_of(load_shape(model), load)
+    if as_json:
+        print_json({name: x if math.isfinite(x) else None for name, x in figures.items()})
+        return 0
+    table = table_of("", right=("",), show_header=False)
+    for name, value in figures.items():
+        table.add_row(*_row(name, value))
+    console_of_names(fits=True).print(table)
+    return 0
+
+
+def _row(name: str, value: float) -> tuple[str, str]:
+    per = name.partition("_per_s")
+    title = name.replace("_bytes", "").replace("_per_s", "").replace("_", " ")
+    title = title.removeprefix("bytes ")
+    second = "/s" if per[1] else ""
+    if "network" in name:
+        return title, f"{value * 8 / 1e9:,.1f} Gbit/s each way"
+    if "bytes" in name:
+        return title, size_text(round(value)) + second
+    if name == "reuse_s":
+        return "reuse time", duration_text(round(1000 * value)) if math.isfinite(
+            value
+        ) else "forever"
+    if "core" in name:
+        return title, f"{value:.2f}"
+    return title, f"{value:,.0f}{second}"
