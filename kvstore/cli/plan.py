@@ -30,7 +30,8 @@ Examples:
 
 \b
 A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
-"hash_ids": [...]}), or what kvstore-master --record wrote.
+"hash_ids": [...]}), what kvstore-master --record wrote (its hints are a column, too), or batches of
+vLLM's KV events, in JSON or msgpack.
 Every cell replays the whole trace on the master's own state; nothing is copied or started.
 """
 
@@ -77,7 +78,7 @@ class _Sizes(click.ParamType[list[int]]):
 @click.option("--tenants", metavar="FILE", default="", help="Rules of tenants, as for the master.")
 @click.option("--sample", metavar="RATE", default="1", show_default=True,
               help="Replay this part of the blocks; auto: as many as an error of about one point "
-              "takes.")  # fmt: skip
+              "of LRU takes.")  # fmt: skip
 @click.option("--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path),
               help="Also draw a picture into this file.")  # fmt: skip
 @json_option
@@ -93,9 +94,12 @@ def plan(
     if memory[0] < size:
         too_small = f"--memory {size_text(memory[0])} holds no block of {size_text(size)}"
         raise InvalidArgumentError(too_small)
-    rate = _rate(sample, memory[0] // size)
+    rate = _rate(sample, loaded.blocks)
     rules = load_tenants(tenants) if tenants else None
-    request = Plan(memory, size, policies, _hint_models(hints), rules, rate)
+    models = _hint_models(hints)
+    if loaded.hints:
+        models.insert(1, HintModel("recorded"))
+    request = Plan(memory, size, policies, models, rules, rate)
     with progress("replay", wanted=not as_json) as report:
         rows = run_plan(loaded, request, report)
     names = list(rows[0].hits)
@@ -151,9 +155,9 @@ def _block_bytes(text: str, trace: Trace) -> int:
     raise click.UsageError("this trace does not say how large a block is: give --block-bytes")
 
 
-def _rate(text: str, smallest: int) -> float:
+def _rate(text: str, blocks: int) -> float:
     if text == "auto":
-        return sampling_rate(smallest)
+        return sampling_rate(blocks)
     try:
         rate = float(text)
     except ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import click
@@ -55,7 +54,7 @@ _COUNT: Final = click.IntRange(min=1)
 @click.option("--tokens", type=click.FloatRange(min=0, min_open=True), default=5_000,
               show_default=True,
               help="Prompt tokens a second of one engine, found ones included.")  # fmt: skip
-@click.option("--hits", type=click.FloatRange(0, 1), default=0.8, show_default=True,
+@click.option("--hits", type=click.FloatRange(0, 1, max_open=True), default=0.8, show_default=True,
               help="The part of the prompt tokens that is found.")  # fmt: skip
 @click.option("--reuse", metavar="TIME", default="30min", show_default=True, callback=_parse_reuse,
               help="Idle time after which a block should still be found.")  # fmt: skip
@@ -77,7 +76,7 @@ def size(
     )  # fmt: skip
     figures = figures_of(load_shape(model), load)
     if as_json:
-        print_json({name: x if math.isfinite(x) else None for name, x in figures.items()})
+        print_json(figures)
         return 0
     table = table_of("", right=("",), show_header=False)
     for name, value in figures.items():
@@ -87,18 +86,14 @@ def size(
 
 
 def _row(name: str, value: float) -> tuple[str, str]:
-    per = name.partition("_per_s")
-    title = name.replace("_bytes", "").replace("_per_s", "").replace("_", " ")
-    title = title.removeprefix("bytes ")
-    second = "/s" if per[1] else ""
+    words = name.replace("_per_s", "").replace("_bytes", "").removeprefix("bytes_")
+    title, second = words.replace("_", " "), "/s" if "_per_s" in name else ""
     if "network" in name:
         return title, f"{value * 8 / 1e9:,.1f} Gbit/s each way"
     if "bytes" in name:
         return title, size_text(round(value)) + second
     if name == "reuse_s":
-        return "reuse time", duration_text(round(1000 * value)) if math.isfinite(
-            value
-        ) else "forever"
+        return "reuse time", duration_text(round(1000 * value))
     if "core" in name:
         return title, f"{value:.2f}"
     return title, f"{value:,.0f}{second}"
