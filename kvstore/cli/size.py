@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -46,35 +46,28 @@ _COUNT: Final = click.IntRange(min=1)
 @click.argument("model")
 @click.option("--dtype", type=click.Choice([*ELEMENT_BYTES]), default="bfloat16",
               show_default=True, help="Type of the KV cache.")  # fmt: skip
-@click.option("--tensor-parallel", type=_COUNT, default=1, show_default=True,
+@click.option("--tensor-parallel", "ranks", type=_COUNT, default=1, show_default=True,
               help="Ranks of an engine.")  # fmt: skip
 @click.option("--block-tokens", type=_COUNT, default=16, show_default=True,
               help="Tokens of a block.")  # fmt: skip
 @click.option("--engines", type=_COUNT, default=1, show_default=True)
-@click.option("--tokens", type=click.FloatRange(min=0, min_open=True), default=5_000,
-              show_default=True,
+@click.option("--tokens", "tokens_per_s", type=click.FloatRange(min=0, min_open=True),
+              default=5_000, show_default=True,
               help="Prompt tokens a second of one engine, found ones included.")  # fmt: skip
 @click.option("--hits", type=click.FloatRange(0, 1, max_open=True), default=0.8, show_default=True,
               help="The part of the prompt tokens that is found.")  # fmt: skip
-@click.option("--reuse", metavar="TIME", default="30min", show_default=True, callback=_parse_reuse,
+@click.option("--reuse", "reuse_s", metavar="TIME", default="30min", show_default=True,
+              callback=_parse_reuse,
               help="Idle time after which a block should still be found.")  # fmt: skip
-@click.option("--memory", metavar="SIZE", default="", callback=_parse_memory,
+@click.option("--memory", "memory_bytes", metavar="SIZE", default="", callback=_parse_memory,
               help="Instead of --reuse: memory of the pool.")  # fmt: skip
 @click.option("--replicas", type=_COUNT, default=1, show_default=True)
 @click.option("--prompt-tokens", type=_COUNT, default=16_000, show_default=True,
               help="Tokens of a prompt.")  # fmt: skip
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: one per engine.")
 @json_option
-def size(
-    model: str, dtype: str, tensor_parallel: int, block_tokens: int, engines: int, tokens: float,
-    hits: float, reuse: float, memory: int, replicas: int, prompt_tokens: int, nodes: int | None,
-    as_json: bool,
-) -> int:  # fmt: skip
-    load = Load(
-        tensor_parallel, ELEMENT_BYTES[dtype], block_tokens, engines, tokens, hits, reuse, memory,
-        replicas, prompt_tokens, nodes or 0,
-    )  # fmt: skip
-    figures = figures_of(load_shape(model), load)
+def size(model: str, dtype: str, as_json: bool, **load: Any) -> int:
+    figures = figures_of(load_shape(model), Load(element_bytes=ELEMENT_BYTES[dtype], **load))
     if as_json:
         print_json(figures)
         return 0

@@ -66,8 +66,8 @@ class Load:
     """Of the pool; 0: what ``reuse_s`` takes."""
     replicas: int = 1
     prompt_tokens: int = 16_000
-    nodes: int = 0
-    """0: one per engine."""
+    nodes: int | None = None
+    """None: one per engine."""
 
 
 def load_shape(model: str) -> KVShape:

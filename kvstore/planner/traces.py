@@ -80,12 +80,11 @@ class Trace:
         columns = zip(self.times_ms, self.chains, self.tips, self.namespaces, strict=True)
         for index, (time_ms, chain, tip, namespace) in enumerate(columns):
             kept = [block for block in chain if chosen[block]]
-            if self.hints:
-                count = 0
-                for block in chain:
-                    count += chosen[block]
-                    if count:
-                        nearest[block] = kept[count - 1]
+            last = None
+            for block in chain if self.hints else ():
+                last = block if chosen[block] else last
+                if last is not None:
+                    nearest[block] = last
             if kept:
                 shared = sum(chosen[block] for block in chain[: tip + 1])
                 sampled.times_ms.append(time_ms)
@@ -164,17 +163,20 @@ class _TraceReader:
         self, time_ms: int, namespace: str, keys: Sequence[object], full: int
     ) -> list[int]:
         """``full``: the number of blocks that another request can share."""
-        parent, chain = -1, []
-        for key in keys:
-            parent = self._numbers.setdefault((namespace, parent, key), len(self._numbers))
-            chain.append(parent)
+        chain: list[int] = []
+        self._extend(chain, namespace, keys)
         if chain:
-            self.trace.blocks = len(self._numbers)
             self.trace.times_ms.append(time_ms)
             self.trace.chains.append(chain)
             self.trace.tips.append(max(0, min(full, len(chain)) - 1))
             self.trace.namespaces.append(namespace)
         return chain
+
+    def _extend(self, chain: list[int], namespace: str, keys: Sequence[object]) -> None:
+        for key in keys:
+            parent = chain[-1] if chain else -1
+            chain.append(self._numbers.setdefault((namespace, parent, key), len(self._numbers)))
+        self.trace.blocks = len(self._numbers)
 
     def _add_hints(self, row: dict[str, Any]) -> None:
         """A block that was put, but not asked for, is not replayed: use its nearest ancestor."""
@@ -200,11 +202,8 @@ class _TraceReader:
         index = self._growing.pop(parent, None)
         if index is not None and time_ms - self._last_ms[parent] < GROWTH_MS:
             chain = self.trace.chains[index]
-            for block in hashes:
-                number = self._numbers.setdefault(("", chain[-1], block), len(self._numbers))
-                chain.append(number)
+            self._extend(chain, "", hashes)
             self.trace.tips[index] = len(chain) - 1
-            self.trace.blocks = len(self._numbers)
         else:
             index = len(self.trace.chains)
             keys = [hashes[-1]]

@@ -129,7 +129,7 @@ def test_events_of_vllm_are_requests(tmp_path: Path, packed: bool) -> None:
     ]
     path = tmp_path / "events"
     if packed:
-        path.write_bytes(b"".join(map(msgpack.packb, batches)))
+        path.write_bytes(b"".join(msgpack.packb(batch) or b"" for batch in batches))
     else:
         path.write_text("\n".join(map(json.dumps, batches)))
     read = load_trace(path)
