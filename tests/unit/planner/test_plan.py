@@ -110,6 +110,8 @@ def test_recorded_hints_are_replayed_when_they_were_given(tmp_path: Path) -> Non
     assert trace.hints == {0: [(20, "a", 1, HintAction.RETAIN, 600_000)]}
     assert Replay(trace, 8, LruPolicy).run() == 0
     assert Replay(trace, 8, LruPolicy, HintModel("recorded")).run() == 2
+    half = next(part for part in map(trace.sample, (0.3, 0.4, 0.5, 0.6)) if part.chains[0] == [0])
+    assert half.hints == {0: [(20, "a", 0, HintAction.RETAIN, 600_000)]}, "its sampled ancestor"
     arguments = ["plan", str(path), "--memory", "800B..1600B"]
     shown = CliRunner().invoke(cli, arguments)
     assert "lru, recorded" in shown.output
@@ -144,6 +146,18 @@ def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
     )
     assert part["lru"] == pytest.approx(whole["lru"], abs=0.05)
     assert part[BEST] == pytest.approx(whole[BEST], abs=0.05)
+
+
+def test_auto_samples_only_what_a_sample_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.planner.plan.SAMPLED_BLOCKS", 100)
+    path = conversations(tmp_path / "chats.jsonl")
+    arguments = ["--json", "plan", str(path), "--memory", "80MiB", "--block-bytes", "1MiB"]
+    blocks = load_trace(path).blocks
+    for more, rate in (([], 100 / blocks), (["--eviction", "density"], 1), (["--hints", "1"], 1)):
+        shown = CliRunner().invoke(cli, [*arguments, "--sample", "auto", *more])
+        assert json.loads(shown.output)["rate"] == rate
 
 
 def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None:
