@@ -91,10 +91,10 @@ class Trace:
                 sampled.chains.append(kept)
                 sampled.tips.append(max(0, shared - 1))
                 sampled.namespaces.append(namespace)
-            if sampled.chains:
+            if sampled.chains and index in self.hints:
                 sampled.hints.setdefault(len(sampled.chains) - 1, []).extend(
                     hint._replace(block=nearest[hint.block])
-                    for hint in self.hints.get(index, ())
+                    for hint in self.hints[index]
                     if hint.block in nearest
                 )
         return sampled
