@@ -1,4 +1,4 @@
-"""Records which blocks clients ask for, as a trace for ``kvstore plan``: hashes, sizes and times.
+"""Records matches, puts and hints as a trace for ``kvstore plan``: hashes, sizes and times.
 
 The loop only queues a request; a thread formats and writes. The file is bounded: a full one becomes
 ``FILE.1``, which the next full one replaces. What cannot be written is counted, and delays nobody.
@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,11 +32,21 @@ KEY_BYTES: Final = 8
 """Bytes of a key that identify a block in a trace."""
 
 
-class _Match(NamedTuple):
+PUTS_MAX: Final = 4_096
+"""Puts in progress whose last key is remembered, for the hint of their end."""
+
+_Hints = list[tuple[Key, int, int]]
+"""Keys, actions, and times to retain."""
+
+
+class _Row(NamedTuple):
     now_ms: int
     namespaces: Sequence[Namespace]
-    keys: Sequence[Key]
-    size: int
+    keys: Sequence[Key] = ()
+    size: int = 0
+    parent: Key | None = None
+    """Of a put; empty: it has none."""
+    hints: _Hints | None = None
 
 
 class RequestRecorder:
@@ -46,9 +56,11 @@ class RequestRecorder:
         """Open the file, and append to it. Raises StartupError: it cannot be written."""
         self._path = path
         self._bytes_max = bytes_max
-        self._queue: deque[_Match] = deque()
+        self._queue: deque[_Row] = deque()
         self._sizes: dict[Namespace, int] = {}
         """Memory of the last block put, by namespace."""
+        self._puts: dict[int, tuple[Namespace, Key]] = {}
+        """The last granted key, by the last token."""
         self._closing = threading.Event()
         self.dropped = 0
         """Requests that were not written: a full queue, or a disk that refuses."""
@@ -62,29 +74,65 @@ class RequestRecorder:
         self._thread = start_thread("record", self._write_forever)
 
     def wrap(self, steps: Steps) -> Steps:
-        """Return the steps of the state, of which matches and puts are recorded."""
-        match, put = steps[calls.MatchPrefix], steps[calls.PutStart]
+        """Return the steps of the state, of which matches, puts and hints are recorded."""
+        recorders: Steps = {
+            calls.MatchPrefix: self._on_match,
+            calls.PutStart: self._on_put,
+            calls.PutEnd: self._on_put_end,
+            calls.Hint: self._on_hint,
+        }
 
-        def match_prefix(now_ms: int, request: calls.MatchPrefix) -> Any:
-            reply = match(now_ms, request)
-            self._on_match(now_ms, request)
-            return reply
+        def recorded(kind: type) -> Callable[[int, Any], Any]:
+            step, record = steps[kind], recorders[kind]
 
-        def put_start(now_ms: int, request: calls.PutStart) -> Any:
-            if request.sizes:
-                self._sizes[request.namespace] = extent_bytes(request.sizes[0])
-            return put(now_ms, request)
+            def run(now_ms: int, request: Any) -> Any:
+                reply = step(now_ms, request)
+                record(now_ms, (request, reply))
+                return reply
 
-        return {**steps, calls.MatchPrefix: match_prefix, calls.PutStart: put_start}
+            return run
 
-    def _on_match(self, now_ms: int, request: calls.MatchPrefix) -> None:
+        return {**steps, **{kind: recorded(kind) for kind in recorders if kind in steps}}
+
+    def _on_match(self, now_ms: int, call: tuple[calls.MatchPrefix, Any]) -> None:
+        request, reply = call
         if not request.keys or not request.namespaces:
             return
+        size = self._sizes.get(request.namespaces[0], 0)
+        self._add(_Row(now_ms, request.namespaces, request.keys, size))
+        if request.hint and (matched := reply.matches[0].matched):
+            hint = (request.keys[matched - 1], request.hint, request.retain_ms)
+            self._add(_Row(now_ms, request.namespaces, hints=[hint]))
+
+    def _on_put(self, now_ms: int, call: tuple[calls.PutStart, Any]) -> None:
+        request, reply = call
+        if not request.sizes:
+            return
+        self._sizes[request.namespace] = extent_bytes(request.sizes[0])
+        if request.chain:
+            parent = request.parent or Key(b"")
+            self._add(_Row(now_ms, [request.namespace], request.keys, parent=parent))
+        if isinstance(reply, calls.Grants) and reply.tokens:
+            self._puts[reply.tokens[-1]] = request.namespace, request.keys[-1]
+            if len(self._puts) > PUTS_MAX:
+                del self._puts[next(iter(self._puts))]
+
+    def _on_put_end(self, now_ms: int, call: tuple[calls.PutEnd, Any]) -> None:
+        request, _ = call
+        put = self._puts.pop(request.tokens[-1], None) if request.tokens else None
+        if put is not None and request.hint:
+            self._add(_Row(now_ms, put[:1], hints=[(put[1], request.hint, request.retain_ms)]))
+
+    def _on_hint(self, now_ms: int, call: tuple[calls.Hint, Any]) -> None:
+        request, _ = call
+        hints = list(zip(request.keys, request.actions, request.retain_ms, strict=True))
+        self._add(_Row(now_ms, [request.namespace], hints=hints))
+
+    def _add(self, row: _Row) -> None:
         if len(self._queue) >= QUEUE_MAX:
             self.dropped += 1
-            return
-        size = self._sizes.get(request.namespaces[0], 0)
-        self._queue.append(_Match(now_ms, request.namespaces, request.keys, size))
+        else:
+            self._queue.append(row)
 
     def close(self) -> None:
         """Write what is queued, and close the file."""
@@ -115,11 +163,18 @@ class RequestRecorder:
         self._file = self._path.open("ab")
 
 
-def _line(match: _Match) -> bytes:
-    row = {
-        "t": match.now_ms,
-        "n": match.namespaces,
-        "k": [key[:KEY_BYTES].hex() for key in match.keys],
-        "z": match.size,
-    }
-    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+def _line(row: _Row) -> bytes:
+    fields: dict[str, Any] = {"t": row.now_ms, "n": row.namespaces}
+    if row.hints is not None:
+        fields["h"] = [(_name(key), action, ms) for key, action, ms in row.hints]
+    else:
+        fields["k"] = [_name(key) for key in row.keys]
+        if row.parent is None:
+            fields["z"] = row.size
+        else:
+            fields["p"] = _name(row.parent)
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _name(key: Key) -> str:
+    return key[:KEY_BYTES].hex()

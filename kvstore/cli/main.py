@@ -57,7 +57,7 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan"),
+    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan", "size"),
     "Administer": ("drain", "clean", "auth"),
 }
 """Groups of commands in the help."""
@@ -74,6 +74,7 @@ LATE: Final = {
     "prefixes": "Show the most matched and most recently used prefixes as a tree.",
     "events": "Stream object events: objects stored and removed.",
     "plan": "Show what more memory, another eviction policy or hints would bring, from a trace.",
+    "size": "Show what a model and its load need: memory, network, the master.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
 """Summaries of the commands that are imported on demand."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Knowledge = Literal["", "goes on", "soon", "over", "all"]
+Knowledge = Literal["", "goes on", "soon", "over", "all", "recorded"]
 """What clients tell: nothing; that a chain is used again; that it is used again soon; that it is
-over; or always that it is used again."""
+over; always that it is used again; or what was recorded."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from kvstore import calls
@@ -46,13 +45,15 @@ class Replay:
         policy: NewPolicy,
         hints: HintModel | None = None,
         tenants: Sequence[TenantRule] | None = None,
+        next_uses: list[list[int]] | None = None,
     ) -> None:
+        """``next_uses``: for hints that are made from what the trace does next."""
         self.hits = 0
         self.refused_puts = 0
         self._trace = trace
         self._hints = hints or HintModel()
         self._random = random.Random(self._hints.seed)  # noqa: S311
-        self._uses = _uses_of(trace) if self._hints.knowledge else {}
+        self._next_uses = next_uses or []
         self._keys = [Key(block.to_bytes(8, "little")) for block in range(trace.blocks)]
         self._state = MasterState(
             epoch=1, rules=MasterRules(lease_ms=LEASE_MS), policy=policy, tenants=tenants
@@ -69,11 +70,13 @@ class Replay:
 
     def run(self) -> int:
         """Replay the trace. Return the number of blocks found."""
-        first_ms = self._trace.times_ms[0]
         for index, time_ms in enumerate(self._trace.times_ms):
-            self._advance(max(self._now_ms + 2, START_MS + time_ms - first_ms))
+            self._advance(max(self._now_ms + 2, self._time_ms(time_ms)))
             self._request(index)
         return self.hits
+
+    def _time_ms(self, time_ms: int) -> int:
+        return START_MS + time_ms - self._trace.times_ms[0]
 
     def _request(self, index: int) -> None:
         chain = self._trace.chains[index]
@@ -117,10 +120,19 @@ class Replay:
 
     def _give_hint(self, index: int, namespace: Namespace, keys: list[Key]) -> None:
         knowledge = self._hints.knowledge
-        if not knowledge:
+        if knowledge == "recorded":
+            for time_ms, space, block, action, retain_ms in self._trace.hints.get(index, ()):
+                self._advance(max(self._now_ms, self._time_ms(time_ms)))
+                recorded = calls.Hint(
+                    Namespace(space or "plan"), [self._keys[block]], [action], [retain_ms]
+                )
+                self._state.hints.hint(self._now_ms, recorded)
+        if knowledge in ("", "recorded"):
             return
         tip = self._trace.tips[index]
-        next_ms = self._next_use_ms(index, self._trace.chains[index][tip])
+        following = self._next_uses[index][tip]
+        times_ms = self._trace.times_ms
+        next_ms = times_ms[following] - times_ms[index] if following < len(times_ms) else None
         if knowledge == "soon":
             turnover_ms = self._state.pool.turnover_ms(namespace, self._now_ms)
             soon_ms = RETAIN_MS if turnover_ms is None else RETAINED_TURNOVERS * turnover_ms
@@ -135,13 +147,6 @@ class Replay:
         else:
             hint = calls.Hint(namespace, [keys[tip]], [int(HintAction.RETAIN)], [RETAIN_MS])
         self._state.hints.hint(self._now_ms, hint)
-
-    def _next_use_ms(self, index: int, block: int) -> int | None:
-        uses = self._uses[block]
-        following = bisect_right(uses, index)
-        if following == len(uses):
-            return None
-        return self._trace.times_ms[uses[following]] - self._trace.times_ms[index]
 
     def _advance(self, now_ms: int) -> None:
         while now_ms - self._heartbeat_ms >= HEARTBEAT_MS:
@@ -168,17 +173,8 @@ class Replay:
             self._state.work(self._now_ms)
 
 
-def _uses_of(trace: Trace) -> dict[int, list[int]]:
-    """Return the requests that use each block, sorted."""
-    uses: dict[int, list[int]] = {}
-    for index, chain in enumerate(trace.chains):
-        for block in chain:
-            uses.setdefault(block, []).append(index)
-    return uses
-
-
-def best_hits(trace: Trace, blocks: int) -> int:
-    """Return the hits of Belady's rule, which evicts what is used latest: no policy finds more."""
+def next_uses_of(trace: Trace) -> list[list[int]]:
+    """Return, per request and block, the next request that uses it, or the number of requests."""
     following: dict[int, int] = {}
     next_uses: list[list[int]] = []
     for index in range(len(trace.chains) - 1, -1, -1):
@@ -186,6 +182,11 @@ def best_hits(trace: Trace, blocks: int) -> int:
         next_uses.append([following.get(block, len(trace.chains)) for block in chain])
         following.update(dict.fromkeys(chain, index))
     next_uses.reverse()
+    return next_uses
+
+
+def best_hits(trace: Trace, next_uses: list[list[int]], blocks: int) -> int:
+    """Return the hits of Belady's rule, which evicts what is used latest: no policy finds more."""
     stored: dict[int, int] = {}
     by_use: dict[int, set[int]] = {}
     hits = 0

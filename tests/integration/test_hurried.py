@@ -53,6 +53,7 @@ ROWS: Final = {
     "quickstart": Row(["--memory", "nonsense"], (2,)),
     "plan": Row(["no-trace.jsonl", "--memory", "1GiB"], (1, 2)),
     "rm": Row(["nothing"], (3,)),
+    "size": Row(["llama-3-8b"], shows=("memory",)),
     "stat": Row([KEY, *HERE], shows=(KEY, SPACE, NODE)),
     "status": Row([], shows=(NODE, SPACE)),
     "top": Row(["--count", "1"], shows=(NODE, SPACE)),

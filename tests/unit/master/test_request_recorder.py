@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import calls
+from kvstore.calls import HintAction
 from kvstore.errors import StartupError
 from kvstore.limits import Key, Namespace
 from kvstore.master.request_recorder import RequestRecorder
@@ -23,8 +24,15 @@ def test_what_clients_ask_for_is_a_trace_for_the_planner(tmp_path: Path) -> None
         client.match_prefix(keys)
         client.put_chain(keys, [bytes(1000)] * 3)
         client.match_prefix([*keys, "d-prefix"])
+        client.put_chain(["e-prefix"], [bytes(1000)], parent="c-prefix", hint="demote")
+        client.retain("e-prefix", "10min")
+        client.match_prefix(["a-prefix"], hint="release")
     trace = load_trace(path)
-    assert trace.chains == [[0, 1, 2], [0, 1, 2, 3]]
+    assert trace.chains == [[0, 1, 2], [0, 1, 2, 3], [0]]
+    (demoted, retained), released = trace.hints[1], trace.hints[2]
+    assert demoted[2:4] == (2, HintAction.DEMOTE), "the ancestor that was asked for"
+    assert retained[2:] == (2, HintAction.RETAIN, 600_000)
+    assert [(hint.block, hint.action) for hint in released] == [(0, HintAction.RELEASE)]
     assert trace.block_bytes > 1000
 
 

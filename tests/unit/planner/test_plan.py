@@ -8,15 +8,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from click.testing import CliRunner
 
+from kvstore.calls import HintAction
 from kvstore.cli.main import cli
 from kvstore.errors import InvalidArgumentError
 from kvstore.master.state.eviction import LruPolicy
 from kvstore.planner.hint_model import HintModel
 from kvstore.planner.plan import BEST, Plan, as_svg, knee_of, run_plan
-from kvstore.planner.replay import Replay, best_hits
+from kvstore.planner.replay import Replay, best_hits, next_uses_of
 from kvstore.planner.traces import Trace, load_trace
 
 SEED = 11
@@ -77,20 +79,64 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str) ->
 def test_memory_for_all_finds_all_that_comes_again(trace: Trace) -> None:
     again = trace.accesses - trace.blocks
     assert Replay(trace, trace.blocks, LruPolicy).run() == again
-    assert best_hits(trace, trace.blocks) == again
-    assert best_hits(trace, 1) <= best_hits(trace, 30) <= again
+    uses = next_uses_of(trace)
+    assert best_hits(trace, uses, trace.blocks) == again
+    assert best_hits(trace, uses, 1) <= best_hits(trace, uses, 30) <= again
 
 
 def test_hints_help_and_lies_cost_nothing(trace: Trace) -> None:
     def hits(knowledge: Any, right: float = 1.0, wrong: float = 0.0) -> int:
         hints = HintModel(knowledge, right, wrong)
-        return Replay(trace, 40, LruPolicy, hints).run()
+        return Replay(trace, 40, LruPolicy, hints, next_uses=uses).run()
+
+    uses = next_uses_of(trace)
 
     plain = hits("")
     assert hits("goes on") > 1.2 * plain
     assert hits("over") > 1.1 * plain
     assert hits("all") >= 0.98 * plain
-    assert best_hits(trace, 40) >= hits("goes on")
+    assert best_hits(trace, uses, 40) >= hits("goes on")
+
+
+def test_recorded_hints_are_replayed_when_they_were_given(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    rows: list[dict[str, Any]] = [{"t": 0, "n": ["a"], "k": ["k0", "k1"], "z": 100}]
+    rows.append({"t": 10, "n": ["a"], "p": "k1", "k": ["made"]})
+    rows.append({"t": 20, "n": ["a"], "h": [["made", HintAction.RETAIN, 600_000], ["no", 1, 1]]})
+    rows += [{"t": 2_000 * at, "n": ["a"], "k": [f"{at}-0", f"{at}-1"]} for at in range(1, 9)]
+    rows.append({"t": 30_000, "n": ["a"], "k": ["k0", "k1"]})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace = load_trace(path)
+    assert trace.hints == {0: [(20, "a", 1, HintAction.RETAIN, 600_000)]}
+    assert Replay(trace, 8, LruPolicy).run() == 0
+    assert Replay(trace, 8, LruPolicy, HintModel("recorded")).run() == 2
+    half = next(part for part in map(trace.sample, (0.3, 0.4, 0.5, 0.6)) if part.chains[0] == [0])
+    assert half.hints == {0: [(20, "a", 0, HintAction.RETAIN, 600_000)]}, "its sampled ancestor"
+    arguments = ["plan", str(path), "--memory", "800B..1600B"]
+    shown = CliRunner().invoke(cli, arguments)
+    assert "lru, recorded" in shown.output
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_events_of_vllm_are_requests(tmp_path: Path, packed: bool) -> None:
+    def stored(parent: str | None, *hashes: str, **more: Any) -> dict[str, Any]:
+        return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent,
+                "token_ids": [], "block_size": 16, "medium": "GPU", **more}  # fmt: skip
+
+    batches: list[Any] = [
+        [1.0, [stored(None, "a", "b"), stored(None, "x", medium="CPU")], 0],
+        [2.5, [stored("b", "c"), {"type": "BlockRemoved", "block_hashes": ["a"], "medium": "GPU"}]],
+        [60.0, [stored("c", "d"), stored("b", "e", group_idx=1)]],
+        [61.0, [stored("a", "f"), {"type": "AllBlocksCleared"}]],
+    ]
+    path = tmp_path / "events"
+    if packed:
+        path.write_bytes(b"".join(msgpack.packb(batch) or b"" for batch in batches))
+    else:
+        path.write_text("\n".join(map(json.dumps, batches)))
+    read = load_trace(path)
+    assert read.chains == [[0, 1, 2], [0, 1, 2, 3], [0, 4]]
+    assert (read.times_ms, read.block_tokens) == ([1_000, 60_000, 61_000], 16)
 
 
 def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
@@ -100,6 +146,18 @@ def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
     )
     assert part["lru"] == pytest.approx(whole["lru"], abs=0.05)
     assert part[BEST] == pytest.approx(whole[BEST], abs=0.05)
+
+
+def test_auto_samples_only_what_a_sample_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.planner.plan.SAMPLED_BLOCKS", 100)
+    path = conversations(tmp_path / "chats.jsonl")
+    arguments = ["--json", "plan", str(path), "--memory", "80MiB", "--block-bytes", "1MiB"]
+    blocks = load_trace(path).blocks
+    for more, rate in (([], 100 / blocks), (["--eviction", "density"], 1), (["--hints", "1"], 1)):
+        shown = CliRunner().invoke(cli, [*arguments, "--sample", "auto", *more])
+        assert json.loads(shown.output)["rate"] == rate
 
 
 def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None:
