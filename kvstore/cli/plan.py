@@ -98,7 +98,7 @@ def plan(
     models = _hint_models(hints)
     if loaded.hints:
         models.insert(1, HintModel("recorded"))
-    # Blocks of a sample have fewer descendants, which other policies and hints notice.
+    # Samples err more with other policies, and with hints.
     is_plain = policies == ["lru"] and len(models) == 1
     rate = _rate(sample, loaded.blocks if is_plain else 1)
     request = Plan(memory, size, policies, models, rules, rate)
