@@ -1,7 +1,10 @@
-"""KV events: the blocks of this engine that the store has stored or lost.
+"""KV events: the blocks of the store that this engine can load, and those that the store has lost.
 
-The connector reports a block as stored when every worker has stored it, and as removed when the
-store replies that some worker's part is missing. Such a query is an *audit*:
+They carry vLLM's fields for a shared tier, so that a router credits them to the store and not to
+the engine's memory. The connector reports a block as stored when every worker has stored it, or
+when a lookup found it, also after a restart of the engine. When vLLM has reported
+``AllBlocksCleared``, it reports the last ``REPEATED_MAX`` blocks again. It reports a block as
+removed when the store replies that some worker's part is missing. Such a query is an *audit*:
 
 * While the connector receives the store's own events, it audits a block once after it was reported,
   and once after an event that a part of it was removed; and all blocks after missed events. An
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -20,10 +24,12 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-MEDIUM: Final = "kvstore"
+OWNERSHIP: Final = "kvstore"
+SHARED_TIER: Final = {"medium": "STORAGE", "locality": "REMOTE", "ownership": OWNERSHIP}
 AUDIT_KEYS: Final = 4_096
 """Keys per audit: two milliseconds of the master's time."""
 
@@ -37,6 +43,11 @@ in proportion after fewer, at least ``AUDIT_SOON_S``."""
 
 REPORTED_MAX: Final = 1_000_000
 """Reported blocks that are remembered. The others are never reported as removed."""
+
+REPEATED_MAX: Final = 65_536
+"""Blocks whose events are kept for ``AllBlocksCleared``, about 1 KiB each with 16 tokens."""
+
+REPEATED_PER_STEP: Final = 4_096
 
 
 Block = tuple[int, bytes]
@@ -54,8 +65,17 @@ class BlockEvents:
         self._unsure: OrderedDict[Block, bytes] = OrderedDict()
         """As ``_sure``, for blocks that may have been removed since their audit; audited first."""
         self._events: list[KVCacheEvent] = []
+        self._kept: OrderedDict[Block, tuple[int, Block | None, BlockStored]] = OrderedDict()
+        """Depth, parent and event of the blocks reported last."""
+        self._to_repeat: list[Block] = []
+        """Blocks to report again, the deepest first."""
+        self._pool: BlockPool | None = None
+        self._cached: object = None
         self._audited = 0.0
         self._audited_keys = 0
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._pool, self._cached = pool, pool.cached_block_hash_to_block
 
     def tokens_of(self, request: Request, runs: Sequence[Run]) -> dict[int, list[int]]:
         """Return the token ids of each run's blocks, by index of the run."""
@@ -81,19 +101,28 @@ class BlockEvents:
         for index, run in enumerate(runs):
             hashes = [plain.get(key, key) for key in run.keys]
             parent = None if run.parent is None else plain.get(run.parent, run.parent)
-            for key, block_hash in zip(run.keys, hashes, strict=True):
-                self._sure.pop((run.group, key), None)
-                self._unsure[run.group, key] = block_hash
-            self._events.append(
-                BlockStored(
-                    block_hashes=hashes, parent_block_hash=parent,
-                    token_ids=tokens.get(index, []),
-                    block_size=self._groups.tokens_of(run.group),
-                    lora_id=None, lora_name=lora, medium=MEDIUM, group_idx=run.group,
-                )
+            size, ids = self._groups.tokens_of(run.group), tokens.get(index, [])
+            event = partial(
+                BlockStored, block_size=size, lora_id=None, lora_name=lora, group_idx=run.group,
+                **SHARED_TIER,
             )  # fmt: skip
+            self._events.append(event(hashes, parent, ids))
+            above = None if run.parent is None else (run.group, run.parent)
+            for number, (key, block_hash) in enumerate(zip(run.keys, hashes, strict=True)):
+                block = run.group, key
+                self._sure.pop(block, None)
+                self._unsure[block] = block_hash
+                one = event([block_hash], parent, ids[number * size : (number + 1) * size])
+                self._kept.pop(block, None)
+                self._kept[block] = run.first + number, above, one
+                above, parent = block, block_hash
+        while len(self._kept) > REPEATED_MAX:
+            self._kept.popitem(last=False)
         while len(self._sure) + len(self._unsure) > REPORTED_MAX:
             (self._sure or self._unsure).popitem(last=False)
+
+    def is_reported(self, block: Block) -> bool:
+        return block in self._sure or block in self._unsure
 
     def suspect(self, blocks: Iterable[Block]) -> None:
         """Schedule an audit of blocks that may have been removed. Ignores unreported blocks."""
@@ -139,7 +168,7 @@ class BlockEvents:
             if (block_hash := self._sure.pop((group, key), None)) is not None:
                 by_group.setdefault(group, []).append(block_hash)
         for group, keys in by_group.items():
-            self._events.append(BlockRemoved(block_hashes=keys, medium=MEDIUM, group_idx=group))
+            self._events.append(BlockRemoved(keys, group_idx=group, **SHARED_TIER))
 
     def cleared(self) -> None:
         """Report that the store has lost all blocks of this model."""
@@ -148,8 +177,24 @@ class BlockEvents:
         self.removed(list(self._sure))
 
     def take(self) -> list[KVCacheEvent]:
+        """Return the new events. vLLM has taken its own for the same batch, which come first."""
+        if self._pool is not None and self._cached is not self._pool.cached_block_hash_to_block:
+            self._cached = self._pool.cached_block_hash_to_block  # replaced by AllBlocksCleared
+            self._to_repeat = self._repeatable()
         events, self._events = self._events, []
+        for block in reversed(self._to_repeat[-REPEATED_PER_STEP:]):
+            if self.is_reported(block) and block in self._kept:
+                events.append(self._kept[block][2])
+        del self._to_repeat[-REPEATED_PER_STEP:]
         return events
+
+    def _repeatable(self) -> list[Block]:
+        """Return the reported blocks whose ancestors are all kept, the deepest first."""
+        found: dict[Block, None] = {}
+        for block, (_, parent, _) in sorted(self._kept.items(), key=lambda item: item[1][0]):
+            if self.is_reported(block) and (parent is None or parent in found):
+                found[block] = None
+        return list(found)[::-1]
 
 
 Exists = Callable[[Sequence[bytes], str], Sequence[bool]]

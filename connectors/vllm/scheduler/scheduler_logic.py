@@ -191,6 +191,8 @@ class SchedulerLogic:
         if there is None:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
+        if self._events.wanted and there != tracked.state_tokens:
+            self._report_found(tracked, hashes, there)
         tracked.state_tokens = there
         if prefetched := self._take_hints(tracked, at_arrival=True):
             self.hint(prefetched, self._tips(tracked, there))
@@ -202,6 +204,22 @@ class SchedulerLogic:
             return 0, False
         tracked.external_tokens = tokens
         return tokens - computed, True
+
+    def _report_found(self, tracked: TrackedRequest, hashes: Sequence[bytes], tokens: int) -> None:
+        """Report the blocks of the first ``tokens`` tokens, which the store has, unless they are
+        reported. Of windows it may have only the last one, so they are left out."""
+        request, salted, runs = tracked.request, tracked.salted, []
+        for group in self._groups.chains.keys() - self._groups.windows:
+            keys = self._groups.keys(group, hashes[: tokens // self._groups.hash_block_tokens])
+            known = (self._events.is_reported((group, key)) for key in keys)
+            first = next((index for index, is_known in enumerate(known) if not is_known), len(keys))
+            if first < len(keys):
+                parent = keys[first - 1] if first else None
+                runs.append(Run(group, keys[first:], [], first, parent))
+        if runs:
+            lora = request.lora_request.lora_name if request.lora_request else None
+            plain = dict(zip(salted.made, salted.source))
+            self._events.stored(runs, self._events.tokens_of(request, runs), lora, plain)
 
     def _hints_of(self, request: Request) -> list[EnvelopeAction]:
         """Return the actions of a request's hint envelope; a malformed one is counted."""
@@ -568,6 +586,7 @@ class SchedulerLogic:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._events.bind_block_pool(pool)
 
     @property
     def has_blocks_being_saved(self) -> bool:

@@ -213,7 +213,9 @@ def main() -> None:
     os.dup2(2, 1)  # whatever vLLM prints is no answer of ours
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     given = json.loads(sys.stdin.readline())
+    import msgspec
     from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
     if given.get("tensor_parallel_size", 1) == 1:
         given["distributed_executor_backend"] = "uni"
@@ -225,7 +227,9 @@ def main() -> None:
     core = llm.llm_engine.engine_core.engine_core
     told: list[Any] = []
     publisher = core.scheduler.kv_event_publisher
-    publisher.publish = lambda batch: told.extend(batch.events)
+    wire, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(KVEventBatch)
+    publisher.publish = lambda batch: told.extend(decoder.decode(wire.encode(batch)).events)
+    shared = ("STORAGE", "REMOTE", "kvstore")
 
     def answer(value: object) -> None:
         print(json.dumps(value), file=out, flush=True)
@@ -283,7 +287,8 @@ def main() -> None:
                     [
                         {"kind": type(each).__name__, "keys": len(each.block_hashes)}
                         for each in told
-                        if getattr(each, "medium", "") == "kvstore"
+                        if isinstance(each, BlockStored | BlockRemoved)
+                        and (each.medium, each.locality, each.ownership) == shared
                     ]
                 )
                 told.clear()

@@ -70,6 +70,7 @@ class Pool:
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
+        self.cached_block_hash_to_block: dict[bytes, Block] = {}
         self.blocks = [Block(number) for number in range(blocks)]
         self.blocks[NULL_BLOCK].references = 1
         self.evicted: set[int] = set()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
@@ -99,6 +101,28 @@ def test_a_bounded_number_of_blocks_is_remembered(
     events.cleared()
     assert sorted(removed(events)) == [b"b", b"c", b"d"]
     assert events.to_audit(200.0) == []
+
+
+def test_a_bounded_number_of_blocks_is_reported_again_each_with_its_ancestors_before_it(
+    events: BlockEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "REPEATED_MAX", 4)
+    monkeypatch.setattr(events_module, "REPEATED_PER_STEP", 2)
+    pool = SimpleNamespace(cached_block_hash_to_block={})
+    events.bind_block_pool(cast(Any, pool))
+    store(events, b"forgotten", b"orphan")
+    events.stored([Run(0, [b"d"], [], 1, b"c")], {0: [4] * 16}, None)
+    events.stored([Run(0, [b"c"], [], 0, None)], {0: [3] * 16}, None)
+    store(events, b"lost")
+    events.removed(events.to_audit(100.0)[-1:])
+    events.take()
+    assert events.take() == []
+    pool.cached_block_hash_to_block = {}  # AllBlocksCleared
+    repeated = [each for each in events.take() if isinstance(each, BlockStored)]
+    assert [each.block_hashes for each in repeated] == [[b"c"], [b"d"]]
+    assert [each.parent_block_hash for each in repeated] == [None, b"c"]
+    assert [each.token_ids for each in repeated] == [[3] * 16, [4] * 16]
+    assert events.take() == []
 
 
 @pytest.mark.parametrize("lacking", ["a", "b", "c"])

@@ -820,7 +820,8 @@ def test_half_a_block_is_saved_promised_and_told_but_not_loaded() -> None:
     assert [run.first for run in save.runs] == [3]
     assert len(save.runs[0].keys) == 2
     engine.report_all()
-    (event,) = engine.side._events.take()
+    found, event = engine.side._events.take()
+    assert (found.parent_block_hash, found.token_ids) == (None, request.all_token_ids[:12])
     assert (event.block_size, len(event.block_hashes)) == (4, 2)
     assert event.token_ids == request.all_token_ids[12:20]
     assert engine.finish(request) == {"stored_tokens": 20}
