@@ -1,7 +1,8 @@
-"""Records matches, puts and hints as a trace for ``kvstore plan``: hashes, sizes and times.
+"""Records matches, puts and hints: hashes, sizes and times, as a trace for ``kvstore plan`` or for
+the live what-if.
 
-The loop only queues a request; a thread formats and writes. The file is bounded: a full one becomes
-``FILE.1``, which the next full one replaces. What cannot be written is counted, and delays nobody.
+The loop only queues a request; a thread formats and writes. What cannot be written is counted, and
+delays nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore import calls
 from kvstore.errors import StartupError
@@ -31,7 +32,6 @@ FLUSH_S: Final = 0.5
 KEY_BYTES: Final = 8
 """Bytes of a key that identify a block in a trace."""
 
-
 PUTS_MAX: Final = 4_096
 """Puts in progress whose last key is remembered, for the hint of their end."""
 
@@ -47,23 +47,27 @@ class _Row(NamedTuple):
     parent: Key | None = None
     """Of a put; empty: it has none."""
     hints: _Hints | None = None
+    found: int = 0
+    """Blocks of a match that were found."""
 
 
-class RequestRecorder:
-    """Writes matches into a file. ``on_…`` are called by the loop."""
+class TraceSink(Protocol):
+    """Where the thread of a recorder writes."""
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Raises OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TraceFile:
+    """A bounded file: a full one becomes ``FILE.1``, which the next full one replaces."""
 
     def __init__(self, path: Path, bytes_max: int) -> None:
         """Open the file, and append to it. Raises StartupError: it cannot be written."""
         self._path = path
         self._bytes_max = bytes_max
-        self._queue: deque[_Row] = deque()
-        self._sizes: dict[Namespace, int] = {}
-        """Memory of the last block put, by namespace."""
-        self._puts: dict[int, tuple[Namespace, Key]] = {}
-        """The last granted key, by the last token."""
-        self._closing = threading.Event()
-        self.dropped = 0
-        """Requests that were not written: a full queue, or a disk that refuses."""
         try:
             self._file = path.open("ab")
         except OSError as error:
@@ -71,6 +75,33 @@ class RequestRecorder:
                 f"--record {path}: {error.strerror or error}",
                 advice="Name a file in a directory that this process may write.",
             ) from None
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            if self._file.tell() + len(line) > self._bytes_max // 2:
+                self._file.close()
+                self._path.replace(f"{self._path}.1")
+                self._file = self._path.open("ab")
+            self._file.write(line)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RequestRecorder:
+    """Writes requests into a sink. ``_on_…`` are called by the loop."""
+
+    def __init__(self, sink: TraceSink) -> None:
+        self._sink = sink
+        self._queue: deque[_Row] = deque()
+        self._sizes: dict[Namespace, int] = {}
+        """Memory of the last block put, by namespace."""
+        self._puts: dict[int, tuple[Namespace, Key]] = {}
+        """The last granted key, by the last token."""
+        self._closing = threading.Event()
+        self.dropped = 0
+        """Requests that were not written: a full queue, or a sink that refuses."""
         self._thread = start_thread("record", self._write_forever)
 
     def wrap(self, steps: Steps) -> Steps:
@@ -99,8 +130,9 @@ class RequestRecorder:
         if not request.keys or not request.namespaces:
             return
         size = self._sizes.get(request.namespaces[0], 0)
-        self._add(_Row(now_ms, request.namespaces, request.keys, size))
-        if request.hint and (matched := reply.matches[0].matched):
+        matched = 0 if reply is None else reply.matches[0].matched
+        self._add(_Row(now_ms, request.namespaces, request.keys, size, found=matched))
+        if request.hint and matched:
             hint = (request.keys[matched - 1], request.hint, request.retain_ms)
             self._add(_Row(now_ms, request.namespaces, hints=[hint]))
 
@@ -135,7 +167,7 @@ class RequestRecorder:
             self._queue.append(row)
 
     def close(self) -> None:
-        """Write what is queued, and close the file."""
+        """Write what is queued, and close the sink."""
         self._closing.set()
         self._thread.join(5)
 
@@ -144,23 +176,14 @@ class RequestRecorder:
         while not self._closing.wait(FLUSH_S) or self._queue:
             lines = [_line(self._queue.popleft()) for _ in range(len(self._queue))]
             try:
-                for line in lines:
-                    if self._file.tell() + len(line) > self._bytes_max // 2:
-                        self._rotate()
-                    self._file.write(line)
-                self._file.flush()
+                self._sink.write(lines)
                 has_failed = False
             except OSError as error:
                 self.dropped += len(lines)
                 if not has_failed:
-                    log.warning("record_failed file=%s error=%s", self._path, error)
+                    log.warning("record_failed error=%r", error)
                 has_failed = True
-        self._file.close()
-
-    def _rotate(self) -> None:
-        self._file.close()
-        self._path.replace(f"{self._path}.1")
-        self._file = self._path.open("ab")
+        self._sink.close()
 
 
 def _line(row: _Row) -> bytes:
@@ -170,7 +193,7 @@ def _line(row: _Row) -> bytes:
     else:
         fields["k"] = [_name(key) for key in row.keys]
         if row.parent is None:
-            fields["z"] = row.size
+            fields |= {"z": row.size, "f": row.found}
         else:
             fields["p"] = _name(row.parent)
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

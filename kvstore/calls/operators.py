@@ -158,6 +158,16 @@ class TenantStatus(NamedTuple):
     """Patterns."""
 
 
+class WhatIfEstimate(NamedTuple):
+    """What a pool of another size, or another policy, would have found."""
+
+    policy: str
+    memory: int
+    """Bytes."""
+    found_ppm: int
+    """Blocks found, of a million asked for."""
+
+
 class Counter(NamedTuple):
     name: str
     value: int
@@ -178,8 +188,8 @@ class ClusterStatus(NamedTuple):
     cluster: str = ""
     """Name of the cluster; may be empty."""
     next_cursor: int = 0
-    """Not 0: there are more nodes or namespaces. ``counters``, ``departed`` and ``tenants`` are in
-    the first batch only."""
+    """Not 0: there are more nodes or namespaces. Only
+    nodes and namespaces are in further batches."""
     departed: Sequence[DepartedNode] = ()
     tenants: Sequence[TenantStatus] = ()
     """Empty: no tenants are configured."""
@@ -187,6 +197,8 @@ class ClusterStatus(NamedTuple):
     """Addresses of the other masters that announce themselves in etcd."""
     lost_masters: Sequence[str] = ()
     """Addresses of those that ended without stopping and were not replaced."""
+    what_if: Sequence[WhatIfEstimate] = ()
+    """Empty: not asked for (``kvstore-master --what-if``), or not known yet."""
 
     @property
     def size(self) -> int:

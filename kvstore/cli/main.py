@@ -57,7 +57,18 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan", "size"),
+    "Inspect": (
+        "status",
+        "top",
+        "why",
+        "events",
+        "doctor",
+        "version",
+        "bench",
+        "plan",
+        "size",
+        "what-if",
+    ),
     "Administer": ("drain", "clean", "auth"),
 }
 """Groups of commands in the help."""
@@ -75,6 +86,7 @@ LATE: Final = {
     "events": "Stream object events: objects stored and removed.",
     "plan": "Show what more memory, another eviction policy or hints would bring, from a trace.",
     "size": "Show what a model and its load need: memory, network, the master.",
+    "what-if": "Show what other sizes of the pool, or another eviction policy, would find.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
 """Summaries of the commands that are imported on demand."""

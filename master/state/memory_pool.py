@@ -51,6 +51,8 @@ class MemoryPool:
         segment has its candidates until they are swept."""
         self.capacity_max = 0
         """Capacity of the largest living segment."""
+        self.capacity = 0
+        """Capacity of all living segments."""
         self._turnover = TurnoverClock()
         """That of a pool without tenants."""
         self._turnover_step = 1
@@ -374,7 +376,8 @@ class MemoryPool:
     def _capacity_changed(self) -> None:
         capacities = [segment.capacity for segment in self.segments.values()]
         self.capacity_max = max(capacities, default=0)
-        self._turnover_step = max(1, sum(capacities) // turnover.STEPS)
+        self.capacity = sum(capacities)
+        self._turnover_step = max(1, self.capacity // turnover.STEPS)
 
     def unmount(self, segment: MountedSegment) -> None:
         """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""

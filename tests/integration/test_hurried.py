@@ -59,6 +59,7 @@ ROWS: Final = {
     "top": Row(["--count", "1"], shows=(NODE, SPACE)),
     "unpin": Row([KEY, *HERE]),
     "version": Row([], shows=("kvstore",)),
+    "what-if": Row([], (1,), ("--what-if",)),
     "why": Row([SPACE], (0, 1), (SPACE,)),
 }
 

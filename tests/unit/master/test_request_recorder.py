@@ -10,7 +10,7 @@ from kvstore import calls
 from kvstore.calls import HintAction
 from kvstore.errors import StartupError
 from kvstore.limits import Key, Namespace
-from kvstore.master.request_recorder import RequestRecorder
+from kvstore.master.request_recorder import RequestRecorder, TraceFile
 from kvstore.planner.traces import load_trace
 from tests.support.cluster import Cluster
 
@@ -38,7 +38,7 @@ def test_what_clients_ask_for_is_a_trace_for_the_planner(tmp_path: Path) -> None
 
 def test_the_file_is_bounded_and_the_older_half_is_read_first(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    recorder = RequestRecorder(path, 1 << 20)
+    recorder = RequestRecorder(TraceFile(path, 1 << 20))
     steps = recorder.wrap({calls.MatchPrefix: lambda _ms, _r: None, calls.PutStart: print})
     for number in range(3_000):
         key = Key(number.to_bytes(32, "big")[::-1])
@@ -56,14 +56,14 @@ def test_the_file_is_bounded_and_the_older_half_is_read_first(tmp_path: Path) ->
 
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--record"):
-        RequestRecorder(tmp_path / "none" / "x", 1 << 20)
+        RequestRecorder(TraceFile(tmp_path / "none" / "x", 1 << 20))
 
 
 def test_a_queue_that_is_not_written_drops_and_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.master.request_recorder.FLUSH_S", 60.0)
-    recorder = RequestRecorder(tmp_path / "x", 1 << 20)
+    recorder = RequestRecorder(TraceFile(tmp_path / "x", 1 << 20))
     steps = recorder.wrap({calls.MatchPrefix: lambda _ms, _r: None, calls.PutStart: print})
     request = calls.MatchPrefix([Namespace("n")], [Key(b"k")], False)
     for _ in range(5_000):
