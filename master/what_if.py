@@ -36,7 +36,7 @@ class WhatIfProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._input: socket.socket | None = None
         self._started = -RESTART_S
-        self._told_bytes = 0
+        self._reported_bytes = 0
         self._estimates: Sequence[WhatIfEstimate] = ()
 
     def estimates(self) -> Sequence[WhatIfEstimate]:
@@ -48,9 +48,9 @@ class WhatIfProcess:
         if not pool_bytes or not lines or (self._input is None and not self._start()):
             return
         assert self._input is not None
-        if pool_bytes != self._told_bytes:
+        if pool_bytes != self._reported_bytes:
             lines = [json.dumps({"m": pool_bytes}).encode() + b"\n", *lines]
-            self._told_bytes = pool_bytes
+            self._reported_bytes = pool_bytes
         try:
             self._input.sendall(b"".join(lines))
         except OSError:
@@ -60,7 +60,7 @@ class WhatIfProcess:
     def _start(self) -> bool:
         if uptime() - self._started < RESTART_S:
             return False
-        self._started, self._told_bytes = uptime(), 0
+        self._started, self._reported_bytes = uptime(), 0
         arguments = [f"{name}={path}" for name, path in self._policies.items()]
         ours, theirs = socket.socketpair()
         with theirs:

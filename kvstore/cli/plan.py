@@ -122,7 +122,10 @@ def plan(
 def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> None:
     console = console_of_names(fits=True)
     what = f"{len(trace.chains):,} requests, {trace.accesses:,} blocks asked for, {trace.blocks:,}"
-    console.print(f"{what} different ones" + (f"; sampled: {rate:.1%}" if rate < 1 else ""))
+    what += " different ones"
+    if trace.repetitions:
+        what += f"; {trace.repetitions:,} repetitions within a second left out"
+    console.print(what + (f"; sampled: {rate:.1%}" if rate < 1 else ""))
     table = table_of("memory", right=("blocks", *names))
     for row in rows:
         table.add_row(

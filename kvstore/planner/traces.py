@@ -61,6 +61,8 @@ class Trace:
     """Of the trace; 0: it does not say."""
     block_tokens: int = 0
     """0: it does not say."""
+    repetitions: int = 0
+    """Recorded requests that were left out: the same chain within ``REPEAT_MS``."""
 
     @property
     def accesses(self) -> int:
@@ -152,6 +154,7 @@ class _TraceReader:
         else:
             keys, time_ms, namespace = row["k"], int(row["t"]), row["n"][0]
             if not keys or time_ms - self._last_ms.get(keys[-1], -REPEAT_MS) < REPEAT_MS:
+                self.trace.repetitions += 1
                 return
             self._last_ms[keys[-1]] = time_ms
             size = int(row.get("z", 0)) * len(row["n"])

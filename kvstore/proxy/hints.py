@@ -22,6 +22,7 @@ from multidict import CIMultiDictProxy
 
 from kvstore.calls import HintAction, HintOutcome
 from kvstore.calls.hint_envelopes import TOOL_WAIT_MS, EnvelopeAction
+from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key
 from kvstore.proxy import bodies
 from kvstore.proxy.lookup import StoreLookup
@@ -32,6 +33,7 @@ from kvstore.proxy.request_context import (
     error_response,
     request_id_of,
 )
+from kvstore.runtime.formatting import sanitize
 from kvstore.runtime.tasks import start_task
 
 log = logging.getLogger("kvstore.proxy")
@@ -122,11 +124,18 @@ def session_of(text: str, caller: str | None) -> tuple[str, str] | None:
 
 
 def envelope_of(headers: CIMultiDictProxy[str], request_id: str) -> dict[str, Any] | None:
-    """Return the envelope for ``X-KV-Hint``: end, demote, retain[=SECONDS] or tool_wait[=SECONDS];
-    None: there is no such header."""
-    found = _HINT.fullmatch(headers.get(HINT, ""))
-    if found is None:
+    """Return the envelope for ``X-KV-Hint``; None: there is no such header.
+
+    Raises:
+        InvalidArgumentError: it is none that the proxy knows.
+    """
+    text = headers.get(HINT, "")
+    if not text:
         return None
+    found = _HINT.fullmatch(text)
+    if found is None:
+        known = "end, demote, retain[=SECONDS] or tool_wait[=SECONDS]"
+        raise InvalidArgumentError(f"{HINT}: {sanitize(text, 40)!r} is not one of {known}")
     name, seconds = found.groups()
     payload = {_TIMES[name]: int(seconds) * 1000} if name in _TIMES and int(seconds or 0) else {}
     action = {"action_id": HINT, "action_type": _ACTIONS.get(name, name), "action_version": "1.0"}
@@ -146,8 +155,11 @@ async def delete_session(
         message = f"this needs one header {parts.salts.header}"
         return error_response(401, message, "authentication_error", headers=headers)
     session = session_of(request.match_info["session"], caller)
+    if parts.lookup is None:
+        message = "this proxy has no store: start it with --master"
+        return error_response(404, message, "not_found", headers=headers)
     outcome = None if session is None else await hints.end(session)
     if outcome is None:
-        message = "this proxy does not know the session, or reaches no store (--master)"
+        message = "no such session here, not any more, or the store does not answer"
         return error_response(404, message, "not_found", headers=headers)
     return web.json_response({"outcome": str(outcome)}, headers=headers)

@@ -134,6 +134,7 @@ async def _read_request(
         async with parts.bodies.waiting(BODY_TIMEOUT_S):
             raw = await request.read()
         body = bodies.parse(raw) if salts or route.is_generation else {}
+        envelope = envelope_of(request.headers, request_id) if route.is_generation else None
     except web.HTTPRequestEntityTooLarge:
         message = f"the body is larger than {BODY_BYTES_MAX} bytes"
         raise not_taken(413, message, "invalid_request_error") from None
@@ -150,7 +151,7 @@ async def _read_request(
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
         raw = bodies.dump(body)
-    if route.is_generation and (envelope := envelope_of(request.headers, request_id)):
+    if envelope is not None:
         body = bodies.with_hint(body, envelope)
         raw = bodies.dump(body)
     context = RequestContext(route, request_id, raw, body, headers_for_engines(request), arrived_ms)

@@ -186,7 +186,9 @@ def test_hints_of_answers_and_sessions_reach_the_store(tmp_path: Path, cluster: 
         assert (action["action_type"], action["payload"]) == ("tool_wait", {"resume_ms": 30_000})
         parse_envelope(decoder.calls[-1].params["kv_hint"])
         assert "kv_hint" not in w.prefillers[0].calls[-1].params
-        await w.complete(PROMPT, headers={"X-KV-Hint": "nonsense"})
+        status, refused = await w.complete(PROMPT, headers={"X-KV-Hint": "nonsense"})
+        assert (status, "tool_wait" in str(refused)) == (400, True)
+        await w.complete(PROMPT)
         assert decoder.calls[-1].params == {}
         await counted("retain", 6)  # of the last answer alone
 

@@ -412,6 +412,7 @@ def _differ(writer: EngineGroup, reader: EngineGroup) -> Cause:
             apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
             return apart._replace(namespaces=spaces)
     must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
+    must.sort(key=lambda each: each.field != "dtype")
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} reads"
         for each in must[:FIELDS_SHOWN]
@@ -440,6 +441,10 @@ def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
         settings = " and ".join(cut.setting for cut in cuts)
         flags = " and ".join(cut.flag for cut in cuts)
         return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
+    if (
+        must[:1] and must[0].field == "dtype"
+    ):  # the weights, the cache and its layout follow from it
+        must = must[:1]
     advice = [
         next(filter(None, map(ADVICE_ON_FIELDS.get, field.split("."))), "") for field, _, _ in must
     ]

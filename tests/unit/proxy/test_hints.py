@@ -10,6 +10,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.calls import HintOutcome
 from kvstore.calls.hint_envelopes import EnvelopeAction, parse_envelope
+from kvstore.errors import InvalidArgumentError
 from kvstore.proxy import hints
 from kvstore.proxy.answer_ending import AnswerEnding
 from kvstore.proxy.bodies import CHAT
@@ -44,7 +45,12 @@ def test_the_end_of_an_answer_is_read_however_it_arrives(size: int, reason: str)
 def test_a_header_becomes_an_envelope(
     header: str, expected: tuple[str, dict[str, int]] | None
 ) -> None:
-    made = envelope_of(CIMultiDictProxy(CIMultiDict({"X-KV-Hint": header})), "id")
+    headers = CIMultiDictProxy(CIMultiDict({"X-KV-Hint": header}))
+    if expected is None and header:
+        with pytest.raises(InvalidArgumentError, match="tool_wait"):
+            envelope_of(headers, "id")
+        return
+    made = envelope_of(headers, "id")
     if made is None:
         assert expected is None
     else:
