@@ -91,7 +91,7 @@ def test_everything_happens_somewhere() -> None:
         for what, number in cluster.oracle.counts.items():
             happened[what] = happened.get(what, 0) + number
     for what in ("put", "put_chain", "get", "view", "remove", "allocate", "evicted", "lost",
-                 "matched", "waited_grants", "reads", "drain", "moved"):  # fmt: skip
+                 "matched", "waited_grants", "reads", "drain", "moved", "hint"):  # fmt: skip
         assert happened.get(what), f"{what} never happened: {happened}"
 
 
@@ -142,7 +142,8 @@ class OneReader(MasterState):
 
 def test_finds_reuse_before_the_lease_ends() -> None:
     options = Options(seed=0, new_state=OneReader, faults=())
-    found(options, "evicted_leased", "granted_leased", "granted_view", within_steps=SOON)
+    rules = "evicted_leased", "granted_leased", "granted_view"
+    found(options, *rules, within_steps=SOON, each=5_000)
 
 
 class MasterIgnoringEpochs(MasterState):

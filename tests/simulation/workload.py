@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvstore import calls
-from kvstore.calls import DrainStep, PutOutcome, Version
+from kvstore.calls import DrainStep, HintAction, PutOutcome, Version
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
 from kvstore.client.flows.read_objects import GetOptions, ReadTarget
 from kvstore.client.flows.steps import ask
 from kvstore.client.flows.write_objects import PutOptions
+from kvstore.client.hints import HintRow
 from kvstore.client.leases.lease_table import AllocationLease, Lease, ObjectLease
 from kvstore.client.values import Storable, Value, View, described_as
 from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError
@@ -42,7 +43,7 @@ class WorkloadMix:
         usual = {
             "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
             "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
-            "drain": 0.2,
+            "drain": 0.2, "hint": 1.5,
         }  # fmt: skip
         weights = {
             name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()
@@ -203,6 +204,19 @@ class Worker:
             await self.read(
                 namespace, [key for key, found in zip(keys, there, strict=True) if found]
             )
+
+    async def _hint(self) -> None:
+        """Without regard to what is used again: most hints are lies."""
+        namespace, actions = self.random.choice(NAMESPACES), list(HintAction)
+        rows = [
+            HintRow(
+                int(self.random.choice(actions)), self._a_key(),
+                self.random.choice((1, 5_000, 3_600_000)),
+            )
+            for _ in range(self.random.randint(1, 3))
+        ]  # fmt: skip
+        self._note(f"hint {namespace} {rows}")
+        await self.client.run(control_calls.hint(namespace, rows))
 
     async def _remove(self) -> None:
         namespace = self.random.choice(NAMESPACES)

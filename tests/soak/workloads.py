@@ -18,7 +18,7 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from kvstore import AsyncClient, Client, calls
+from kvstore import AsyncClient, Client, Hint, calls
 from kvstore.errors import InvalidArgumentError, KVStoreError, ReservationLostError
 from tests.soak import values
 from tests.soak.journal import Journal
@@ -143,12 +143,16 @@ class MixedWorkload(Workload):
             await hands.put("clears", sizes, verb="put_many")
         elif choice == 13:
             await hands.clear("clears")
-        else:
+        elif choice == 14:
             keys = [b"c%d" % rng.randrange(500) for _ in range(8)]
             await hands.get("clears", keys, many=True)
+        else:  # most of them are lies
+            action = rng.choice(["retain", "release", "demote", "prefetch"])
+            hints = [Hint(action, each, 60.0) for each in some]
+            await hands.call("hint", hints, namespace="hot")
 
 
-WEIGHTS: Final = (30, 8, 8, 10, 8, 4, 5, 3, 4, 2, 0.5, 0.5, 4, 0.3, 4)
+WEIGHTS: Final = (30, 8, 8, 10, 8, 4, 5, 3, 4, 2, 0.5, 0.5, 4, 0.3, 4, 4)
 """Of the verbs above."""
 
 
