@@ -159,7 +159,7 @@ class MasterService:
         """The address that this master advertises; part of the status."""
         self.peers: PeerMasters | None = None
         """The other masters of its etcd; part of the status."""
-        self.what_if: Callable[[], Sequence[calls.WhatIfEstimate]] = tuple
+        self.what_if: Callable[[], list[calls.WhatIfEstimate]] = list
         """Part of the status."""
         self.leads_until = math.inf
         """The service may act only before this value of ``uptime()``."""

@@ -37,9 +37,9 @@ class WhatIfProcess:
         self._input: socket.socket | None = None
         self._started = -RESTART_S
         self._reported_bytes = 0
-        self._estimates: Sequence[WhatIfEstimate] = ()
+        self._estimates: list[WhatIfEstimate] = []
 
-    def estimates(self) -> Sequence[WhatIfEstimate]:
+    def estimates(self) -> list[WhatIfEstimate]:
         """Return the last estimates; empty: none yet."""
         return self._estimates
 
@@ -78,7 +78,7 @@ class WhatIfProcess:
         with contextlib.suppress(ValueError):
             for line in child.stdout:
                 self._estimates = [WhatIfEstimate(*row) for row in json.loads(line)]
-        self._estimates = ()
+        self._estimates = []
         status = child.wait()
         log.log(logging.WARNING if status else logging.INFO, "what_if_ended status=%d", status)
 

@@ -74,7 +74,12 @@ def size(model: str, dtype: str, as_json: bool, **load: Any) -> int:
     table = table_of("", right=("",), show_header=False)
     for name, value in figures.items():
         table.add_row(*_row(name, value))
-    console_of_names(fits=True).print(table)
+    console = console_of_names(fits=True)
+    console.print(
+        f"{dtype}, blocks of {load['block_tokens']} tokens, {load['tokens_per_s']:,.0f} tokens/s "
+        f"per engine, {load['hits']:.0%} of them found"
+    )
+    console.print(table)
     return 0
 
 

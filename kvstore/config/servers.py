@@ -266,7 +266,7 @@ class MasterConfig(HttpConfig):
                 key="lane_port",
             )
         if "http_port" in self.model_fields_set and self.http_port:
-            taken = {self.port: "gRPC", self.lane_port_wanted: "the lane"}
+            taken = {self.port: "gRPC", self.lane_port_wanted: "clients (--lane-port)"}
             if role := taken.get(self.http_port):
                 raise InvalidSettingError(
                     f"is {self.http_port}, which is the port for {role}",

@@ -225,7 +225,7 @@ def _rows(path: Path) -> Iterator[Any]:
             except ImportError:
                 raise InvalidArgumentError(
                     f"{path} is in msgpack, which is not installed",
-                    advice="pip install 'kvstore[events]'",
+                    advice="pip install 'msgpack>=1.0'",
                 ) from None
             file.seek(0)
             yield from msgpack.Unpacker(file, strict_map_key=False)
