@@ -127,9 +127,9 @@ class WhatIf:
     ) -> None:
         if not self._shadows:
             self._begin(now_ms, self._memory // size)
-        if now_ms - self._last_ms.pop(keys[-1], -REPEAT_MS) < REPEAT_MS:
-            self._last_ms[keys[-1]] = now_ms
+        if now_ms - self._last_ms.get(keys[-1], -REPEAT_MS) < REPEAT_MS:
             return
+        self._last_ms.pop(keys[-1], None)
         self._last_ms[keys[-1]] = now_ms
         if len(self._last_ms) > CHAINS_REMEMBERED:
             del self._last_ms[next(iter(self._last_ms))]

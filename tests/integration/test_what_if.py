@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_master_estimates_what_other_memory_would_find(tmp_path: Path) -> None:
     with Cluster(tmp_path) as store:
-        store.start(memory="16MiB")
+        store.start(memory="4MiB")
         client = store.client()
         values = [bytes(10_000)] * 16
         requests = 0
@@ -45,7 +45,7 @@ def test_a_master_estimates_what_other_memory_would_find(tmp_path: Path) -> None
         def estimates() -> bool:
             nonlocal requests
             requests += 1
-            keys = [f"{requests % 600}-{number}" for number in range(16)]
+            keys = [f"{requests % 100}-{number}" for number in range(16)]
             if (found := client.match_prefix(keys)) < 16:
                 parent = keys[found - 1] if found else None
                 client.put_chain(keys[found:], values[found:], parent=parent)
