@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import zlib
@@ -185,6 +186,7 @@ class WhatIf:
 
 def main(paths: Sequence[str]) -> int:
     """``paths``: ``NAME=MODULE:FUNCTION`` of each policy."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the master, and with it the input
     os.nice(10)
     named = dict(path.split("=", 1) for path in paths)
     what_if = WhatIf({name: resolve_name(path) for name, path in named.items()})
