@@ -106,7 +106,7 @@ class RequestRecorder:
 
     def wrap(self, steps: Steps) -> Steps:
         """Return the steps of the state, of which matches, puts and hints are recorded."""
-        recorders: Steps = {
+        recorders: dict[type, Callable[[int, Any, Any], None]] = {
             calls.MatchPrefix: self._on_match,
             calls.PutStart: self._on_put,
             calls.PutEnd: self._on_put_end,
@@ -118,26 +118,25 @@ class RequestRecorder:
 
             def run(now_ms: int, request: Any) -> Any:
                 reply = step(now_ms, request)
-                record(now_ms, (request, reply))
+                record(now_ms, request, reply)
                 return reply
 
             return run
 
         return {**steps, **{kind: recorded(kind) for kind in recorders if kind in steps}}
 
-    def _on_match(self, now_ms: int, call: tuple[calls.MatchPrefix, Any]) -> None:
-        request, reply = call
+    def _on_match(self, now_ms: int, request: calls.MatchPrefix, reply: object) -> None:
         if not request.keys or not request.namespaces:
             return
         size = self._sizes.get(request.namespaces[0], 0)
-        matched = 0 if reply is None else reply.matches[0].matched
+        # A reply that comes later, when inventories have been loaded, counts as a miss.
+        matched = reply.matches[0].matched if isinstance(reply, calls.MatchPrefixReply) else 0
         self._add(_Row(now_ms, request.namespaces, request.keys, size, found=matched))
         if request.hint and matched:
             hint = (request.keys[matched - 1], request.hint, request.retain_ms)
             self._add(_Row(now_ms, request.namespaces, hints=[hint]))
 
-    def _on_put(self, now_ms: int, call: tuple[calls.PutStart, Any]) -> None:
-        request, reply = call
+    def _on_put(self, now_ms: int, request: calls.PutStart, reply: object) -> None:
         if not request.sizes:
             return
         self._sizes[request.namespace] = extent_bytes(request.sizes[0])
@@ -149,14 +148,12 @@ class RequestRecorder:
             if len(self._puts) > PUTS_MAX:
                 del self._puts[next(iter(self._puts))]
 
-    def _on_put_end(self, now_ms: int, call: tuple[calls.PutEnd, Any]) -> None:
-        request, _ = call
+    def _on_put_end(self, now_ms: int, request: calls.PutEnd, _reply: object) -> None:
         put = self._puts.pop(request.tokens[-1], None) if request.tokens else None
         if put is not None and request.hint:
             self._add(_Row(now_ms, put[:1], hints=[(put[1], request.hint, request.retain_ms)]))
 
-    def _on_hint(self, now_ms: int, call: tuple[calls.Hint, Any]) -> None:
-        request, _ = call
+    def _on_hint(self, now_ms: int, request: calls.Hint, _reply: object) -> None:
         hints = list(zip(request.keys, request.actions, request.retain_ms, strict=True))
         self._add(_Row(now_ms, [request.namespace], hints=hints))
 

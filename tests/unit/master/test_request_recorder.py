@@ -11,6 +11,7 @@ from kvstore.calls import HintAction
 from kvstore.errors import StartupError
 from kvstore.limits import Key, Namespace
 from kvstore.master.request_recorder import RequestRecorder, TraceFile
+from kvstore.master.state.effects import DeferredReply
 from kvstore.planner.traces import load_trace
 from tests.support.cluster import Cluster
 
@@ -34,6 +35,16 @@ def test_what_clients_ask_for_is_a_trace_for_the_planner(tmp_path: Path) -> None
     assert retained[2:] == (2, HintAction.RETAIN, 600_000)
     assert [(hint.block, hint.action) for hint in released] == [(0, HintAction.RELEASE)]
     assert trace.block_bytes > 1000
+
+
+def test_a_match_that_waits_for_inventories_is_recorded(tmp_path: Path) -> None:
+    recorder = RequestRecorder(TraceFile(tmp_path / "x", 1 << 20))
+    steps = recorder.wrap({calls.MatchPrefix: lambda _ms, _request: DeferredReply(7)})
+    assert steps[calls.MatchPrefix](
+        0, calls.MatchPrefix([Namespace("n")], [Key(b"k")], False)
+    ) == DeferredReply(7)
+    recorder.close()
+    assert load_trace(tmp_path / "x").chains == [[0]]
 
 
 def test_the_file_is_bounded_and_the_older_half_is_read_first(tmp_path: Path) -> None:
