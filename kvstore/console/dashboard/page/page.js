@@ -210,15 +210,8 @@ function showTenants(tenants) {
   ]));
 }
 
-/** What other sizes of the pool and other policies would find, if the master estimates it. */
-function showWhatIf(rows) {
-  $("what-if").hidden = !rows.length;
-  table($("what-if-rows"), rows.map((row) => [[bytes(row.memory), "number"], [row.policy], [percent(row.found_ppm / 1e6), "number"]]));
-}
-
 function showNamespaces(status) {
   showTenants(status.tenants);
-  showWhatIf(status.what_if);
   const cells = (name, model, row) => [
     [name, "name"], [model], [row.objects.toLocaleString("en"), "number"], [bytes(row.size), "number"],
     [row.pinned_objects ? `${row.pinned_objects.toLocaleString("en")} (${bytes(row.pinned_bytes)})` : "", "number"],
