@@ -57,20 +57,10 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Inspect": (
-        "status",
-        "top",
-        "why",
-        "events",
-        "doctor",
-        "version",
-        "bench",
-        "plan",
-        "size",
-        "what-if",
-    ),
+    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan", "size",
+                "what-if"),
     "Administer": ("drain", "clean", "auth"),
-}
+}  # fmt: skip
 """Groups of commands in the help."""
 
 LATE: Final = {

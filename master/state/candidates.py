@@ -2,8 +2,9 @@
 
 Evicting a candidate never breaks a chain. Detached records, to which no path leads from a root, are
 first; then those whose clients said that they are over or not needed soon; then the others, ordered
-by an ``EvictionPolicy``; then the retained ones, least recently used first. A leased record that
-comes first is *deferred*: no search passes it again before the end of its lease.
+by an ``EvictionPolicy``; then the retained ones, least recently used first. A policy that learns
+hints orders all but the detached ones. A leased record that comes first is *deferred*: no search
+passes it again before the end of its lease.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CandidateQueue:
         return position < _OVER or (position >= _DEFERRED and bool(position & 1))
 
     def is_retained(self, record: ObjectRecord) -> bool:
-        """Whether this candidate is evicted only after all that are not retained."""
+        """Whether a client still expects the next use of this candidate."""
         return record.hint > self._now_ms and record.position < _DEFERRED
 
     def value(self, record: ObjectRecord) -> tuple[int, int, int]:

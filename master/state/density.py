@@ -181,20 +181,20 @@ class DensityPolicy:
             self._learner.on_evict(record)
 
     def first(self) -> ObjectRecord | None:
-        oldest: ObjectRecord | None = None
+        found: ObjectRecord | None = None
+        ends: list[ObjectRecord | None] = []
         for queue in self._lists:
             record = queue.first()
             if record is None:
                 continue
             if queue.rank(record) <= record.last_used_ms:
                 return record  # used since: ``hit`` moves it, and shows what is behind it
-            if oldest is None or record.last_used_ms < oldest.last_used_ms:
-                oldest = record
-        if oldest is None:
-            return None
-        found, lowest = oldest, self._worth(oldest) * PREFERRED
-        for queue in self._lists:
-            for record in (queue.first(), queue.last()):
+            if found is None or record.last_used_ms < found.last_used_ms:
+                found = record
+            ends += (record, queue.last())
+        if found is not None:
+            lowest = self._worth(found) * PREFERRED
+            for record in ends:
                 if record is not None and (worth := self._worth(record)) < lowest:
                     found, lowest = record, worth
         return found

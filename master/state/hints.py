@@ -3,7 +3,7 @@
 A retained chain is kept for its ``retain_ms``, but at most for ``RETAINED_TURNOVERS`` times the
 time in which puts fill the memory of its tenant: measured to be as good as the best fixed time.
 Hints order the objects of one tenant only, and none is refused for want of space: clients that
-retain everything get plain LRU."""
+retain everything get what they would get without hints."""
 
 from __future__ import annotations
 

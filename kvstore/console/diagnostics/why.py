@@ -441,9 +441,7 @@ def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
         settings = " and ".join(cut.setting for cut in cuts)
         flags = " and ".join(cut.flag for cut in cuts)
         return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
-    if (
-        must[:1] and must[0].field == "dtype"
-    ):  # the weights, the cache and its layout follow from it
+    if must and must[0].field == "dtype":  # weights, cache and layout follow from it
         must = must[:1]
     advice = [
         next(filter(None, map(ADVICE_ON_FIELDS.get, field.split("."))), "") for field, _, _ in must
