@@ -160,14 +160,19 @@ class MatchPrefix(NamedTuple):
     hint: HintNumber = 0
     """A ``HintAction`` for the chain that ends with the last matched key of each namespace."""
     retain_ms: RetainMs = 0
+    bring: bool = False
+    """Whether to begin to bring matched objects that are on a disk only into memory."""
 
 
 class PrefixMatch(NamedTuple):
     matched: int
-    """Leading keys that are present and reachable; a lease on the tip protects the chain."""
+    """Leading keys that are present and reachable. A lease on the last one in memory protects the
+    chain up to there."""
     being_written: int
     """Number of keys after those that are being written."""
     placements: Placements
+    on_disk: int = 0
+    """Number of the matched keys, at their end, that are on a disk only."""
 
 
 class MatchPrefixReply(NamedTuple):

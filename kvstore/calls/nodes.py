@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.field_constraints import (
@@ -26,6 +27,26 @@ from kvstore.limits import (
     Key,
     Namespace,
 )
+
+
+class DiskLimits(NamedTuple):
+    """Limits of the writes to a disk, in bytes of extents; 0: none."""
+
+    write_bytes_per_s: int
+    write_bytes_per_day: int
+    """On average, once the disk has been filled for the first time."""
+
+
+class CopyOutcome(IntEnum):
+    """The result of one copy between a disk and the memory of its node."""
+
+    DONE = 0
+    CHANGED = 1
+    """The source has no header of that version."""
+    CORRUPT = 2
+    """The payload on the disk does not match its checksum."""
+    FAILED = 3
+    """The disk returned an error."""
 
 
 class SegmentOffer(NamedTuple):
@@ -61,6 +82,8 @@ class SegmentOffer(NamedTuple):
     """Name of its medium: ``cuda:0``, with a colon, of a device; empty: memory of the host."""
     is_opaque: bool = False
     """Whether clients cannot write to it as to an array: it takes puts, but no allocations."""
+    disk: DiskLimits | None = None
+    """The limits of a disk, which only the node reads and writes; None: clients use the segment."""
 
 
 class NodeJoin(NamedTuple):
@@ -131,6 +154,14 @@ class NodeClaims(NamedTuple):
     offsets: Sequence[int]
 
 
+class NodeCopied(NamedTuple):
+    """Report finished copies of a ``MasterCopy``."""
+
+    tokens: Numbers
+    outcomes: Annotated[Sequence[int], RowCount(like="tokens")]
+    """One ``CopyOutcome`` per token."""
+
+
 class MasterAccepted(NamedTuple):
     epoch: int
     heartbeat_ms: Annotated[int, IntRange(1, 3_600_000)]
@@ -175,6 +206,20 @@ class MasterWipe(NamedTuple):
     nodes that require capabilities, and only for extents that no client may use."""
 
 
+class MasterCopy(NamedTuple):
+    """Copy objects between a disk of the node and its memory. The columns are per object."""
+
+    from_uuid: Uuid
+    to_uuid: Uuid
+    tokens: Numbers
+    from_offsets: Annotated[Sequence[int], RowCount(like="tokens")]
+    to_offsets: Annotated[Sequence[int], RowCount(like="tokens")]
+    sizes: Annotated[Sequence[int], RowCount(like="tokens")]
+    """Payload bytes."""
+    epochs: Annotated[Sequence[int], RowCount(like="tokens")]
+    counters: Annotated[Sequence[int], RowCount(like="tokens")]
+
+
 class MasterClaimsAck(NamedTuple):
     """Acknowledge one ``NodeClaims``. A ``MasterWipe`` names the refused objects."""
 
@@ -182,7 +227,7 @@ class MasterClaimsAck(NamedTuple):
     """Index of the segment among the offered ones."""
 
 
-NodeMessage = NodeJoin | NodeHeartbeat | NodeWipeDone | NodeLeave | NodeClaims
+NodeMessage = NodeJoin | NodeHeartbeat | NodeWipeDone | NodeLeave | NodeClaims | NodeCopied
 
 
-MasterMessage = MasterAccepted | MasterHeartbeat | MasterWipe | MasterClaimsAck
+MasterMessage = MasterAccepted | MasterHeartbeat | MasterWipe | MasterClaimsAck | MasterCopy

@@ -64,6 +64,9 @@ HEADER_BYTES: Final = 1024
 EXTENT_ALIGN: Final = 1024
 """Extents start and end at multiples of this, which aligns payloads for any tensor."""
 
+DISK_ALIGN: Final = 4096
+"""The same on disks: the largest block of those that are read and written without a cache."""
+
 SUPERBLOCK_BYTES: Final = 4096
 """The superblock is one page; extents follow it."""
 

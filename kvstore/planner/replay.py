@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import HintAction
+from kvstore.calls import CopyOutcome, HintAction
 from kvstore.calls.tenants import TenantRule
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, PUT_KEYS_MAX, Key, Namespace
@@ -20,17 +20,20 @@ from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.hints import RETAINED_TURNOVERS
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.memory.header import DISK_ALIGN, HEADER_BYTES, SUPERBLOCK_BYTES, extent_bytes
 from kvstore.planner.hint_model import HintModel
 from kvstore.planner.traces import Trace
 
-EXTENT_BYTES = 4096
+PAYLOAD_BYTES = 2 * DISK_ALIGN - HEADER_BYTES
 """Of each block in the replay; only their number counts."""
+
+EXTENT_BYTES = DISK_EXTENT_BYTES = extent_bytes(PAYLOAD_BYTES)
 
 HEARTBEAT_MS = 400
 START_MS = 20_000
 """When the first request comes: the promises of earlier masters have ended."""
 PUT_WAIT_MS = 50
+BRING_WAIT_MS = 3_000
 LEASE_MS = 1
 RETAIN_MS = 3_600_000
 
@@ -46,10 +49,16 @@ class Replay:
         hints: HintModel | None = None,
         tenants: Sequence[TenantRule] | None = None,
         next_uses: list[list[int]] | None = None,
+        disk_blocks: int = 0,
     ) -> None:
-        """``next_uses``: for hints that are made from what the trace does next."""
+        """
+        Args:
+            next_uses: for hints that are made from what the trace does next.
+            disk_blocks: of a disk of the node, whose copies take no time; 0: none.
+        """
         self.hits = 0
         self.refused_puts = 0
+        self.written_blocks = 0
         self._trace = trace
         self._hints = hints or HintModel()
         self._random = random.Random(self._hints.seed)  # noqa: S311
@@ -64,7 +73,14 @@ class Replay:
             size=SUPERBLOCK_BYTES + blocks * EXTENT_BYTES, uuid=bytes(16), shm_name="kv-plan",
             address="plan:1", token=bytes(16), seed=1, generation=1, fresh=True,
         )  # fmt: skip
-        join = calls.NodeJoin("plan", "host", PROTOCOL_VERSION, 0, [offer])
+        offers = [offer]
+        if disk_blocks:
+            size = SUPERBLOCK_BYTES + disk_blocks * DISK_EXTENT_BYTES
+            disk = offer._replace(
+                size=size, uuid=bytes([1] * 16), shm_name="", disk=calls.DiskLimits(0, 0)
+            )
+            offers.append(disk)
+        join = calls.NodeJoin("plan", "host", PROTOCOL_VERSION, 0, offers)
         self._state.nodes.on_node_join(0, 1, join)
         self._advance(START_MS)
 
@@ -84,7 +100,10 @@ class Replay:
         keys = [self._keys[block] for block in chain]
         match = calls.MatchPrefix([namespace], keys, placements=False)
         reply = self._state.asking.match_prefix(self._now_ms, match)
-        matched = reply.matches[0].matched
+        found = reply.matches[0]
+        matched = found.matched
+        if found.on_disk:
+            matched -= found.on_disk - self._bring(namespace, keys[matched - found.on_disk : matched])
         self.hits += matched
         for start in range(matched, len(keys), PUT_KEYS_MAX):
             part = keys[start : start + PUT_KEYS_MAX]
@@ -93,8 +112,22 @@ class Replay:
                 break
         self._give_hint(index, namespace, keys)
 
+    def _bring(self, namespace: Namespace, keys: list[Key]) -> int:
+        """Look up blocks on the disk. Return the number of those that are brought."""
+        request = calls.Lookup(namespace, keys)
+        reply: object = self._state.asking.find(self._now_ms, request)
+        if isinstance(reply, DeferredReply):
+            self._work()
+            until_ms = self._now_ms + BRING_WAIT_MS
+            while reply.reply_id not in self._replies and self._now_ms < until_ms:
+                self._advance(self._now_ms + 1)
+            reply = self._replies.pop(reply.reply_id, None)
+        assert isinstance(reply, calls.LookupReply), reply
+        found = reply.placements.replicas
+        return found.index(0) if 0 in found else len(found)
+
     def _put(self, namespace: Namespace, keys: list[Key], parent: Key | None) -> bool:
-        sizes = [EXTENT_BYTES - HEADER_BYTES] * len(keys)
+        sizes = [PAYLOAD_BYTES] * len(keys)
         request = calls.PutStart(
             namespace, keys, sizes, parent, chain=True, replicas=1, overwrite=False,
             wait_ms=PUT_WAIT_MS, host="host",
@@ -163,14 +196,24 @@ class Replay:
             for effect in self._state.take_effects():
                 if isinstance(effect, SendReply):
                     self._replies[effect.reply_id] = effect.result
-                elif isinstance(effect, SendToNode) and isinstance(
-                    effect.message, calls.MasterWipe
-                ):
-                    done = calls.NodeWipeDone(effect.message.wipe_seq)
-                    self._state.nodes.on_node_message(self._now_ms, 1, done)
+                elif isinstance(effect, SendToNode):
+                    self._on_order(effect.message)
             if not self._state.has_work:
                 return
             self._state.work(self._now_ms)
+
+
+    def _on_order(self, order: calls.MasterMessage) -> None:
+        """Carry out an order at once, as the node."""
+        done: calls.NodeMessage
+        if isinstance(order, calls.MasterWipe):
+            done = calls.NodeWipeDone(order.wipe_seq)
+        elif isinstance(order, calls.MasterCopy):
+            done = calls.NodeCopied(order.tokens, [int(CopyOutcome.DONE)] * len(order.tokens))
+            self.written_blocks += len(order.tokens) * (order.from_uuid == bytes(16))
+        else:
+            return
+        self._state.nodes.on_node_message(self._now_ms, 1, done)
 
 
 def next_uses_of(trace: Trace) -> list[list[int]]:

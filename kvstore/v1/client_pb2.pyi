@@ -495,6 +495,7 @@ class MatchPrefixRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
     RETAIN_MS_FIELD_NUMBER: _builtins.int
+    BRING_FIELD_NUMBER: _builtins.int
     placements: _builtins.bool
     """Whether the reply includes the locations of matched objects."""
     lease: _builtins.int
@@ -502,6 +503,8 @@ class MatchPrefixRequest(_message.Message):
     hint: _builtins.int
     """A `HintAction` for the chain that ends with the last matched key of each namespace."""
     retain_ms: _builtins.int
+    bring: _builtins.bool
+    """Whether to begin to bring matched objects that are on a disk only into memory."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -527,10 +530,11 @@ class MatchPrefixRequest(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         hint: _builtins.int = ...,
         retain_ms: _builtins.int = ...,
+        bring: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "keys", b"keys", "lease", b"lease", "namespaces", b"namespaces", "placements", b"placements", "released", b"released", "retain_ms", b"retain_ms", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bring", b"bring", "hint", b"hint", "keys", b"keys", "lease", b"lease", "namespaces", b"namespaces", "placements", b"placements", "released", b"released", "retain_ms", b"retain_ms", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,10 +547,15 @@ class PrefixMatch(_message.Message):
     MATCHED_FIELD_NUMBER: _builtins.int
     BEING_WRITTEN_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
     matched: _builtins.int
-    """Leading keys that are present and reachable; a lease on the tip protects the chain."""
+    """Leading keys that are present and reachable. A lease on the last one in memory protects the
+    chain up to there.
+    """
     being_written: _builtins.int
     """Number of keys after those that are being written."""
+    on_disk: _builtins.int
+    """Number of the matched keys, at their end, that are on a disk only."""
     @_builtins.property
     def placements(self) -> _common_pb2.Placements: ...
     def __init__(
@@ -555,10 +564,11 @@ class PrefixMatch(_message.Message):
         matched: _builtins.int = ...,
         being_written: _builtins.int = ...,
         placements: _common_pb2.Placements | None = ...,
+        on_disk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["being_written", b"being_written", "matched", b"matched", "placements", b"placements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["being_written", b"being_written", "matched", b"matched", "on_disk", b"on_disk", "placements", b"placements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

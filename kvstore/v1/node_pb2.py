@@ -26,35 +26,43 @@ from kvstore.v1 import common_pb2 as kvstore_dot_v1_dot_common__pb2
 from kvstore.v1 import client_pb2 as kvstore_dot_v1_dot_client__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvstore/v1/node.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\x1a\x17kvstore/v1/client.proto\"\xef\x01\n\x0bNodeMessage\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.NodeJoinH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.NodeHeartbeatH\x00\x12-\n\twipe_done\x18\x03 \x01(\x0b\x32\x18.kvstore.v1.NodeWipeDoneH\x00\x12&\n\x05leave\x18\x04 \x01(\x0b\x32\x15.kvstore.v1.NodeLeaveH\x00\x12(\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.NodeClaimsH\x00\x42\t\n\x07message\"\xd7\x01\n\rMasterMessage\x12.\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.MasterAcceptedH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1.MasterHeartbeatH\x00\x12&\n\x04wipe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.MasterWipeH\x00\x12\x31\n\nclaims_ack\x18\x04 \x01(\x0b\x32\x1b.kvstore.v1.MasterClaimsAckH\x00\x42\t\n\x07message\"\xaf\x03\n\x0cSegmentOffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12\x10\n\x08shm_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12.\n\x11removal_watermark\x18\t \x01(\x0b\x32\x13.kvstore.v1.Version\x12)\n\x06\x65ngine\x18\n \x01(\x0b\x32\x19.kvstore.v1.EngineAddress\x12\x15\n\rdata_protocol\x18\x0b \x01(\x04\x12*\n\x06\x64\x65vice\x18\x0c \x01(\x0b\x32\x1a.kvstore.v1.DeviceLocation\x12\x19\n\x11\x64\x65scriptor_socket\x18\r \x01(\t\x12\x16\n\x0eheader_mac_key\x18\x0e \x01(\x0c\x12\x1a\n\x12takes_capabilities\x18\x0f \x01(\x08\x12\x10\n\x08\x65ncrypts\x18\x10 \x01(\x08\x12\x0e\n\x06medium\x18\x11 \x01(\t\x12\x11\n\tis_opaque\x18\x12 \x01(\x08\"\xc5\x01\n\x08NodeJoin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\x04\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.kvstore.v1.SegmentOffer\x12\x15\n\rhighest_epoch\x18\x06 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x10\n\x08\x63lock_ms\x18\t \x01(\x04\"w\n\rNodeHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x19\n\x11shm_entry_missing\x18\x02 \x01(\x08\x12\x10\n\x08\x63lock_ms\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\" \n\x0cNodeWipeDone\x12\x10\n\x08wipe_seq\x18\x01 \x01(\x04\"\x0b\n\tNodeLeave\"\x80\x01\n\x0eMasterAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x03 \x01(\x04\x12\'\n\x0bsegment_ids\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\"K\n\x0fMasterHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06repair\x18\x02 \x01(\x08\x12\x18\n\x10rejected_holders\x18\x03 \x03(\x06\"\xac\x02\n\nMasterWipe\x12\x10\n\x08wipe_seq\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12#\n\x07offsets\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12.\n\x11removal_watermark\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.Version\x12\x1a\n\x12\x64isconnect_clients\x18\x07 \x03(\x06\x12\x32\n\x16\x64isconnect_connections\x18\x08 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07lengths\x18\t \x03(\x06\"\"\n\x0fMasterClaimsAck\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x32P\n\x0bNodeService\x12\x41\n\x07Session\x12\x17.kvstore.v1.NodeMessage\x1a\x19.kvstore.v1.MasterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvstore/v1/node.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\x1a\x17kvstore/v1/client.proto\"\x99\x02\n\x0bNodeMessage\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.NodeJoinH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.NodeHeartbeatH\x00\x12-\n\twipe_done\x18\x03 \x01(\x0b\x32\x18.kvstore.v1.NodeWipeDoneH\x00\x12&\n\x05leave\x18\x04 \x01(\x0b\x32\x15.kvstore.v1.NodeLeaveH\x00\x12(\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.NodeClaimsH\x00\x12(\n\x06\x63opied\x18\x06 \x01(\x0b\x32\x16.kvstore.v1.NodeCopiedH\x00\x42\t\n\x07message\"\xff\x01\n\rMasterMessage\x12.\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.MasterAcceptedH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1.MasterHeartbeatH\x00\x12&\n\x04wipe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.MasterWipeH\x00\x12\x31\n\nclaims_ack\x18\x04 \x01(\x0b\x32\x1b.kvstore.v1.MasterClaimsAckH\x00\x12&\n\x04\x63opy\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.MasterCopyH\x00\x42\t\n\x07message\"D\n\nDiskLimits\x12\x19\n\x11write_bytes_per_s\x18\x01 \x01(\x04\x12\x1b\n\x13write_bytes_per_day\x18\x02 \x01(\x04\"\xd5\x03\n\x0cSegmentOffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12\x10\n\x08shm_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12.\n\x11removal_watermark\x18\t \x01(\x0b\x32\x13.kvstore.v1.Version\x12)\n\x06\x65ngine\x18\n \x01(\x0b\x32\x19.kvstore.v1.EngineAddress\x12\x15\n\rdata_protocol\x18\x0b \x01(\x04\x12*\n\x06\x64\x65vice\x18\x0c \x01(\x0b\x32\x1a.kvstore.v1.DeviceLocation\x12\x19\n\x11\x64\x65scriptor_socket\x18\r \x01(\t\x12\x16\n\x0eheader_mac_key\x18\x0e \x01(\x0c\x12\x1a\n\x12takes_capabilities\x18\x0f \x01(\x08\x12\x10\n\x08\x65ncrypts\x18\x10 \x01(\x08\x12\x0e\n\x06medium\x18\x11 \x01(\t\x12\x11\n\tis_opaque\x18\x12 \x01(\x08\x12$\n\x04\x64isk\x18\x13 \x01(\x0b\x32\x16.kvstore.v1.DiskLimits\"\xc5\x01\n\x08NodeJoin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\x04\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.kvstore.v1.SegmentOffer\x12\x15\n\rhighest_epoch\x18\x06 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x10\n\x08\x63lock_ms\x18\t \x01(\x04\"w\n\rNodeHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x19\n\x11shm_entry_missing\x18\x02 \x01(\x08\x12\x10\n\x08\x63lock_ms\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\" \n\x0cNodeWipeDone\x12\x10\n\x08wipe_seq\x18\x01 \x01(\x04\"\x0b\n\tNodeLeave\"V\n\nNodeCopied\x12\"\n\x06tokens\x18\x01 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08outcomes\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Column\"\x80\x01\n\x0eMasterAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x03 \x01(\x04\x12\'\n\x0bsegment_ids\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\"K\n\x0fMasterHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06repair\x18\x02 \x01(\x08\x12\x18\n\x10rejected_holders\x18\x03 \x03(\x06\"\xac\x02\n\nMasterWipe\x12\x10\n\x08wipe_seq\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12#\n\x07offsets\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12.\n\x11removal_watermark\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.Version\x12\x1a\n\x12\x64isconnect_clients\x18\x07 \x03(\x06\x12\x32\n\x16\x64isconnect_connections\x18\x08 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07lengths\x18\t \x03(\x06\"\x93\x02\n\nMasterCopy\x12\x11\n\tfrom_uuid\x18\x01 \x01(\x0c\x12\x0f\n\x07to_uuid\x18\x02 \x01(\x0c\x12\"\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12(\n\x0c\x66rom_offsets\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12&\n\nto_offsets\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12!\n\x05sizes\x18\x06 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\x07 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x08 \x01(\x0b\x32\x12.kvstore.v1.Column\"\"\n\x0fMasterClaimsAck\x12\x0f\n\x07segment\x18\x01 \x01(\x04*q\n\x0b\x43opyOutcome\x12\x15\n\x11\x43OPY_OUTCOME_DONE\x10\x00\x12\x18\n\x14\x43OPY_OUTCOME_CHANGED\x10\x01\x12\x18\n\x14\x43OPY_OUTCOME_CORRUPT\x10\x02\x12\x17\n\x13\x43OPY_OUTCOME_FAILED\x10\x03\x32P\n\x0bNodeService\x12\x41\n\x07Session\x12\x17.kvstore.v1.NodeMessage\x1a\x19.kvstore.v1.MasterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_COPYOUTCOME']._serialized_start=2452
+  _globals['_COPYOUTCOME']._serialized_end=2565
   _globals['_NODEMESSAGE']._serialized_start=88
-  _globals['_NODEMESSAGE']._serialized_end=327
-  _globals['_MASTERMESSAGE']._serialized_start=330
-  _globals['_MASTERMESSAGE']._serialized_end=545
-  _globals['_SEGMENTOFFER']._serialized_start=548
-  _globals['_SEGMENTOFFER']._serialized_end=979
-  _globals['_NODEJOIN']._serialized_start=982
-  _globals['_NODEJOIN']._serialized_end=1179
-  _globals['_NODEHEARTBEAT']._serialized_start=1181
-  _globals['_NODEHEARTBEAT']._serialized_end=1300
-  _globals['_NODEWIPEDONE']._serialized_start=1302
-  _globals['_NODEWIPEDONE']._serialized_end=1334
-  _globals['_NODELEAVE']._serialized_start=1336
-  _globals['_NODELEAVE']._serialized_end=1347
-  _globals['_MASTERACCEPTED']._serialized_start=1350
-  _globals['_MASTERACCEPTED']._serialized_end=1478
-  _globals['_MASTERHEARTBEAT']._serialized_start=1480
-  _globals['_MASTERHEARTBEAT']._serialized_end=1555
-  _globals['_MASTERWIPE']._serialized_start=1558
-  _globals['_MASTERWIPE']._serialized_end=1858
-  _globals['_MASTERCLAIMSACK']._serialized_start=1860
-  _globals['_MASTERCLAIMSACK']._serialized_end=1894
-  _globals['_NODESERVICE']._serialized_start=1896
-  _globals['_NODESERVICE']._serialized_end=1976
+  _globals['_NODEMESSAGE']._serialized_end=369
+  _globals['_MASTERMESSAGE']._serialized_start=372
+  _globals['_MASTERMESSAGE']._serialized_end=627
+  _globals['_DISKLIMITS']._serialized_start=629
+  _globals['_DISKLIMITS']._serialized_end=697
+  _globals['_SEGMENTOFFER']._serialized_start=700
+  _globals['_SEGMENTOFFER']._serialized_end=1169
+  _globals['_NODEJOIN']._serialized_start=1172
+  _globals['_NODEJOIN']._serialized_end=1369
+  _globals['_NODEHEARTBEAT']._serialized_start=1371
+  _globals['_NODEHEARTBEAT']._serialized_end=1490
+  _globals['_NODEWIPEDONE']._serialized_start=1492
+  _globals['_NODEWIPEDONE']._serialized_end=1524
+  _globals['_NODELEAVE']._serialized_start=1526
+  _globals['_NODELEAVE']._serialized_end=1537
+  _globals['_NODECOPIED']._serialized_start=1539
+  _globals['_NODECOPIED']._serialized_end=1625
+  _globals['_MASTERACCEPTED']._serialized_start=1628
+  _globals['_MASTERACCEPTED']._serialized_end=1756
+  _globals['_MASTERHEARTBEAT']._serialized_start=1758
+  _globals['_MASTERHEARTBEAT']._serialized_end=1833
+  _globals['_MASTERWIPE']._serialized_start=1836
+  _globals['_MASTERWIPE']._serialized_end=2136
+  _globals['_MASTERCOPY']._serialized_start=2139
+  _globals['_MASTERCOPY']._serialized_end=2414
+  _globals['_MASTERCLAIMSACK']._serialized_start=2416
+  _globals['_MASTERCLAIMSACK']._serialized_end=2450
+  _globals['_NODESERVICE']._serialized_start=2567
+  _globals['_NODESERVICE']._serialized_end=2647
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvstore.v1 import client_pb2 as _client_pb2
 from kvstore.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
@@ -20,6 +21,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CopyOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CopyOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CopyOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COPY_OUTCOME_DONE: _CopyOutcome.ValueType  # 0
+    COPY_OUTCOME_CHANGED: _CopyOutcome.ValueType  # 1
+    """The source has no header of that version."""
+    COPY_OUTCOME_CORRUPT: _CopyOutcome.ValueType  # 2
+    """The payload on the disk does not match its checksum."""
+    COPY_OUTCOME_FAILED: _CopyOutcome.ValueType  # 3
+    """The disk returned an error."""
+
+class CopyOutcome(_CopyOutcome, metaclass=_CopyOutcomeEnumTypeWrapper):
+    """The result of one copy between a disk and the memory of its node."""
+
+COPY_OUTCOME_DONE: CopyOutcome.ValueType  # 0
+COPY_OUTCOME_CHANGED: CopyOutcome.ValueType  # 1
+"""The source has no header of that version."""
+COPY_OUTCOME_CORRUPT: CopyOutcome.ValueType  # 2
+"""The payload on the disk does not match its checksum."""
+COPY_OUTCOME_FAILED: CopyOutcome.ValueType  # 3
+"""The disk returned an error."""
+Global___CopyOutcome: _TypeAlias = CopyOutcome  # noqa: Y015
+
 @_typing.final
 class NodeMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -29,6 +56,7 @@ class NodeMessage(_message.Message):
     WIPE_DONE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___NodeJoin: ...
     @_builtins.property
@@ -39,6 +67,8 @@ class NodeMessage(_message.Message):
     def leave(self) -> Global___NodeLeave: ...
     @_builtins.property
     def claims(self) -> _common_pb2.NodeClaims: ...
+    @_builtins.property
+    def copied(self) -> Global___NodeCopied: ...
     def __init__(
         self,
         *,
@@ -47,12 +77,13 @@ class NodeMessage(_message.Message):
         wipe_done: Global___NodeWipeDone | None = ...,
         leave: Global___NodeLeave | None = ...,
         claims: _common_pb2.NodeClaims | None = ...,
+        copied: Global___NodeCopied | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "copied", b"copied", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "copied", b"copied", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "wipe_done", b"wipe_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "heartbeat", "wipe_done", "leave", "claims"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "heartbeat", "wipe_done", "leave", "claims", "copied"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -66,6 +97,7 @@ class MasterMessage(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     WIPE_FIELD_NUMBER: _builtins.int
     CLAIMS_ACK_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___MasterAccepted: ...
     @_builtins.property
@@ -74,6 +106,8 @@ class MasterMessage(_message.Message):
     def wipe(self) -> Global___MasterWipe: ...
     @_builtins.property
     def claims_ack(self) -> Global___MasterClaimsAck: ...
+    @_builtins.property
+    def copy(self) -> Global___MasterCopy: ...
     def __init__(
         self,
         *,
@@ -81,16 +115,42 @@ class MasterMessage(_message.Message):
         heartbeat: Global___MasterHeartbeat | None = ...,
         wipe: Global___MasterWipe | None = ...,
         claims_ack: Global___MasterClaimsAck | None = ...,
+        copy: Global___MasterCopy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "copy", b"copy", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "claims_ack", b"claims_ack", "copy", b"copy", "heartbeat", b"heartbeat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "heartbeat", "wipe", "claims_ack"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "heartbeat", "wipe", "claims_ack", "copy"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___MasterMessage: _TypeAlias = MasterMessage  # noqa: Y015
+
+@_typing.final
+class DiskLimits(_message.Message):
+    """Limits of the writes to a disk, in bytes of extents; 0: none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    WRITE_BYTES_PER_DAY_FIELD_NUMBER: _builtins.int
+    write_bytes_per_s: _builtins.int
+    write_bytes_per_day: _builtins.int
+    """On average, once the disk has been filled for the first time."""
+    def __init__(
+        self,
+        *,
+        write_bytes_per_s: _builtins.int = ...,
+        write_bytes_per_day: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["write_bytes_per_day", b"write_bytes_per_day", "write_bytes_per_s", b"write_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskLimits: _TypeAlias = DiskLimits  # noqa: Y015
 
 @_typing.final
 class SegmentOffer(_message.Message):
@@ -116,6 +176,7 @@ class SegmentOffer(_message.Message):
     ENCRYPTS_FIELD_NUMBER: _builtins.int
     MEDIUM_FIELD_NUMBER: _builtins.int
     IS_OPAQUE_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     shm_name: _builtins.str
@@ -153,6 +214,10 @@ class SegmentOffer(_message.Message):
     def device(self) -> _client_pb2.DeviceLocation:
         """Absent: host memory."""
 
+    @_builtins.property
+    def disk(self) -> Global___DiskLimits:
+        """The limits of a disk, which only the node reads and writes; absent: clients use the segment."""
+
     def __init__(
         self,
         *,
@@ -174,10 +239,11 @@ class SegmentOffer(_message.Message):
         encrypts: _builtins.bool = ...,
         medium: _builtins.str = ...,
         is_opaque: _builtins.bool = ...,
+        disk: Global___DiskLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "removal_watermark", b"removal_watermark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "disk", b"disk", "engine", b"engine", "removal_watermark", b"removal_watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "header_mac_key", b"header_mac_key", "is_opaque", b"is_opaque", "medium", b"medium", "removal_watermark", b"removal_watermark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "descriptor_socket", b"descriptor_socket", "device", b"device", "disk", b"disk", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "header_mac_key", b"header_mac_key", "is_opaque", b"is_opaque", "medium", b"medium", "removal_watermark", b"removal_watermark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +381,34 @@ class NodeLeave(_message.Message):
 Global___NodeLeave: _TypeAlias = NodeLeave  # noqa: Y015
 
 @_typing.final
+class NodeCopied(_message.Message):
+    """Report finished copies of a `MasterCopy`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def outcomes(self) -> _common_pb2.Column:
+        """One `CopyOutcome` per token."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _common_pb2.Column | None = ...,
+        outcomes: _common_pb2.Column | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeCopied: _TypeAlias = NodeCopied  # noqa: Y015
+
+@_typing.final
 class MasterAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -448,6 +542,56 @@ class MasterWipe(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MasterWipe: _TypeAlias = MasterWipe  # noqa: Y015
+
+@_typing.final
+class MasterCopy(_message.Message):
+    """Copy objects between a disk of the node and its memory. The columns are per object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_UUID_FIELD_NUMBER: _builtins.int
+    TO_UUID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FROM_OFFSETS_FIELD_NUMBER: _builtins.int
+    TO_OFFSETS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    from_uuid: _builtins.bytes
+    to_uuid: _builtins.bytes
+    @_builtins.property
+    def tokens(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def from_offsets(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def to_offsets(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def sizes(self) -> _common_pb2.Column:
+        """Payload bytes."""
+
+    @_builtins.property
+    def epochs(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def counters(self) -> _common_pb2.Column: ...
+    def __init__(
+        self,
+        *,
+        from_uuid: _builtins.bytes = ...,
+        to_uuid: _builtins.bytes = ...,
+        tokens: _common_pb2.Column | None = ...,
+        from_offsets: _common_pb2.Column | None = ...,
+        to_offsets: _common_pb2.Column | None = ...,
+        sizes: _common_pb2.Column | None = ...,
+        epochs: _common_pb2.Column | None = ...,
+        counters: _common_pb2.Column | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "from_offsets", b"from_offsets", "sizes", b"sizes", "to_offsets", b"to_offsets", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "from_offsets", b"from_offsets", "from_uuid", b"from_uuid", "sizes", b"sizes", "to_offsets", b"to_offsets", "to_uuid", b"to_uuid", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MasterCopy: _TypeAlias = MasterCopy  # noqa: Y015
 
 @_typing.final
 class MasterClaimsAck(_message.Message):

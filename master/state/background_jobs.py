@@ -20,6 +20,8 @@ DRAW: Final = 1 << 8  # operators wait for chains
 SCAN: Final = 1 << 9  # a pass over all objects looks for missing replicas
 MOVE: Final = 1 << 10  # namespaces may have changed tenants
 RELEASE: Final = 1 << 11  # ended leases are still counted in their objects
+BRING: Final = 1 << 12  # copies on disks are to be brought into memory
+DISK: Final = 1 << 13  # disks are full, or have died
 
 
 class BackgroundJobs:

@@ -4,6 +4,7 @@ the records of dead segments, and marks detached leaves, which are evicted first
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from kvstore.master.state import space_allocation
 from kvstore.master.state.background_jobs import EVICT, MOVE, SWEEP
@@ -11,6 +12,9 @@ from kvstore.master.state.candidates import SweepCursor
 from kvstore.master.state.grants import ObjectGrant
 from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
 from kvstore.master.state.state_context import StateContext
+
+if TYPE_CHECKING:
+    from kvstore.master.state.disk_tier import DiskTier
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -24,6 +28,8 @@ class BackgroundSweeper:
 
     def __init__(self, common: StateContext) -> None:
         self._common = common
+        self.tier: DiskTier
+        """Writes objects to disks before they are evicted; set by ``DiskTier``."""
         self._pool = common.pool
         self._jobs = common.jobs
         self._pressed: dict[MountedSegment, None] = {}
@@ -47,6 +53,12 @@ class BackgroundSweeper:
                 self._pressed[segment] = None
                 self._jobs.due |= EVICT
 
+    def resume(self, segment: MountedSegment) -> None:
+        """Continues to evict ahead of need: an object was written to a disk."""
+        if segment.alive:
+            self._pressed[segment] = None
+            self._jobs.due |= EVICT
+
     # --- jobs ---------------------------------------------------------------------------------
 
     def evict_ahead(self, now_ms: int) -> None:
@@ -55,7 +67,7 @@ class BackgroundSweeper:
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = space_allocation.evict_ahead(
-                self._pool, segment, EVICTIONS_AHEAD, now_ms
+                self._pool, segment, EVICTIONS_AHEAD, now_ms, self.tier.before_eviction
             )
         if not goes_on:
             del self._pressed[segment]

@@ -268,6 +268,10 @@ class EvictionCandidates:
         """Replace the hint of a candidate."""
         self.queues[record.queue].hint(record, hint)
 
+    def defer(self, record: ObjectRecord, until_ms: int) -> None:
+        """Keep a candidate from being evicted before ``until_ms``."""
+        self.queues[record.queue].defer(record, until_ms)
+
     def is_misplaced(self, record: ObjectRecord) -> bool:
         """Whether a candidate is still in the queue of the tenant that it had before."""
         return self._tenants.is_misplaced(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvstore import calls
 from kvstore.calls.tenants import tenant_text
@@ -15,6 +16,7 @@ from kvstore.master.state.evictor import AllocationFailure, EvictionConstraint
 from kvstore.master.state.grants import (
     AllocationGrant,
     CopyGrant,
+    DiskGrant,
     Grant,
     ObjectGrant,
 )
@@ -24,6 +26,9 @@ from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.tenant import PUT_SHARE, Tenant
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
+
+if TYPE_CHECKING:
+    from kvstore.master.state.disk_tier import DiskTier
 
 PUTS_PER_TICK = 512
 """Puts that a tick expires, and extents that it frees: delay is harmless, a long tick is not."""
@@ -37,7 +42,9 @@ class GrantManager:
         self._pending = common.pending
         self._sweeping = sweeping
         self._repairs = repairs
-        self.copies: dict[Name, list[CopyGrant]] = {}
+        self.tier: DiskTier
+        """Set by ``DiskTier``."""
+        self.copies: dict[Name, list[ObjectGrant]] = {}
         """Copies in progress by their object; read-only for other parts."""
 
     def reserve(
@@ -52,6 +59,7 @@ class GrantManager:
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
         owner: Tenant | None = None,
+        only: Sequence[MountedSegment] | None = None,
     ) -> list[list[Extent]] | AllocationFailure:
         """Allocate extents for these payloads; see ``MemoryPool.allocate`` for the other arguments.
 
@@ -59,6 +67,7 @@ class GrantManager:
             avoid: segments (uuid) that the writer cannot reach.
             here_only: use only segments of ``host``.
             owner: the tenant of the put; None for copies and without tenants.
+            only: use only these segments.
 
         Raises:
             BusyError: too many pending puts, in total or of this tenant.
@@ -77,6 +86,8 @@ class GrantManager:
         everywhere = usable = [segment for segment in alive if segment.usable(now_ms)]
         if avoid:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
+        if only is not None:
+            usable = [segment for segment in usable if segment in only]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
         extents, evicted = space_allocation.allocate(
@@ -154,12 +165,18 @@ class GrantManager:
         repairs: bool = False,
         missing: int = 0,
     ) -> CopyGrant:
-        token = self._pending.take_tokens(1) + 1
+        token = self.new_token()
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         put = CopyGrant(token, record, extents, deadline_ms, client_number, repairs, missing)
-        self._pending.add(put)
-        self.copies.setdefault((record.namespace, record.key), []).append(put)
+        self.add_copy(put)
         return put
+
+    def new_token(self) -> int:
+        return self._pending.take_tokens(1) + 1
+
+    def add_copy(self, put: CopyGrant | DiskGrant) -> None:
+        self._pending.add(put)
+        self.copies.setdefault((put.record.namespace, put.record.key), []).append(put)
 
     def reply(self, outcomes: bytes, puts: Sequence[Grant]) -> calls.Grants:
         return calls.Grants(
@@ -174,7 +191,9 @@ class GrantManager:
 
     def find_grant(self, now_ms: int, epoch: int, token: int) -> Grant | None:
         put = self._pending.get(token) if epoch == self._common.epoch else None
-        return put if put is not None and now_ms <= put.deadline_ms else None
+        if put is None or now_ms > put.deadline_ms or isinstance(put, DiskGrant):
+            return None
+        return put
 
     def renew(self, now_ms: int, put: Grant) -> None:
         self._pending.renew(put, now_ms + self._common.rules.put_deadline_ms)
@@ -189,7 +208,7 @@ class GrantManager:
     def end(self, put: Grant) -> None:
         """Invalidate the token; the caller releases the extents. Idempotent."""
         self._pending.pop(put.token)
-        if isinstance(put, CopyGrant):
+        if isinstance(put, CopyGrant | DiskGrant):
             self._copy_ended(put)
 
     def abandon(self, put: Grant, now_ms: int) -> None:
@@ -204,7 +223,7 @@ class GrantManager:
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put, put.stale_extents(self._common.epoch), until_ms)
 
-    def release_copies(self, puts: Sequence[CopyGrant]) -> None:
+    def release_copies(self, puts: Sequence[CopyGrant | DiskGrant]) -> None:
         """Free and wipe the extents of unstored copies whose writers have finished."""
         for put in puts:
             self.end(put)
@@ -238,7 +257,7 @@ class GrantManager:
             common.effect(LogClusterEvent("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
         for stale in over:
-            common.pool.free(stale.extents, extent_bytes(stale.size))
+            common.pool.free_stale(stale)
             self._common.space_freed()
         common.effects += common.reclaim.clean(over)
 
@@ -259,7 +278,7 @@ class GrantManager:
             and (record.epoch, record.counter) == put.copied
         )
 
-    def _copy_ended(self, put: CopyGrant) -> None:
+    def _copy_ended(self, put: CopyGrant | DiskGrant) -> None:
         name = put.record.namespace, put.record.key
         puts = self.copies.get(name, [])
         if put not in puts:
@@ -267,5 +286,7 @@ class GrantManager:
         puts.remove(put)
         if not puts:
             del self.copies[name]
-        if put.repairs:
+        if isinstance(put, DiskGrant):
+            self.tier.grant_ended(put)
+        elif put.repairs:
             self._repairs.ended(put.size)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from kvstore.calls import Allocate, PutStart, Version
+from kvstore.master.state.disk_index import Disk, DiskCopy
 from kvstore.master.state.records import Extent, ObjectRecord, StaleExtents, Writer
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import extent_bytes
@@ -104,6 +105,52 @@ class PutGrant(ObjectGrant):
         self.missing = missing
         self.ttl_ms = ttl_ms
         """TTL of the object once it is stored; 0: none."""
+
+
+class DiskGrant(ObjectGrant):
+    """A copy between a disk and the memory of its node, which makes it."""
+
+    __slots__ = ("copied", "disk", "source")
+
+    def __init__(
+        self, token: int, record: ObjectRecord, size: int, copied: Version, source: Extent,
+        target: Extent, deadline_ms: int, disk: Disk,
+    ) -> None:  # fmt: skip
+        super().__init__(token, record, [target], size, deadline_ms, 0, False, 0)
+        self.length = target[0].extent_bytes(size)
+        self.copied = copied
+        self.source = source
+        self.disk = disk
+
+    def stale_extents(self, epoch: int) -> StaleExtents:
+        copied_epoch, counter = self.copied
+        stale = super().stale_extents(epoch)
+        return stale._replace(epoch=copied_epoch, counter=counter, forbid=False)
+
+    def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
+        return []  # the node wipes an extent after it has finished copying there
+
+
+@final
+class DiskWriteGrant(DiskGrant):
+    """A copy of a stored object to a disk."""
+
+    __slots__ = ()
+
+
+@final
+class BringGrant(DiskGrant):
+    """A copy of an object on a disk to memory. Its token is the ``writer`` of its record."""
+
+    __slots__ = ("copy",)
+
+    def __init__(
+        self, token: int, record: ObjectRecord, target: Extent, deadline_ms: int, copy: DiskCopy
+    ) -> None:
+        source = copy.disk.segment, copy.offset
+        version = Version(copy.epoch, copy.counter)
+        super().__init__(token, record, copy.size, version, source, target, deadline_ms, copy.disk)
+        self.copy = copy
 
 
 @final
@@ -241,9 +288,8 @@ class PendingGrants:
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
-            length = extent_bytes(stale.size)
             for segment, _ in stale.extents:
-                segment.quarantined_bytes -= length
+                segment.quarantined_bytes -= segment.extent_bytes(stale.size)
             if owner is not None:
-                self.tenants.on_quarantine(owner, stale.extents, -length)
+                self.tenants.on_quarantine(owner, stale.extents, -extent_bytes(stale.size))
             yield stale

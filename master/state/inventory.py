@@ -20,7 +20,6 @@ from kvstore.calls import NO_VERSION, NodeClaims, Version
 from kvstore.errors import ProtocolError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
 from kvstore.master.state.records import MountedSegment, Name
-from kvstore.memory.header import EXTENT_ALIGN, extent_bytes
 
 GAPS_PER_STEP = 500
 """Gaps between claims that one slice frees: 2 to 4 ms."""
@@ -118,13 +117,13 @@ class InventoryLoad:
     def fits(self, offset: int, size: int) -> bool:
         """Return whether ``offset`` is aligned and the range is free."""
         allocator = self.segment.allocator
-        stop = offset + extent_bytes(size)
-        if offset % EXTENT_ALIGN or offset < allocator.start or stop > allocator.end:
+        stop = offset + self.segment.extent_bytes(size)
+        if offset % self.segment.align or offset < allocator.start or stop > allocator.end:
             return False
         return self._taken.is_free(offset, stop)
 
     def claim_range(self, offset: int, size: int) -> None:
-        self._taken.add(offset, offset + extent_bytes(size))
+        self._taken.add(offset, offset + self.segment.extent_bytes(size))
 
     def free_gaps(self, free: Callable[[MountedSegment, int, int], None]) -> bool:
         """Free some gaps after the last claim. Return whether none is left."""

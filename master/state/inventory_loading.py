@@ -7,6 +7,7 @@ from kvstore.calls import Version
 from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.master.state import repair_queue
 from kvstore.master.state.background_jobs import ANSWER, CLAIM
+from kvstore.master.state.disk_index import DiskCopy, stale_extents
 from kvstore.master.state.effects import LogClusterEvent, SendToNode
 from kvstore.master.state.inventory import Claim, InventoryLoad
 from kvstore.master.state.liveness import JoinedNode
@@ -35,7 +36,8 @@ class InventoryLoader:
 
     @property
     def in_progress(self) -> bool:
-        return bool(self._inventories)
+        """Whether inventories of memory are loading: misses do not wait for disks."""
+        return any(not segment.is_disk for segment in self._inventories)
 
     def segment_mounted(self, segment: MountedSegment) -> None:
         """Start the inventory of a mounted segment, before any of its memory is granted."""
@@ -112,21 +114,28 @@ class InventoryLoader:
         claims, ends_message = inventory.next(CLAIMS_PER_STEP)
         rejected: list[StaleExtents] = []
         stored: list[ObjectRecord] = []
+        copies = 0
         for claim in claims:
-            record = self._accept_claim(now_ms, inventory, claim)
+            record: ObjectRecord | DiskCopy | None
+            if segment.is_disk:
+                record = self._accept_disk_claim(now_ms, inventory, claim)
+            else:
+                record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
                 extents = [(segment, claim.offset)]
                 # It may overlap a claimed object. Gaps are zeroed after the last claim.
                 rejected.append(
                     StaleExtents(claim.name, claim.size, *claim.version, extents, kept=True)
                 )
-            else:
+            elif isinstance(record, ObjectRecord):
                 stored.append(record)
+            else:
+                copies += 1
         for record in stored:  # most children have found their parents by now
             if not record.children:
                 self._pool.delete_if_unused(record)
                 self._common.space_freed()  # it is evictable
-        inventory.claimed += len(stored)
+        inventory.claimed += len(stored) + copies
         inventory.refused += len(rejected)
         common.counters["recovered_objects"] += len(stored)
         if rejected:
@@ -135,6 +144,53 @@ class InventoryLoader:
         if ends_message and segment.node.session is not None:
             index = common.membership.segments[segment.node.name].index(segment)
             common.effect(SendToNode(segment.node.session, calls.MasterClaimsAck(index)))
+
+    def _is_rejected(self, inventory: InventoryLoad, claim: Claim) -> bool:
+        common, version = self._common, claim.version
+        return (
+            version > common.newest_granted
+            or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)
+            or claim.parent == claim.name[1]
+            or inventory.outdated
+            or common.tombstones.forbids(claim.name, version, inventory.absent_since)
+            or not inventory.fits(claim.offset, claim.size)
+        )
+
+    def _accept_disk_claim(
+        self, now_ms: int, inventory: InventoryLoad, claim: Claim
+    ) -> DiskCopy | None:
+        """Return the claimed copy on a disk; None if the claim is rejected."""
+        disks = self._common.disks
+        (namespace, key), parent, size, version, offset = claim
+        disk = disks.disks[inventory.segment.segment_id]
+        used_ms = inventory.next_use_ms()
+        record = self._forest.get(namespace, key)
+        copy = disks.get(namespace, key)
+        if copy is not None and copy.disk is disk and copy.offset == offset:
+            return copy  # claimed before
+        known = Version(0, 0) if copy is None else Version(copy.epoch, copy.counter)
+        if record is not None and record.complete:
+            stored = Version(record.epoch, record.counter)
+            if stored > version or (stored == version and record.size != size):
+                return None
+            if stored < version:  # an older version returned with other memory
+                stale = [StaleExtents.of(record, forbid=True)]
+                self._pool.remove(record, self._forest.steps)
+                self._common.reply_when_wiped(now_ms, stale, calls.RemoveReply(b""))
+                record = None
+        else:
+            record = None
+        if known >= version or self._is_rejected(inventory, claim):
+            return None
+        if copy is not None:
+            disks.drop(copy)
+            self._common.effects += self._common.reclaim.clean([stale_extents(copy)])
+        copy = DiskCopy(disk, offset, namespace, key, parent, size, *version, used_ms)
+        disks.add(copy)
+        if record is None:
+            disks.left_memory(copy, used_ms, first=True)
+        inventory.claim_range(offset, size)
+        return copy
 
     def _accept_claim(
         self, now_ms: int, inventory: InventoryLoad, claim: Claim
@@ -152,14 +208,10 @@ class InventoryLoader:
                 return record  # claimed before
             if known > version or (known == version and record.size != size):
                 return None
-        if (
-            version > common.newest_granted
-            or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)
-            or parent == key
-            or inventory.outdated
-            or common.tombstones.forbids(claim.name, version, inventory.absent_since)
-            or not inventory.fits(offset, size)
-        ):
+        copy = common.disks.get(namespace, key)
+        if copy is not None and (copy.epoch, copy.counter) > version:
+            return None
+        if self._is_rejected(inventory, claim):
             return None
         if record is not None and known == version:
             if not self._replication.claim_replica(now_ms, record, extent):
@@ -184,6 +236,11 @@ class InventoryLoader:
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
+        if copy is not None and (copy.epoch, copy.counter) == version:
+            common.disks.entered_memory(copy)
+        elif copy is not None:
+            common.disks.drop(copy)
+            common.effects += common.reclaim.clean([stale_extents(copy)])
         inventory.claim_range(offset, size)
         # The previous master may have leased the object until then.
         record.keep_until(inventory.segment.usable_at_ms)

@@ -20,8 +20,12 @@ as well, and one client could kill each of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvstore.calls import NO_VERSION, Version
+
+if TYPE_CHECKING:
+    from kvstore.master.state.disk_index import Disk
 
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
@@ -83,6 +87,8 @@ class JoinedNode:
     read_bytes: int = 0
     written_bytes: int = 0
     """Bytes read and written over its data port, as reported; only displayed."""
+
+    disks: list[Disk] = field(default_factory=list)
 
     @property
     def location_text(self) -> str:

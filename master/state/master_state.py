@@ -24,6 +24,7 @@ from kvstore import calls
 from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.master.state import background_jobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.effects import Effect, LogClusterEvent
 from kvstore.master.state.eviction import LruPolicy, NewPolicy
 from kvstore.master.state.grant_manager import GrantManager
@@ -98,7 +99,8 @@ class MasterState:
         self.waiting = WaitingPuts(common)
         self.leases = ReaderLeases(common)
         self.granting = GrantManager(common, self.sweeping, self.repairs)
-        self.removing = RemovalHandler(common, self.marks, self.granting)
+        self.tier = DiskTier(common, self.granting, self.sweeping)
+        self.removing = RemovalHandler(common, self.marks, self.granting, self.tier)
         self.copying = ReplicationPlanner(common, self.granting, self.repairs)
         self.keeping = RetentionManager(common, self.granting)
         self.hints = HintHandler(common)
@@ -111,11 +113,14 @@ class MasterState:
             self.copying,
             self.keeping,
             self.hints,
+            self.tier,
         )
         self.returning = InventoryLoader(common, self.marks, self.copying)
-        self.asking = QueryHandler(common, self.leases, self.granting, self.returning, self.hints)
+        self.asking = QueryHandler(
+            common, self.leases, self.granting, self.returning, self.hints, self.tier
+        )
         self.nodes = NodeMessageHandler(
-            common, self.marks, self.returning, self.copying, self.sweeping
+            common, self.marks, self.returning, self.copying, self.sweeping, self.tier
         )
         self.report = OperatorQueries(common)
         self.chains = ChainQueries(common)
@@ -162,6 +167,8 @@ class MasterState:
             background_jobs.SCAN: self.copying.scan,
             background_jobs.MOVE: self.sweeping.move_tables,
             background_jobs.RELEASE: self.leases.end_some,
+            background_jobs.BRING: self.tier.begin_bringing,
+            background_jobs.DISK: self.tier.work,
         }
         """The method that does a slice of each kind of background work."""
 
@@ -228,6 +235,7 @@ class MasterState:
         self.granting.expire(now_ms)
         self.removing.free(now_ms)
         self.keeping.expire(now_ms)
+        self.tier.expire_waits(now_ms)
         self.asking.reply(now_ms)
         self.putting.serve_waiting(now_ms)
         self.copying.tick(now_ms)

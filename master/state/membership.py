@@ -87,13 +87,14 @@ class Membership:
         return node
 
     def alive_segments(self, now_ms: int) -> list[MountedSegment]:
-        """Return the segments of nodes that are alive, not suspect and not draining."""
+        """Return the memory of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
                 segment
                 for name, node in self.nodes.items()
                 if not node.draining and self.state_of(node, now_ms) == liveness.ALIVE
                 for segment in self.segments[name]
+                if not segment.is_disk
             ]
             self._alive = now_ms, segments
         return self._alive[1]
@@ -106,6 +107,8 @@ class Membership:
         for offer in join.segments:
             if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
                 raise InvalidArgumentError("a segment must have a size and a uuid of 16 bytes")
+        if join.segments and all(offer.disk is not None for offer in join.segments):
+            raise InvalidArgumentError("a node must offer memory for its disks")
         if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
             raise InvalidArgumentError(
                 f"a node must have a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"

@@ -13,11 +13,18 @@ from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repair_queue, turnover
 from kvstore.master.state.background_jobs import DELETE_UNUSED, SWEEP, BackgroundJobs
 from kvstore.master.state.candidates import EvictionCandidates, SweepCursor
+from kvstore.master.state.disk_index import DiskIndex
 from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.expiry_index import ExpiryIndex
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.pins import PinTable
-from kvstore.master.state.records import HITS_MAX, Extent, MountedSegment, ObjectRecord
+from kvstore.master.state.records import (
+    HITS_MAX,
+    Extent,
+    MountedSegment,
+    ObjectRecord,
+    StaleExtents,
+)
 from kvstore.master.state.tenant import Tenant
 from kvstore.master.state.tenants import open_tenancy
 from kvstore.master.state.traffic import TrafficRecorder
@@ -79,6 +86,8 @@ class MemoryPool:
         """By the number of missing replicas: what stands for them in ``more``, shared by all."""
         self.has_replicas = False
         """Whether any object ever had, or should have had, more than one replica."""
+        self.disks = DiskIndex()
+        """The copies on disks, which are told of the objects that leave memory."""
         self.short_objects = 0
         """Objects that lack replicas: the count of the last pass over all objects, corrected by
         each change since, except for the death of nodes."""
@@ -219,6 +228,8 @@ class MemoryPool:
         if record.queue:
             self._candidates_of(record).discard(record)
         self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
+        if self.disks:
+            self.disks.object_left(record)
         if self.forest.drop_bytes(record, end_ms):
             self._jobs.due |= SWEEP
 
@@ -336,6 +347,12 @@ class MemoryPool:
         for segment, offset in extents:
             if segment.alive:
                 segment.allocator.free(offset, length)
+
+    def free_stale(self, stale: StaleExtents) -> None:
+        """Frees stale extents, except those on dead segments."""
+        for segment, offset in stale.extents:
+            if segment.alive:
+                segment.allocator.free(offset, segment.extent_bytes(stale.size))
 
     def _move_to_living_segment(self, record: ObjectRecord) -> None:
         """Moves the first living replica to the front: a record is a candidate on its segment.

@@ -8,6 +8,7 @@ from kvstore.calls import DrainStep
 from kvstore.errors import ProtocolError, UnavailableError
 from kvstore.master.state import liveness
 from kvstore.master.state.background_sweep import BackgroundSweeper
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.effects import LogClusterEvent, SendToNode, SupersedeEpoch
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.membership import describe
@@ -29,6 +30,7 @@ class NodeMessageHandler:
         inventories: InventoryLoader,
         replication: ReplicationPlanner,
         sweeper: BackgroundSweeper,
+        tier: DiskTier,
     ) -> None:
         self._common = common
         self._membership = common.membership
@@ -36,6 +38,7 @@ class NodeMessageHandler:
         self._inventories = inventories
         self._replication = replication
         self._sweeper = sweeper
+        self._tier = tier
         self._watched_ms = common.started_ms
 
     def on_node_join(
@@ -58,13 +61,14 @@ class NodeMessageHandler:
             watermark = max(offer.removal_watermark for offer in join.segments)
             self._watermarks.node_joined(session, join.name, watermark)
         self._apply_membership_changes(now_ms)
-        for segment_id in accepted.segment_ids:
-            common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
+        for segment in self._membership.segments[join.name]:
+            common.effects += common.reclaim.send_again(segment)
         self._common.space_freed()
         return accepted
 
     def _begin_join(self, segments: list[MountedSegment]) -> None:
-        self._common.pool.prepare(segments)  # without memory for them, only this join is refused
+        memory = [segment for segment in segments if not segment.is_disk]
+        self._common.pool.prepare(memory)  # without memory for them, only this join is refused
         self._common.changing = True
 
     def on_node_message(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
@@ -93,6 +97,9 @@ class NodeMessageHandler:
                     common.effects += common.reclaim.wiped(wipe_seq)
                     common.effects += common.reclaim.request_zeroing(now_ms)
                     self._common.space_freed()
+            case calls.NodeCopied():
+                self._tier.copied(now_ms, node.name, message)
+                self._common.space_freed()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not report it
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
@@ -112,7 +119,8 @@ class NodeMessageHandler:
     def segments_of_session(self, session: int) -> list[calls.SegmentInfo]:
         """Return the segments of the session's node; none if it has ended."""
         node = self._membership.node_of_session(session)
-        return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
+        segments = [] if node is None else self._membership.segments[node.name]
+        return [describe(segment) for segment in segments if not segment.is_disk]
 
     def on_connectivity_result(self, session: int, error: str) -> None:
         """Record the result of a connectivity probe. ``error``: the error, or empty."""
@@ -168,7 +176,7 @@ class NodeMessageHandler:
                 node.drained_from = common.newest_granted
             members.drain(node, draining=request.step is DrainStep.BEGIN)
             self._common.space_freed()  # after an undo, puts may use it again
-        segments = set(members.segments.get(node.name, ()))
+        segments = {s for s in members.segments.get(node.name, ()) if not s.is_disk}
         self._apply_membership_changes(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
@@ -198,9 +206,13 @@ class NodeMessageHandler:
         for segment in members.lost:
             self._segment_lost(now_ms, segment, left=left)
         for segment in members.mounted:
-            self._common.pool.mount(segment)
-            self._inventories.segment_mounted(segment)
-            self._common.forest.missing.segment_mounted(segment)
+            if segment.is_disk:
+                self._tier.segment_mounted(now_ms, segment)
+                self._inventories.segment_mounted(segment)
+            else:
+                self._common.pool.mount(segment)
+                self._inventories.segment_mounted(segment)
+                self._common.forest.missing.segment_mounted(segment)
         if members.lost or members.mounted:
             ready_ms = max(
                 (s.usable_at_ms for s in members.mounted if s.inventory_complete), default=0
@@ -211,15 +223,18 @@ class NodeMessageHandler:
 
     def _segment_lost(self, now_ms: int, segment: MountedSegment, *, left: bool) -> None:
         common = self._common
-        common.pool.unmount(segment)
-        common.forest.missing.segment_died(now_ms, segment)
+        if segment.is_disk:
+            self._tier.segment_died(segment)
+        else:
+            common.pool.unmount(segment)
+            common.forest.missing.segment_died(now_ms, segment)
+            self._sweeper.segment_died(segment)
         self._watermarks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms
-        self._sweeper.segment_died(segment)
         self._inventories.segment_died(segment)
         common.effects += common.reclaim.segment_died(segment)
-        if not left:
+        if not left and not segment.is_disk:
             readers_ms = now_ms + common.rules.lease_ms
             common.reclaim.wait_for_readers(segment, common.newest_stored, readers_ms)
 

@@ -13,10 +13,17 @@ from kvstore.calls import PutOutcome, Version
 from kvstore.errors import InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state import no_space_report
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.evictor import AllocationFailure
 from kvstore.master.state.grant_manager import GrantManager
-from kvstore.master.state.grants import AllocationGrant, CopyGrant, ObjectGrant, PutGrant
+from kvstore.master.state.grants import (
+    AllocationGrant,
+    CopyGrant,
+    DiskGrant,
+    ObjectGrant,
+    PutGrant,
+)
 from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.put_queue import WaitingPuts, Wanting
@@ -43,6 +50,7 @@ class PutHandler:
         copying: ReplicationPlanner,
         keeping: RetentionManager,
         hints: HintHandler,
+        tier: DiskTier,
     ) -> None:
         self._common = common
         self._forest = common.forest
@@ -57,6 +65,7 @@ class PutHandler:
         self._copying = copying
         self._keeping = keeping
         self._hints = hints
+        self._tier = tier
 
     # --- the first phase ----------------------------------------------------------------------
 
@@ -278,7 +287,11 @@ class PutHandler:
             if put is None:
                 self._granting.wipe_again(token)
                 continue
-            if now_ms > put.deadline_ms or not isinstance(put, ObjectGrant):
+            if (
+                now_ms > put.deadline_ms
+                or not isinstance(put, ObjectGrant)
+                or isinstance(put, DiskGrant)
+            ):
                 continue
             self._granting.end(put)
             alive = put.extents
@@ -451,6 +464,7 @@ class PutHandler:
         missing_replicas = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
         self._pool.store(record, extents, put.size, version, now_ms, missing_replicas)
+        replaced += self._tier.replaced(record)
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # an object was removed during the put

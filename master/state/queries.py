@@ -13,6 +13,8 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.background_jobs import ANSWER
+from kvstore.master.state.disk_index import DiskCopy
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.effects import DeferredReply, SendReply
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.hints import HintHandler
@@ -51,6 +53,7 @@ class QueryHandler:
         granting: GrantManager,
         returning: InventoryLoader,
         hints: HintHandler,
+        tier: DiskTier,
     ) -> None:
         self._common = common
         self._leases = leases
@@ -64,6 +67,14 @@ class QueryHandler:
         """Idle time of each object that a call leased; of a chain, only of its tip."""
         self._returning = returning
         self._hints = hints
+        self._tier = tier
+        self._disks = common.disks
+        self._wanted: list[DiskCopy] = []
+        """Copies on disks that the query in progress waits for."""
+        self._is_final = False
+        """Whether the query in progress has waited: what is not in memory now is a miss."""
+        self._bringing: dict[int, tuple[Caller, Query]] = {}
+        """The queries that wait for copies on disks, by reply id."""
         self._may_wait = common.rules.inventory_wait_ms > 0
         self._waiting: deque[tuple[int, Caller, Query]] = deque()
         """Reply id, caller and request of the queries that wait for inventories."""
@@ -72,7 +83,16 @@ class QueryHandler:
         self._forest.begin_step()
         if request.released:
             self._leases.release(now_ms, request.released)
+        self._is_final = len(self._bringing) >= ASKING_MAX
         reply = self._find(now_ms, request)
+        if self._wanted:
+            reply_id = self._tier.wait(now_ms, self._wanted)
+            self._wanted = []
+            if reply_id:
+                self._bringing[reply_id] = self._traffic.caller, request
+                return DeferredReply(reply_id)
+            self._is_final = True
+            reply = self._find(now_ms, request)
         if (
             self._may_wait
             and len(self._waiting) < ASKING_MAX
@@ -85,6 +105,8 @@ class QueryHandler:
         return reply
 
     def cancel(self, reply_id: int) -> None:
+        if self._bringing.pop(reply_id, None) is not None:
+            return
         for entry in self._waiting:
             if entry[0] == reply_id:
                 self._waiting.remove(entry)
@@ -118,6 +140,16 @@ class QueryHandler:
                 table, live_keys, records=request.placements
             )
             self._lease(now_ms, request.lease, holding)
+            on_disk = 0
+            if self._disks:
+                copies = self._tier.following(now_ms, namespace, live_keys, matched)
+                if request.placements and not self._is_final:
+                    self._wanted += copies
+                elif not request.placements:
+                    on_disk = len(copies)
+                    if request.bring:
+                        self._tier.bring(copies)
+            in_memory, matched = matched, matched + on_disk
             being_written = 0
             for index in range(matched, count):
                 record_after = table.get(keys[index])
@@ -125,9 +157,11 @@ class QueryHandler:
                     break
                 being_written += 1
             placements = NO_PLACEMENTS
-            if request.placements and matched:
+            if request.placements and in_memory:
                 placements = common.placements(records, now_ms)
-            matches.append(calls.PrefixMatch(matched, being_written, placements))
+            matches.append(calls.PrefixMatch(matched, being_written, placements, on_disk))
+            if self._wanted:
+                continue
             common.counters["matched_objects"] += matched
             common.counters["missed_objects"] += count - matched
             missing = matched < count and not being_written
@@ -201,6 +235,10 @@ class QueryHandler:
             ):
                 records[index] = None
         stored = [record for record in records if record is not None]
+        if self._disks and len(stored) < len(records) and not self._is_final:
+            self._wanted = self._copies_of_missing(now_ms, request, records)
+            if self._wanted:
+                return calls.LookupReply(common.epoch, common.rules.lease_ms, NO_PLACEMENTS)
         self._lease(now_ms, request.lease, stored)
         count, found = len(records), len(stored)
         first = -1
@@ -209,6 +247,17 @@ class QueryHandler:
         self._record_traffic(now_ms, request.namespace, keys, found, first)
         placements = common.placements(records, now_ms)
         return calls.LookupReply(common.epoch, common.rules.lease_ms, placements)
+
+    def _copies_of_missing(
+        self, now_ms: int, request: calls.Lookup, records: Sequence[ObjectRecord | None]
+    ) -> list[DiskCopy]:
+        copies: list[DiskCopy] = []
+        for key, record in zip(request.keys, records, strict=True):
+            copy = None if record is not None else self._disks.get(request.namespace, key)
+            if copy is not None:
+                copy.used_ms = now_ms
+                copies.append(copy)
+        return copies
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.ExistsReply:
         keys = request.keys
@@ -220,10 +269,19 @@ class QueryHandler:
                 if record is not None and self._lifetimes.ended(record, now_ms):
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
+        if self._disks and _ABSENT in presence:
+            on_disk = self._disks.table(request.namespace)
+            known = bytearray(presence)
+            for index, key in enumerate(keys):
+                if known[index] == _ABSENT and key in on_disk:
+                    known[index] = _COMPLETE * (self._disks.get(request.namespace, key) is not None)
+            presence = bytes(known)
         if request.lease and table is not None:
             records = zip(table.get_many(keys), presence, strict=True)
             stored = [
-                r for r, presence_value in records if r is not None and presence_value == _COMPLETE
+                r
+                for r, presence_value in records
+                if r is not None and presence_value == _COMPLETE and r.complete
             ]
             self._lease(now_ms, request.lease, stored)
         found = count = len(presence)
@@ -313,6 +371,7 @@ class QueryHandler:
 
     def reply(self, now_ms: int) -> None:
         self._jobs.note(ANSWER, False)
+        self._reply_to_arrived(now_ms)
         if not self._waiting or self._is_loading_inventories(now_ms):
             return
         keys = 0
@@ -320,7 +379,20 @@ class QueryHandler:
             reply_id, self._traffic.caller, request = self._waiting.popleft()
             keys += len(request.keys)
             self._common.effect(SendReply(reply_id, self._find(now_ms, request)))
-        self._jobs.note(ANSWER, bool(self._waiting))
+        self._jobs.note(ANSWER, bool(self._waiting or self._tier.arrived))
+
+    def _reply_to_arrived(self, now_ms: int) -> None:
+        """Answer queries whose copies have been brought from disks, or have taken too long."""
+        keys = 0
+        self._is_final = True
+        while self._tier.arrived and keys < ANSWERED_PER_STEP:
+            reply_id = self._tier.arrived.pop(0)
+            waiting = self._bringing.pop(reply_id, None)
+            if waiting is not None:
+                self._traffic.caller, request = waiting
+                keys += len(request.keys)
+                self._common.effect(SendReply(reply_id, self._find(now_ms, request)))
+        self._jobs.note(ANSWER, bool(self._tier.arrived))
 
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:

@@ -28,7 +28,6 @@ from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Effect, SendReply, SendToNode
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, StaleExtents, Writer
-from kvstore.memory.header import extent_bytes
 
 WIPES_PER_REQUEST = 1_024
 """Maximum number of extents per request: one step frees them in about 2 ms."""
@@ -311,9 +310,9 @@ class SpaceReclaimer:
         requests: list[WipeRequest] = []
         open_requests: dict[MountedSegment, WipeRequest] = {}
         for stale in stale_extents:
-            length = extent_bytes(stale.size)
             version = Version(stale.epoch, stale.counter)
             for segment, offset in stale.extents:
+                length = segment.extent_bytes(stale.size)
                 if not segment.alive:
                     if stale.forbid:
                         self._tombstones.add_version(version)

@@ -17,7 +17,7 @@ from kvstore.calls import Presence, SegmentOffer
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.tenant import Tenant
-from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
+from kvstore.memory.header import DISK_ALIGN, EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 from kvstore.native import steps
 from kvstore.native.packed_keys import PackedKeys
 
@@ -35,6 +35,10 @@ RESERVE_SHIFT = 5
 RESERVE_BYTES_MAX = 64 << 20
 """A full segment keeps a 32nd of its memory free, at most so many bytes: evicted extents must be
 wiped before they are granted, and a put should not have to wait for that."""
+
+DISK_RESERVE_SHIFT = 3
+DISK_RESERVE_BYTES_MAX = 1 << 30
+"""The same for memory above a disk, to which objects are written before they are evicted."""
 
 NEVER_MS: Final = -(1 << 60)
 """Earlier than any time."""
@@ -67,12 +71,17 @@ class MountedSegment:
         self.segment_id = segment_id
         self.node = node
         self.offer = offer
+        self.is_disk = offer.disk is not None
+        """Whether only the node reads and writes it; else clients do, too."""
+        self.align = DISK_ALIGN if self.is_disk else EXTENT_ALIGN
+        self.has_disk = False
+        """Whether its node has a disk for the objects that are evicted here."""
         self.alive = True
         self.died_ms = NEVER_MS
         """When the segment died; ``NEVER_MS`` if it lives, or had no readers left when it died."""
         self.inventory_complete = offer.fresh
         """Whether all objects from before its mounting are known; else its inventory follows."""
-        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -self.align, empty=offer.fresh)
         self.zeroes = offer.takes_capabilities
         """Whether its node zeroes memory before it belongs to another object. Clients that reach an
         extent by a capability then find nothing of its former objects."""
@@ -99,7 +108,13 @@ class MountedSegment:
     @property
     def reserve_bytes(self) -> int:
         """Bytes to keep free once the segment is full."""
+        if self.has_disk:
+            return min(self.capacity >> DISK_RESERVE_SHIFT, DISK_RESERVE_BYTES_MAX)
         return min(self.capacity >> RESERVE_SHIFT, RESERVE_BYTES_MAX)
+
+    def extent_bytes(self, payload_size: int) -> int:
+        """The size of an extent here: header and payload, rounded up to ``align``."""
+        return (extent_bytes(payload_size) + self.align - 1) & -self.align
 
     def usable(self, now_ms: int) -> bool:
         """Whether extents of the segment may be granted now."""

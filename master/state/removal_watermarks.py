@@ -57,7 +57,8 @@ class RemovalWatermarks:
         self._in_doubt = False
         number = self._newest.counter + 1 if self._newest.epoch == common.epoch else 1
         self._newest = Version(common.epoch, number)
-        for segment in common.pool.segments.values():
+        disks = [disk.segment for disk in common.disks.disks.values()]
+        for segment in (*common.pool.segments.values(), *disks):
             if segment.inventory_complete:
                 common.effects += common.reclaim.keep_removal_watermark(segment, self._newest)
 

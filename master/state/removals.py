@@ -13,6 +13,7 @@ from itertools import islice
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.master.state.background_jobs import FREE
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.effects import DeferredReply, LogClusterEvent
 from kvstore.master.state.grant_manager import GrantManager
 from kvstore.master.state.grants import ObjectGrant, PutGrant
@@ -36,7 +37,11 @@ HIDE_STEPS = 4_096
 
 class RemovalHandler:
     def __init__(
-        self, common: StateContext, watermarks: RemovalWatermarks, granting: GrantManager
+        self,
+        common: StateContext,
+        watermarks: RemovalWatermarks,
+        granting: GrantManager,
+        tier: DiskTier,
     ) -> None:
         self._common = common
         self._forest = common.forest
@@ -44,6 +49,7 @@ class RemovalHandler:
         self._reclaim = common.reclaim
         self._watermarks = watermarks
         self._granting = granting
+        self._tier = tier
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.RemoveReply | DeferredReply:
         """Raise UnavailableError if no joined node can record the removal."""
@@ -61,8 +67,12 @@ class RemovalHandler:
                 removed[index] = self._pool.is_stored(record, now_ms)
                 stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
+            copy = self._common.disks.get(request.namespace, key)
+            if copy is not None:
+                removed[index] = 1
+                stale += self._tier.take(copy)
             self._common.add_tombstone(request.namespace, key)
-        self._common.counters["removed_objects"] += len(stale)
+        self._common.counters["removed_objects"] += len({each.name for each in stale})
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.RemoveReply(bytes(removed))
         return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
@@ -88,13 +98,18 @@ class RemovalHandler:
                 self._reclaim.add_reader(readers, (record.namespace, record.key))
                 stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
-        self._common.counters["removed_objects"] += len(stale)
+        copies = self._common.disks.some_of(namespace, max(1, CLEARED_PER_STEP - len(stale)))
+        for copy in copies:
+            stale += self._tier.take(copy)
+        cleared = len({each.name for each in stale})
+        self._common.counters["removed_objects"] += cleared
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
+        remaining += len(self._common.disks.some_of(namespace, 1))
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
         self._common.add_tombstone(namespace, None)
         earlier = [*self._reclaim.for_namespace(namespace), *self._elsewhere()]
         earlier += self._reclaim.still_read(None)
-        reply = calls.ClearReply(len(stale), remaining)
+        reply = calls.ClearReply(cleared, remaining)
         return self._common.reply_when_wiped(now_ms, stale, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.ReportCorruptReply:

@@ -25,6 +25,8 @@ class MasterRules:
     """Objects between put_start and put_end: four full batches, about 300 bytes each."""
     waiting_puts_max: int = 256
     """Puts that wait for space, each with its complete batch in memory; further ones fail."""
+    bring_ms_max: int = 2_000
+    """Maximum wait of a query for objects that are brought from a disk; then they are misses."""
     pinned_max: float = 0.5
     """Share of the pool that the pins of one namespace may hold."""
     pinned_all_max: float = 0.75

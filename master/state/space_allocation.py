@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from kvstore.master.state.evictor import AllocationFailure, EvictionConstraint, Evictor
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.memory_pool import MemoryPool
-from kvstore.master.state.records import Extent, MountedSegment, StaleExtents
+from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, StaleExtents
 from kvstore.master.state.tenant import LIMIT, Tenant
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
+EVICT: Final = 0
+KEEP: Final = 1
+STOP: Final = 2
+"""What ``before`` of ``evict_ahead`` returns."""
+
 
 def evict_ahead(
-    pool: MemoryPool, segment: MountedSegment, count: int, now_ms: int
+    pool: MemoryPool,
+    segment: MountedSegment,
+    count: int,
+    now_ms: int,
+    before: Callable[[int, ObjectRecord], int],
 ) -> tuple[list[StaleExtents], bool]:
     """Evict up to ``count`` objects, until the reserve of a full segment is free or being wiped.
-    Returns their stale extents, which are still allocated, and whether more must be evicted."""
+    Returns their stale extents, which are still allocated, and whether more must be evicted.
+
+    ``before``: on a node with a disk, called with the time and each victim. EVICT: evict it; KEEP:
+    it has been deferred; STOP: evict no more at present.
+    """
     evicted: list[StaleExtents] = []
     evictor = Evictor(pool, (), now_ms)
     reserve, allocator = segment.reserve_bytes, segment.allocator
-    while len(evicted) < count:
+    for _ in range(count):
         missing = reserve - allocator.free_bytes - segment.wiping_bytes
         head = evictor.find_head(segment)
         if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
             segment.takers.clear()
             return evicted, False
+        decision = before(now_ms, head) if segment.has_disk else EVICT
+        if decision == STOP:
+            return evicted, False
+        if decision == KEEP:
+            continue
         evictor.cause = TenantAccounting.main_consumer(segment, extent_bytes(head.size))
         evicted.append(StaleExtents.of(head))
         evictor.evict(head)

@@ -1,0 +1,302 @@
+"""The copies of objects on the disks of nodes, and the order in which they are evicted.
+
+A copy is not a replica of an ``ObjectRecord``: clients cannot read it, and it stays when the record
+is evicted from memory. So the forest describes memory alone, and a copy costs less than a record.
+
+Copies are evicted in the order in which their objects left memory, where leaves leave before their
+ancestors, with a second chance for those that were used since. The copy of an object in memory is
+not evicted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Final, final
+
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.records import HITS_MAX, MountedSegment, ObjectRecord, StaleExtents
+
+DISK_RESERVE_SHIFT: Final = 6
+DISK_RESERVE_BYTES_MAX: Final = 4 << 30
+"""A full disk keeps a 64th of its space free, at most so many bytes, for the next writes."""
+
+RATE_MS: Final = 20
+"""The shortest time over which the rate of a disk is measured."""
+
+MS_PER_DAY: Final = 86_400_000
+
+
+@final
+class DiskCopy:
+    """The copy of one version of an object."""
+
+    __slots__ = (
+        "brought_by",
+        "counter",
+        "disk",
+        "epoch",
+        "hits",
+        "key",
+        "namespace",
+        "offset",
+        "parent",
+        "queued_ms",
+        "size",
+        "used_ms",
+        "voids",
+    )
+
+    def __init__(
+        self,
+        disk: Disk,
+        offset: int,
+        namespace: Namespace,
+        key: Key,
+        parent: Key | None,
+        size: int,
+        epoch: int,
+        counter: int,
+        used_ms: int,
+    ) -> None:
+        self.disk = disk
+        self.offset = offset
+        self.namespace = namespace
+        self.key = key
+        self.parent = parent
+        self.size = size
+        self.epoch = epoch
+        self.counter = counter
+        self.used_ms = used_ms
+        """The last use that found no copy in memory, or when the object left memory."""
+        self.queued_ms = used_ms
+        """``used_ms`` when the copy got its place in the queue."""
+        self.voids = 0
+        """Earlier places in the queue, which do not count."""
+        self.hits = 0
+        """``ObjectRecord.hits`` when the object left memory."""
+        self.brought_by = 0
+        """Token of the grant that brings it to memory; 0: none."""
+
+
+class WriteBudget:
+    """Bytes that may be written to a disk: at a rate, and on average over days."""
+
+    def __init__(self, capacity: int, per_s: int, per_day: int, now_ms: int) -> None:
+        self._per_s = per_s
+        self._per_day = per_day
+        self._capacity = max(capacity, 1)
+        self._second = float(per_s)
+        """Bytes that the rate allows now."""
+        self._days = float(self._capacity)
+        """Bytes that the average allows now: the first fill is free."""
+        self._filled_ms = now_ms
+
+    def _fill(self, now_ms: int) -> None:
+        passed_ms = max(0, now_ms - self._filled_ms)
+        self._filled_ms = now_ms
+        self._second = min(float(self._per_s), self._second + self._per_s * passed_ms / 1_000)
+        earned = self._per_day * passed_ms / MS_PER_DAY
+        self._days = min(float(self._capacity), self._days + earned)
+
+    def may_write(self, now_ms: int) -> bool:
+        """Whether the rate allows a write now."""
+        self._fill(now_ms)
+        return not self._per_s or self._second > 0
+
+    def level(self) -> float:
+        """The part of the disk's size that may still be written: 1 at first, and if nothing limits
+        the days."""
+        return 1.0 if not self._per_day else max(0.0, self._days / self._capacity)
+
+    def spend(self, size: int) -> None:
+        self._second -= size
+        self._days -= size
+
+
+class Disk:
+    """One mounted disk."""
+
+    def __init__(self, segment: MountedSegment, now_ms: int) -> None:
+        limits = segment.offer.disk
+        assert limits is not None
+        self.segment = segment
+        self.queue: deque[DiskCopy] = deque()
+        """The copies of objects that are not in memory, the next to evict first. Dropped ones stay
+        until they are met."""
+        self.in_memory: dict[DiskCopy, None] = {}
+        """Those of objects in memory."""
+        self.objects = 0
+        self.payload_bytes = 0
+        self.budget = WriteBudget(
+            segment.capacity, limits.write_bytes_per_s, limits.write_bytes_per_day, now_ms
+        )
+        self.writing_bytes = 0
+        self.bringing_bytes = 0
+        self.bring_bytes_per_ms = 0.0
+        """Smoothed; 0: not measured."""
+        self.busy_since_ms = now_ms
+        """When the first of the copies on their way to memory was ordered."""
+        self._arrived_ms = now_ms
+        self._arrived_bytes = 0
+        self.failures: deque[int] = deque(maxlen=3)
+        """Times of the last errors."""
+        self.is_failed = False
+        """Whether it is not used any more until its node offers it again."""
+        self.written_bytes = self.brought_bytes = 0
+        self.written_objects = self.brought_objects = 0
+
+    def note_brought(self, now_ms: int, size: int) -> None:
+        """Count an object that has arrived in memory, for the rate."""
+        self.brought_objects += 1
+        self.brought_bytes += size
+        self._arrived_bytes += size
+        passed_ms = now_ms - max(self._arrived_ms, self.busy_since_ms)
+        if passed_ms >= RATE_MS:
+            rate = self._arrived_bytes / passed_ms
+            old = self.bring_bytes_per_ms
+            self.bring_bytes_per_ms = rate if not old else old + (rate - old) / 4
+            self._arrived_ms, self._arrived_bytes = now_ms, 0
+
+    @property
+    def usable(self) -> bool:
+        return self.segment.alive and self.segment.inventory_complete and not self.is_failed
+
+    @property
+    def reserve_bytes(self) -> int:
+        return min(self.segment.capacity >> DISK_RESERVE_SHIFT, DISK_RESERVE_BYTES_MAX)
+
+
+class DiskIndex:
+    """All copies on disks that are alive."""
+
+    def __init__(self) -> None:
+        self.disks: dict[int, Disk] = {}
+        """By segment id."""
+        self._tables: dict[Namespace, dict[Key, DiskCopy]] = {}
+        self._dead: deque[Disk] = deque()
+        """Disks whose copies are still in the tables, where they count as absent."""
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def mount(self, segment: MountedSegment, now_ms: int) -> Disk:
+        disk = self.disks[segment.segment_id] = Disk(segment, now_ms)
+        return disk
+
+    def unmount(self, segment: MountedSegment) -> None:
+        segment.alive = False
+        disk = self.disks.pop(segment.segment_id)
+        self._dead.append(disk)
+
+    @property
+    def has_dead(self) -> bool:
+        return bool(self._dead)
+
+    def drop_dead(self, count: int) -> None:
+        """Drop up to ``count`` copies of dead disks."""
+        while self._dead and count > 0:
+            disk = self._dead[0]
+            while count > 0 and (disk.queue or disk.in_memory):
+                count -= 1
+                copy = disk.queue.popleft() if disk.queue else disk.in_memory.popitem()[0]
+                if self.holds(copy):
+                    self.drop(copy)
+            if not disk.queue and not disk.in_memory:
+                self._dead.popleft()
+
+    def get(self, namespace: Namespace, key: Key) -> DiskCopy | None:
+        table = self._tables.get(namespace)
+        copy = None if table is None else table.get(key)
+        if copy is None or not copy.disk.segment.alive or copy.disk.is_failed:
+            return None
+        return copy
+
+    def table(self, namespace: Namespace) -> dict[Key, DiskCopy]:
+        """The copies of a namespace by key, with those of dead disks; read-only."""
+        return self._tables.get(namespace, {})
+
+    def some_of(self, namespace: str, count: int) -> list[DiskCopy]:
+        """Up to ``count`` copies of a namespace; "": of any."""
+        tables = [self.table(Namespace(namespace))] if namespace else self._tables.values()
+        found: list[DiskCopy] = []
+        for table in tables:
+            found += islice(table.values(), count - len(found))
+        return found
+
+    def holds(self, copy: DiskCopy) -> bool:
+        """Whether the copy was not dropped."""
+        return self.table(copy.namespace).get(copy.key) is copy
+
+    def add(self, copy: DiskCopy) -> None:
+        """Add the copy of an object in memory that has no other one."""
+        table = self._tables.setdefault(copy.namespace, {})
+        assert copy.key not in table, "a second copy"
+        table[copy.key] = copy
+        disk = copy.disk
+        disk.objects += 1
+        disk.payload_bytes += copy.size
+        disk.in_memory[copy] = None
+
+    def drop(self, copy: DiskCopy) -> None:
+        """Forget a copy, whose extent stays allocated."""
+        table = self._tables[copy.namespace]
+        del table[copy.key]
+        if not table:
+            del self._tables[copy.namespace]
+        disk = copy.disk
+        disk.objects -= 1
+        disk.payload_bytes -= copy.size
+        disk.in_memory.pop(copy, None)
+        if len(disk.queue) > 2 * disk.objects + 1_024:
+            disk.queue = deque([each for each in disk.queue if not self._is_void(each)])
+
+    def left_memory(self, copy: DiskCopy, used_ms: int, *, first: bool = False) -> None:
+        """Give the copy a place in the queue, by default the last one."""
+        copy.used_ms = copy.queued_ms = used_ms
+        del copy.disk.in_memory[copy]
+        if first:
+            copy.disk.queue.appendleft(copy)
+        else:
+            copy.disk.queue.append(copy)
+
+    def object_left(self, record: ObjectRecord) -> None:
+        """Called when an object leaves memory, before its record loses its bytes."""
+        copy = self.table(record.namespace).get(record.key)
+        if copy is not None and copy in copy.disk.in_memory:
+            copy.hits = record.hits & HITS_MAX
+            self.left_memory(copy, record.last_used_ms)
+
+    def entered_memory(self, copy: DiskCopy) -> None:
+        if copy not in copy.disk.in_memory:
+            copy.disk.in_memory[copy] = None
+            copy.voids += 1
+
+    def next_victim(self, disk: Disk, steps: int) -> DiskCopy | None:
+        """Take the next copy to evict from the queue of a disk; None: none, or not within so many
+        steps. The caller drops it."""
+        queue = disk.queue
+        for _ in range(min(steps, len(queue))):
+            copy = queue.popleft()
+            if self._is_void(copy):
+                continue
+            if copy.used_ms == copy.queued_ms and not copy.brought_by:
+                return copy
+            copy.queued_ms = copy.used_ms
+            queue.append(copy)
+        return None
+
+    def _is_void(self, copy: DiskCopy) -> bool:
+        """Whether the place of this copy that was met in its queue does not count."""
+        if not self.holds(copy):
+            return True
+        if copy.voids:
+            copy.voids -= 1
+            return True
+        return False
+
+
+def stale_extents(copy: DiskCopy) -> StaleExtents:
+    name = copy.namespace, copy.key
+    extents = [(copy.disk.segment, copy.offset)]
+    return StaleExtents(name, copy.size, copy.epoch, copy.counter, extents)
