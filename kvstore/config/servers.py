@@ -32,6 +32,7 @@ from kvstore.config.setting_types import (
     HttpReads,
     HugePages,
     InvalidSettingError,
+    Limit,
     LogFormat,
     LogLevel,
     Master,
@@ -330,6 +331,24 @@ class NodeConfig(HttpConfig):
         description="Pool memory of this device, in CUDA's numbering for this process: cuda:0. "
         "It is lost when the process ends. Empty: host memory.",
     )
+    disk: Annotated[str, CliType("DIRECTORY,...")] = Field(
+        default="",
+        description="Directories on local disks, separated by commas. Objects that are evicted "
+        "from memory are written to a file in one of them, and return when they are asked for; "
+        "empty: none.",
+    )
+    disk_size: Bytes = Field(
+        default=0, description="Size of the file in each --disk, reserved at the first start."
+    )
+    disk_write_rate: Limit = Field(
+        default=0, description="Bytes a second that are written to each disk; 0: no limit."
+    )
+    disk_writes_per_day: Annotated[Share, Field(ge=0, le=1_000)] = Field(
+        default=3,
+        description="How often a day each file may be overwritten, on average after it has been "
+        "filled once. If this is too little, objects that are over or were used least are not "
+        "written. 0: no limit.",
+    )
     huge_pages: HugePages = Field(
         default="auto",
         description="auto: huge pages if /dev/shm provides them (mount option huge=advise), "
@@ -391,6 +410,12 @@ class NodeConfig(HttpConfig):
                 "Give --auth, or leave out --shm-clients.",
                 key="shm_clients",
             )
+        if bool(self.disk) != bool(self.disk_size):
+            raise InvalidSettingError(
+                "--disk and --disk-size require each other",
+                "Give both: --disk /nvme/kvstore --disk-size 1TiB",
+                key="disk",
+            )
         if self.device:
             if self.shm_clients != "members":
                 raise InvalidSettingError(
@@ -399,6 +424,7 @@ class NodeConfig(HttpConfig):
                 )
             for key, why in (
                 ("keep", "memory of a device cannot be kept"),
+                ("disk", "objects are written to disks from host memory"),
                 ("protocol", "the transfer engine does not serve memory of a device"),
             ):
                 if getattr(self, key):

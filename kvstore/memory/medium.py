@@ -39,6 +39,7 @@ from kvstore.memory.shm_entries import (
     raw_owner,
     unlink_own,
 )
+from kvstore.native import steps
 from kvstore.runtime.clock import uptime
 
 log = logging.getLogger("kvstore.node")
@@ -276,6 +277,11 @@ class Medium(ABC):
     def _zero(self, start: int, length: int) -> None:
         """Overwrites bytes with zeros, without the GIL."""
 
+    def sign(self, offset: int, header: layout.Header) -> bytes:
+        """The header MAC at this offset; empty: the segment has no key."""
+        key = self.header_mac_key
+        return compute_header_mac(key, offset, header) if key else b""
+
     def zero(
         self, ranges: Iterable[tuple[int, int]], is_over: Callable[[], bool] = lambda: False
     ) -> None:
@@ -368,6 +374,12 @@ class RangeMedium(Medium):
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         for start, part in self._parts(layout.SUPERBLOCK_BYTES, self.size):
             yield from layout.scan_part(part, start, self.size, self.seed, self.header_filter)
+
+
+def compute_header_mac(key: bytes, offset: int, header: layout.Header) -> bytes:
+    name, object_key, _, size, epoch, counter, _, _ = header
+    columns = [offset], [size], [epoch], [counter], [name], [object_key]
+    return steps.compute_header_macs({0: key}, [0], *columns)
 
 
 def check_request(name: str, size: int) -> int:

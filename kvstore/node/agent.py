@@ -19,13 +19,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from kvstore._version import __version__
 from kvstore.calls import (
     MasterAccepted,
     MasterClaimsAck,
+    MasterCopy,
     MasterHeartbeat,
     MasterMessage,
     MasterWipe,
@@ -47,10 +48,12 @@ from kvstore.limits import (
     CLAIMS_UNANSWERED_MAX,
     PROTOCOL_VERSION,
 )
+from kvstore.memory.disk_file import HEADERS_PER_STEP, DiskFile
 from kvstore.memory.header import SegmentOwner
 from kvstore.memory.medium import Medium, is_plausible_epoch
 from kvstore.memory.shm_entries import SHM_ENTRY_MISSING
 from kvstore.node import inventory
+from kvstore.node.disk_copier import DiskCopier
 from kvstore.node.master_discovery import MasterDiscovery
 from kvstore.node.session import NodeStream
 from kvstore.runtime.clock import uptime_ms
@@ -93,13 +96,14 @@ class NodeAgent:
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
         repair: Callable[[], None] = lambda: None, credentials: Credentials | None = None,
+        disks: Sequence[DiskFile] = (),
     ) -> None:  # fmt: skip
         """
         Args:
             name: unique among the master's nodes.
             host: ``kvstore.runtime.host.host_id()``.
             master: ``host:port``; several of them, separated by commas; or ``etcd://...``.
-            segment, server, engine, descriptor_server: the caller closes them after ``run``.
+            segment, server, engine, descriptor_server, disks: the caller closes them after ``run``.
             address: of ``server``, for clients.
             owner: the cluster of this node, by its settings.
             joined: called at each join that is not a resumption.
@@ -110,6 +114,9 @@ class NodeAgent:
         self._host = host
         self._masters = MasterDiscovery(master)
         self._segment = segment
+        self._disks = list(disks)
+        """Those that have not failed."""
+        self._copier = DiskCopier(segment, disks)
         self._server = server
         self._address = address
         self._engine = engine
@@ -127,6 +134,7 @@ class NodeAgent:
         """Whether ``waiting`` was called for this outage."""
         self._fresh = not segment.attached
         """Whether no master has ever granted an extent of the segment."""
+        self._fresh_disks = {disk.uuid for disk in disks if not disk.attached}
         self._unverified = segment.attached
         """Whether the segment's bytes may have changed while no node served it."""
         self._shm_entry_missing = False
@@ -134,8 +142,8 @@ class NodeAgent:
         self._known = False
         """Whether a master has accepted this node."""
         self._is_joined = False
-        self._is_unreported = False
-        """Whether the joined master does not know all objects in the segment yet."""
+        self._unreported: list[int] = []
+        """The offered segments, by number, whose objects the joined master does not know yet."""
         self._is_unanswered = False
         """Whether a join had no reply: a master may have accepted it, and may grant extents."""
         self._given_up: set[inventory.Attempt] = set()
@@ -175,7 +183,7 @@ class NodeAgent:
             except SegmentUnmountedError as error:
                 log.info("node_not_resumed node=%s reason=%s", self._name, error.message)
                 self._epoch = 0
-                await asyncio.to_thread(self._fence)
+                await self._fence_all()
                 continue
             except DrainedError:
                 log.info("node_drained node=%s", self._name)
@@ -192,7 +200,7 @@ class NodeAgent:
                 return
             if self._is_unanswered:
                 self._is_unanswered = False
-                await asyncio.to_thread(self._fence)
+                await self._fence_all()
             failures = failures + 1 if time.monotonic() - started < 1.0 else 1
             if at_once:
                 failures -= 1
@@ -202,8 +210,15 @@ class NodeAgent:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
+    async def _fence_all(self) -> None:
+        """Fence, once nothing is copied between memory and disks any more."""
+        await self._copier.idle()
+        self._copier.forget_done()
+        await asyncio.to_thread(self._fence)
+
     def _fence(self) -> None:
-        self._segment.bump_generation()
+        for segment in (self._segment, *self._disks):
+            segment.bump_generation()
         self._server.fence()
         if self._engine is not None:
             self._engine.fence()
@@ -229,9 +244,14 @@ class NodeAgent:
                 takes_capabilities=self._server.takes_capabilities,
                 encrypts=self._server.encrypts,
             )
+            disks = [
+                disk.make_offer()._replace(fresh=disk.uuid in self._fresh_disks)
+                for disk in self._disks
+            ]
+            offers = [offer, *disks]
             join = NodeJoin(
                 name=self._name, host=self._host, protocol=PROTOCOL_VERSION,
-                resume_epoch=self._epoch, segments=[offer],
+                resume_epoch=self._epoch, segments=offers,
                 highest_epoch=max(self._epoch_max, segment.epoch),
                 cluster=self._owner.cluster or segment.owner.cluster, version=__version__,
                 clock_ms=uptime_ms(),
@@ -241,7 +261,7 @@ class NodeAgent:
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
             if accepted.epoch < self._epoch_max and is_plausible_epoch(self._epoch_max):
                 # This master may have granted extents meanwhile; those grants must not hold.
-                self._fresh, self._is_unanswered = False, True
+                self._not_fresh(is_unanswered=True)
                 raise UnavailableError(
                     f"the master at {master} has epoch {accepted.epoch}, but this node last "
                     f"joined a master with epoch {self._epoch_max}",
@@ -249,19 +269,20 @@ class NodeAgent:
                     f"{master} was set back. Check the clock and kvstore status.",
                 )
             self._epoch_max = accepted.epoch
-            segment.keep_epoch(accepted.epoch)
             owner = self._owner._replace(cluster=accepted.cluster or join.cluster)
-            if owner != segment.owner:
-                segment.keep_owner(owner)
+            for kept in (segment, *self._disks):
+                kept.keep_epoch(accepted.epoch)
+                if owner != kept.owner:
+                    kept.keep_owner(owner)
             self._masters.joined()
             self._reported_waiting = False
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
-            self._fresh = False
+            self._not_fresh()
             self._known = True
             log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
-                self._is_unreported = not offer.fresh
+                self._unreported = [n for n, each in enumerate(offers) if not each.fresh]
                 self._joined(accepted)
             answers = asyncio.Semaphore(CLAIMS_UNANSWERED_MAX)
             silence_s = accepted.dead_ms / 1000
@@ -276,14 +297,16 @@ class NodeAgent:
                 expected=KVStoreError,
             )
             telling = start_task("tell", self._send_inventory(link, answers), expected=KVStoreError)
+            copied = start_task("copied", self._send_copied(link), expected=KVStoreError)
             stopping = asyncio.create_task(self._stopping.wait())
-            tasks = (beating, reading, telling, stopping)
+            tasks = (beating, reading, telling, copied, stopping)
             self._is_joined = True
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
                     reading.cancel()
                     telling.cancel()
+                    copied.cancel()
                     await self._leave(link)
                     return
             finally:
@@ -293,7 +316,7 @@ class NodeAgent:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 if self._inventory is not None:  # one at a time: it may stamp what it finds
                     await asyncio.wait((self._inventory,))
-            for task in (reading, beating, telling):
+            for task in (reading, beating, telling, copied):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
             if not beating.cancelled():  # the certificate was renewed
@@ -308,12 +331,21 @@ class NodeAgent:
             return await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
         except (UnavailableError, TimeoutError) as error:
             if not join.resume_epoch:
-                self._fresh, self._is_unanswered = False, True
+                self._not_fresh(is_unanswered=True)
             if isinstance(error, UnavailableError):
                 raise
             raise UnavailableError(
                 f"the master has not answered a join for {JOIN_TIMEOUT_S:.0f} s"
             ) from None
+
+    def _not_fresh(self, *, is_unanswered: bool = False) -> None:
+        """Called once a master may have granted extents."""
+        self._fresh, self._is_unanswered = False, is_unanswered or self._is_unanswered
+        self._fresh_disks.clear()
+
+    async def _send_copied(self, link: NodeStream) -> None:
+        while True:
+            await self._send(link, await self._copier.next_done())
 
     async def _send(self, link: NodeStream, message: NodeMessage) -> None:
         async with self._sending:
@@ -324,7 +356,7 @@ class NodeAgent:
         which a removal waits for no reader of this memory."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await asyncio.to_thread(self._fence)
+                await self._fence_all()
                 await self._send(link, NodeLeave())
                 await link.done_sending()
                 while True:
@@ -364,22 +396,29 @@ class NodeAgent:
 
     async def _send_inventory(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
         """Reports the node's objects, if the master does not know them; then waits forever."""
-        if self._is_unreported:
+        while self._unreported:
+            number = self._unreported[0]
             started = time.monotonic()
             reported = found = 0
             is_first = True
-            async for chunk, total, last in self._chunks():
+            chunks = self._disk_chunks(self._disks[number - 1]) if number else self._chunks()
+            async for chunk, total, last in chunks:
                 await answers.acquire()
-                await self._send(link, inventory.claims(0, chunk, first=is_first, last=last))
+                await self._send(link, inventory.claims(number, chunk, first=is_first, last=last))
                 is_first = False
                 reported += len(chunk)
                 found += total
             for _ in range(CLAIMS_UNANSWERED_MAX):
                 await answers.acquire()
-            self._is_unreported = self._unverified = False
+            for _ in range(CLAIMS_UNANSWERED_MAX):
+                answers.release()
+            del self._unreported[0]
+            if not number:
+                self._unverified = False
             log.info(
-                "inventory_reported node=%s objects=%d corrupt=%d seconds=%.2f",
+                "inventory_reported node=%s medium=%s objects=%d corrupt=%d seconds=%.2f",
                 self._name,
+                "disk" if number else "memory",
                 reported,
                 found - reported,
                 time.monotonic() - started,
@@ -407,11 +446,33 @@ class NodeAgent:
                 good = checking.result()
             yield good, len(chunk), start + rows >= len(found)
 
+    async def _disk_chunks(
+        self, disk: DiskFile
+    ) -> AsyncIterator[tuple[list[inventory.Found], int, bool]]:
+        """As ``_chunks``, of a disk: what was used last comes first. Payloads are verified when
+        they are brought into memory."""
+        offsets = await asyncio.to_thread(disk.offsets)
+        for start in range(0, max(1, len(offsets)), HEADERS_PER_STEP):
+            headers = await asyncio.to_thread(
+                disk.headers, offsets[start : start + HEADERS_PER_STEP]
+            )
+            found = inventory.sort_for_report(headers)
+            is_end = start + HEADERS_PER_STEP >= len(offsets)
+            for at in range(0, max(1, len(found)), CLAIMS_PER_MESSAGE_MAX):
+                chunk = found[at : at + CLAIMS_PER_MESSAGE_MAX]
+                yield chunk, len(chunk), is_end and at + CLAIMS_PER_MESSAGE_MAX >= len(found)
+
     async def _process_master_messages(
         self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float
     ) -> None:
         """Processes the master's messages. It echoes heartbeats, so a silent master has ended."""
+        tasks: set[asyncio.Task[None]] = set()
+        """Orders for disks, each in the order of its messages."""
         while True:
+            for task in [each for each in tasks if each.done()]:
+                tasks.discard(task)
+                if (error := task.exception()) is not None:
+                    raise error
             try:
                 message = await asyncio.wait_for(link.receive(), silence_s)
             except TimeoutError:
@@ -429,10 +490,29 @@ class NodeAgent:
                 case MasterClaimsAck():
                     answers.release()
                 case MasterWipe():
+                    if (disk := self._copier.disk(message.uuid)) is not None:
+                        wiping = self._wipe_disk(link, disk, message)
+                        tasks.add(start_task("wipe", wiping, expected=KVStoreError))
+                        continue
+                    await self._copier.wait_for(message.uuid, message.offsets)
                     await self._wipe(message)
                     await self._send(link, NodeWipeDone(message.wipe_seq))
+                case MasterCopy():
+                    tasks.add(start_task("copy", self._copier.copy(message)))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
+
+    async def _wipe_disk(self, link: NodeStream, disk: DiskFile, request: MasterWipe) -> None:
+        """Wipes extents of a disk. One that cannot be wiped is not offered any more, because
+        removed objects would come back: the node joins again without it."""
+        try:
+            await self._copier.wipe(disk, request)
+        except OSError as error:
+            log.exception("disk_failed node=%s path=%s", self._name, disk.path)
+            if disk in self._disks:
+                self._disks.remove(disk)
+            raise SegmentUnmountedError(f"{disk.path}: {error}") from error
+        await self._send(link, NodeWipeDone(request.wipe_seq))
 
     async def _wipe(self, request: MasterWipe) -> None:
         """Wipes extents. First closes connections on which bytes of abandoned puts may still

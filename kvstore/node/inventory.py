@@ -27,8 +27,7 @@ from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
-from kvstore.memory.medium import Medium
-from kvstore.native import steps
+from kvstore.memory.medium import Medium, compute_header_mac
 from kvstore.runtime.formatting import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -56,7 +55,7 @@ class HeaderVerifier:
         self._rejected = 0
 
     def __call__(self, offset: int, header: Header, header_mac: bytes) -> bool:
-        is_valid = hmac.compare_digest(self._sign(offset, header), header_mac)
+        is_valid = hmac.compare_digest(compute_header_mac(self.key, offset, header), header_mac)
         self._rejected += not is_valid
         return is_valid
 
@@ -64,11 +63,6 @@ class HeaderVerifier:
         """The number of valid headers without a valid MAC since the last call."""
         rejected, self._rejected = self._rejected, 0
         return rejected
-
-    def _sign(self, offset: int, header: Header) -> bytes:
-        name, key, _, size, epoch, counter, _, _ = header
-        columns = [offset], [size], [epoch], [counter], [name], [key]
-        return steps.compute_header_macs({0: self.key}, [0], *columns)
 
 
 def build_inventory(segment: Medium, given_up: Collection[Attempt] = ()) -> list[Found]:

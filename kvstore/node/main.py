@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
-from kvstore.calls import MasterAccepted
+from kvstore.calls import DiskLimits, MasterAccepted
 from kvstore.config import DATA_PORTS, NodeConfig
 from kvstore.errors import (
     AddressInUseError,
@@ -28,6 +29,7 @@ from kvstore.http.access_control import AccessControl, HttpSecurity, load_securi
 from kvstore.http.serving import bind, request_limiter, serving
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
+from kvstore.memory.disk_file import DiskFile
 from kvstore.memory.header import SUPERBLOCK_BYTES, SegmentOwner
 from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
@@ -142,6 +144,10 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
+            disks: list[DiskFile] = []
+            for directory in filter(None, config.disk.split(",")):
+                disks.append(disk := _open_disk(config, directory, segment))
+                stack.callback(_close_disk, disk, served)
             if config.auth:
                 enable_header_macs(segment)
             else:
@@ -177,6 +183,7 @@ def run(
                         access,
                         secured,
                         credentials,
+                        disks,
                     )
                 )
             except KVStoreError:
@@ -194,7 +201,7 @@ async def _serve(
     config: NodeConfig, segment: Medium, server: DataServer, engine: EngineServer | None,
     descriptor_server: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
     copying: ReplicaCopier | None, listener: socket.socket | None, access: AccessControl,
-    secured: HttpSecurity, credentials: Credentials | None,
+    secured: HttpSecurity, credentials: Credentials | None, disks: Sequence[DiskFile],
 ) -> bool:  # fmt: skip
     """Serves until the node is stopped; returns whether it was drained. ``served`` gets the reply
     to the last join."""
@@ -219,7 +226,7 @@ async def _serve(
         address=address, engine=engine, descriptor_server=descriptor_server,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined, waiting=waiting, repair=(lambda: None) if copying is None else copying.wake,
-        credentials=credentials,
+        credentials=credentials, disks=disks,
     )  # fmt: skip
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
@@ -303,6 +310,38 @@ def _named(
         except _UnusableSegmentError:
             unusable.add(name)
             name = free_node_name(base, owner, unusable)
+
+
+def _open_disk(config: NodeConfig, directory: str, segment: Medium) -> DiskFile:
+    """Attach the node's file in this directory, or create it. Errors as of memory."""
+    if not os.path.isdir(directory):
+        raise StartupError(
+            f"--disk {directory} is not a directory", advice=f"mkdir {directory}", path=directory
+        )
+    path = os.path.join(directory, f"kvstore.{segment.node}")
+    started = time.monotonic()
+    owner = segment.owner
+    disk = DiskFile.attach(
+        path, segment.node, config.disk_size, owner=owner, adopt=config.adopt,
+        discard=config.discard, private=bool(config.auth),
+    ) or DiskFile.create(path, segment.node, config.disk_size, owner=owner)  # fmt: skip
+    if config.auth:
+        disk.keep_private()
+    else:
+        unlink_own(disk.private_path)
+    disk.limits = DiskLimits(
+        config.disk_write_rate, int(config.disk_size * config.disk_writes_per_day)
+    )
+    log.info(
+        "disk_ready node=%s path=%s bytes=%d attached=%s seconds=%.2f", segment.node, path,
+        disk.size, disk.attached, time.monotonic() - started,
+    )  # fmt: skip
+    return disk
+
+
+def _close_disk(disk: DiskFile, served: Sequence[MasterAccepted]) -> None:
+    """Keep the file, unless it is new and no master has accepted the node."""
+    disk.close(unlink=not (served or disk.attached))
 
 
 class _Medium(NamedTuple):

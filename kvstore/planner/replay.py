@@ -103,7 +103,9 @@ class Replay:
         found = reply.matches[0]
         matched = found.matched
         if found.on_disk:
-            matched -= found.on_disk - self._bring(namespace, keys[matched - found.on_disk : matched])
+            matched -= found.on_disk - self._bring(
+                namespace, keys[matched - found.on_disk : matched]
+            )
         self.hits += matched
         for start in range(matched, len(keys), PUT_KEYS_MAX):
             part = keys[start : start + PUT_KEYS_MAX]
@@ -201,7 +203,6 @@ class Replay:
             if not self._state.has_work:
                 return
             self._state.work(self._now_ms)
-
 
     def _on_order(self, order: calls.MasterMessage) -> None:
         """Carry out an order at once, as the node."""

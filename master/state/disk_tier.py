@@ -56,7 +56,7 @@ COUNTED_BYTES_MIN: Final = 64 << 10
 BRINGING_SHIFT: Final = 2
 """Bytes on their way to memory: at most a quarter of the node's."""
 
-BROUGHT_MS: Final = 1_000
+BROUGHT_MS: Final = 100
 """For how long a brought object is protected for the query that waits for it."""
 
 VICTIMS_PER_STEP: Final = 64

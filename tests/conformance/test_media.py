@@ -17,7 +17,7 @@ from kvstore.device import drivers
 from kvstore.errors import ClusterMismatchError, ConfigError, LeftOverMemoryError
 from kvstore.limits import Key, Namespace
 from kvstore.memory import medium as medium_module
-from kvstore.memory.file_segment import FileSegment
+from kvstore.memory.disk_file import DiskFile
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, SegmentOwner, pack_into
 from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
@@ -51,12 +51,12 @@ class Maker:
         if self.kind == "device":
             return DeviceSegment.on(FAKE, NAME, size, owner=owner)
         if self.kind == "file":
-            return FileSegment.create(self.path, NAME, size, owner=owner)
+            return DiskFile.create(self.path, NAME, size, owner=owner)
         return OwnedSegment.create(NAME, size, owner=owner)
 
     def attach(self, size: int = SIZE, **options: Any) -> Medium | None:
         if self.kind == "file":
-            return FileSegment.attach(self.path, NAME, size, **options)
+            return DiskFile.attach(self.path, NAME, size, **options)
         return OwnedSegment.attach(NAME, size, **options)
 
 
@@ -106,6 +106,8 @@ def put(medium: Medium, offset: int, counter: int, payload: bytes = b"payload" *
     head = bytearray(HEADER_BYTES)
     pack_into(head, header(counter, payload), medium.seed, offset)
     write(medium, offset, (bytes(head) + payload)[: medium.size - offset])
+    if isinstance(medium, DiskFile):
+        medium.note_use(offset)
 
 
 def offsets(medium: Medium) -> list[int]:
@@ -158,12 +160,17 @@ def test_ranges_are_read_as_written(medium: Medium) -> None:
 
 def test_scans_find_valid_headers_alone(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medium_module, "SCAN_BYTES", 64 << 10)
-    placed = [SUPERBLOCK_BYTES, 64 << 10, MIB, SIZE - 2 * HEADER_BYTES]
+    step = medium.traits.alignment
+    placed = [SUPERBLOCK_BYTES, 64 << 10, MIB, SIZE - 4 * step]
     for counter, offset in enumerate(placed):
         put(medium, offset, counter)
-    put(medium, SIZE - HEADER_BYTES, 9)  # its payload would end outside
+    put(medium, SIZE - step, 9, bytes(step))  # its payload would end outside
     write(medium, 2 * MIB, read(medium, MIB, HEADER_BYTES))  # copied from another offset
+    if isinstance(medium, DiskFile):
+        medium.note_use(2 * MIB)
     assert offsets(medium) == placed
+    if isinstance(medium, DiskFile):
+        return  # only its node writes to it
     medium.header_filter = lambda offset, header, mac: offset == MIB
     assert offsets(medium) == [MIB]
 
