@@ -26,11 +26,21 @@ from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.background_jobs import BackgroundJobs
 from kvstore.master.state.background_sweep import BackgroundSweeper
 from kvstore.master.state.candidates import CandidateQueue, EvictionCandidates, SweepCursor
+from kvstore.master.state.disk_index import Disk, DiskIndex
+from kvstore.master.state.disk_tier import COUNTED_BYTES_MIN, DiskTier
 from kvstore.master.state.eviction import SortedRecordQueue
 from kvstore.master.state.expiry_index import NO_END_MS, ExpiryIndex
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.grant_manager import GrantManager
-from kvstore.master.state.grants import AllocationGrant, CopyGrant, PendingGrants, PutGrant
+from kvstore.master.state.grants import (
+    AllocationGrant,
+    BringGrant,
+    CopyGrant,
+    DiskGrant,
+    DiskWriteGrant,
+    PendingGrants,
+    PutGrant,
+)
 from kvstore.master.state.inventory import IntervalSet
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
@@ -77,7 +87,7 @@ def granted_ranges(pending: PendingGrants) -> Iterator[Range]:
             yield segment, offset, put.length
     for residue, _ in _quarantined(pending):
         for segment, offset in residue.extents:
-            yield segment, offset, extent_bytes(residue.size)
+            yield segment, offset, segment.extent_bytes(residue.size)
 
 
 def _quarantined(pending: PendingGrants) -> list[tuple[StaleExtents, Tenant | None]]:
@@ -450,15 +460,15 @@ def _(it: RepairQueue) -> None:
 @check_invariants.register
 def _(it: GrantManager) -> None:
     check_invariants(it._pending)
-    copies = [put for put in it._pending if isinstance(put, CopyGrant)]
+    copies = [put for put in it._pending if isinstance(put, CopyGrant | DiskGrant)]
     known = [put for puts in it.copies.values() for put in puts]
     assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
     assert all(it.copies.values())
-    repairs = [put for put in copies if put.repairs]
+    repairs = [put for put in copies if isinstance(put, CopyGrant) and put.repairs]
     assert it._repairs.copies == len(repairs)
     assert it._repairs.copied_bytes == sum(put.size for put in repairs)
     assert all(len(put.extents) == 1 and not put.missing for put in repairs)
-    puts = [put for put in it._pending if isinstance(put, PutGrant)]
+    puts = [put for put in it._pending if isinstance(put, PutGrant | BringGrant)]
     writers = {put.token: put.record for put in puts}
     for record in it._common.forest.records():
         assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
@@ -499,15 +509,75 @@ def _(it: WaitingPuts) -> None:
 
 
 @check_invariants.register
+def _(it: DiskIndex, pending: PendingGrants, others: Iterable[Range]) -> None:
+    """``others``: extents that no copy owns."""
+    used: dict[MountedSegment, list[tuple[int, int]]] = {d.segment: [] for d in it.disks.values()}
+    objects: Counter[Disk] = Counter()
+    size: Counter[Disk] = Counter()
+    for namespace, table in it._tables.items():
+        assert table
+        for key, copy in table.items():
+            assert (copy.namespace, copy.key) == (namespace, key)
+            disk = copy.disk
+            objects[disk] += 1
+            size[disk] += copy.size
+            places = sum(each is copy for each in disk.queue)
+            assert places == copy.voids + (copy not in disk.in_memory), "places in the queue"
+            if disk.segment.alive:
+                used[disk.segment].append((copy.offset, disk.segment.extent_bytes(copy.size)))
+    for segment, offset, length in others:
+        if segment in used:
+            used[segment].append((offset, length))
+    writes = [put for put in pending if isinstance(put, DiskWriteGrant)]
+    for disk in it.disks.values():
+        assert (disk.objects, disk.payload_bytes) == (objects[disk], size[disk])
+        counted = [max(p.length, COUNTED_BYTES_MIN) for p in writes if p.disk is disk]
+        assert disk.writing_bytes == sum(counted), "bytes on their way to a disk"
+        check_invariants(disk.segment.allocator)
+        ranges = used[disk.segment]
+        if not disk.failures:  # extents that could not be written are lost
+            reached = disk.segment.allocator.start
+            for offset, length in sorted(ranges + holes(disk.segment.allocator)):
+                assert offset == reached, f"bytes lost or given twice at {reached} of a disk"
+                reached += length
+            assert reached == disk.segment.allocator.end
+
+
+@check_invariants.register
+def _(it: DiskTier) -> None:
+    bringing: Counter[Disk] = Counter()
+    copies = {copy for table in it._index._tables.values() for copy in table.values()}
+    for copy in copies | set(it._to_bring):
+        if copy.brought_by:
+            bringing[copy.disk] += copy.size
+    for disk in it._index.disks.values():
+        assert disk.bringing_bytes >= bringing[disk]
+    for record in it._forest.records():
+        copy = it._index.get(record.namespace, record.key)
+        if copy is not None and record.complete:
+            assert (copy.epoch, copy.counter) == (record.epoch, record.counter), "two versions"
+            assert copy in copy.disk.in_memory
+    for copy in copies:
+        if copy in copy.disk.in_memory and copy.disk.segment.alive:
+            record = it._forest.get(copy.namespace, copy.key)
+            assert record is not None
+            assert record.segment is not None, "not in memory"
+    _check_due(it._common.jobs, background_jobs.BRING, bool(it._to_bring))
+
+
+@check_invariants.register
 def _(it: MasterState) -> None:
     check_invariants(it.membership)
     check_invariants(it.reclaim)
     ranges = [*granted_ranges(it.pending), *removed_ranges(it.reclaim), *_gaps(it.returning)]
-    check_invariants(it.pool, ranges)
+    check_invariants(it.pool, [each for each in ranges if not each[0].is_disk])
+    check_invariants(it.pool.disks, it.pending, ranges)
+    check_invariants(it.tier)
     held: Counter[MountedSegment] = Counter()
     for segment, _, length in (*granted_ranges(it.pending), *removed_ranges(it.reclaim)):
         held[segment] += length
-    for segment in it.pool.segments.values():
+    disks = [disk.segment for disk in it.pool.disks.disks.values()]
+    for segment in (*it.pool.segments.values(), *disks):
         counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
         assert min(counted) >= 0
         assert sum(counted) == held[segment]
@@ -527,7 +597,7 @@ def _(it: MasterState) -> None:
     if isinstance(it.pool.tenants, TenantAccounting):
         _check_tenants(it, it.pool.tenants)
     mounted = [s for segments in it.membership.segments.values() for s in segments]
-    assert {id(s) for s in mounted} == {id(s) for s in it.pool.segments.values()}
+    assert {id(s) for s in mounted} == {id(s) for s in (*it.pool.segments.values(), *disks)}
 
 
 def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
@@ -536,16 +606,17 @@ def _check_tenants(it: MasterState, tenants: TenantAccounting) -> None:
     used = sum(s.capacity - s.allocator.free_bytes for s in it.pool.segments.values())
     gone = sum(s.reclaim_bytes for s in it.pool.segments.values())
     gone += sum(
-        extent_bytes(residue.size) * sum(segment.alive for segment, _ in residue.extents)
+        extent_bytes(residue.size)
+        * sum(segment.alive and not segment.is_disk for segment, _ in residue.extents)
         for residue, owner in _quarantined(it.pending)
         if owner is None
     )
     copies = sum(
         put.length * sum(segment.alive for segment, _ in put.extents)
         for put in it.pending
-        if isinstance(put, CopyGrant)
+        if isinstance(put, CopyGrant | BringGrant)
     )
-    gaps = sum(length for segment, _, length in _gaps(it.returning) if segment.alive)
+    gaps = sum(length for s, _, length in _gaps(it.returning) if s.alive and not s.is_disk)
     held = sum(tenant.size for tenant in tenants)
     assert held + copies + gone + gaps == used, "bytes of tenants"
     if not it.has_work:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore import calls
-from kvstore.calls import NO_VERSION, PutOutcome, Version
+from kvstore.calls import NO_VERSION, CopyOutcome, PutOutcome, Version
 from kvstore.calls.tenants import TenantRule
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
@@ -35,6 +35,8 @@ HIGHEST = EPOCH + 1_000
 EXTENT = 4096
 BLOCK = EXTENT - HEADER_BYTES
 """Payload bytes of a block."""
+
+NO_LIMITS = calls.DiskLimits(0, 0)
 
 NAMESPACE = Namespace("model")
 STEP_MS = 250
@@ -91,6 +93,13 @@ class Cluster:
         self.takes_capabilities = False
         """Of nodes that join."""
         self.orders: list[tuple[int, calls.MasterWipe]] = []  # not done yet, with their session
+        self.copies_at_once = True
+        self.copies: list[tuple[int, calls.MasterCopy]] = []
+        """Not done yet, with their session."""
+        self.wiped_before: dict[int, list[tuple[int, calls.MasterWipe]]] = {}
+        """The wipes that were not done when copies were ordered, by their first token."""
+        self.on_disk: dict[tuple[bytes, int], Version] = {}
+        """The headers on disks, by uuid and offset."""
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
         self.hangups: list[int] = []
         self.notices: list[str] = []
@@ -114,6 +123,8 @@ class Cluster:
         resume: bool = False,
         tells: bool = True,
         mark: Version = NO_VERSION,
+        disk: int = 0,
+        limits: calls.DiskLimits = NO_LIMITS,
     ) -> calls.MasterAccepted:
         """
         Args:
@@ -124,6 +135,8 @@ class Cluster:
             resume: after a broken stream.
             tells: that this memory holds nothing; else the test tells what it holds.
             mark: that it has kept.
+            disk: bytes of a disk; 0: it has none.
+            limits: of the disk.
         """
         if not again and not resume:
             self.offers[name] = [
@@ -140,6 +153,14 @@ class Cluster:
                 )
                 for index, count in enumerate(blocks)
             ]
+            if disk:
+                first, number = self.offers[name][0], len(blocks)
+                self.offers[name].append(
+                    first._replace(
+                        size=SUPERBLOCK_BYTES + disk, shm_name="", address="", disk=limits,
+                        uuid=f"{name}{number}-{len(self.segments)}".encode().ljust(16),
+                    )
+                )  # fmt: skip
         offers = [
             offer._replace(fresh=not again, removal_watermark=mark) for offer in self.offers[name]
         ]
@@ -192,14 +213,53 @@ class Cluster:
             self._settle()
         return suspects
 
-    def wipe(self) -> None:
-        """The nodes do what they were ordered to."""
-        orders, self.orders = self.orders, []
+    def wipe(self, orders: list[tuple[int, calls.MasterWipe]] | None = None) -> None:
+        """The nodes do what they were ordered to, by default all; what is being copied to the same
+        extents is copied first."""
+        orders = self.orders if orders is None else orders
+        self.orders = [order for order in self.orders if order not in orders]
+        wiped = {(order.uuid, offset) for _, order in orders for offset in order.offsets}
+        if any((c.to_uuid, offset) in wiped for _, c in self.copies for offset in c.to_offsets):
+            self.copy()
         for session, order in orders:
+            for row in zip(order.offsets, order.epochs, order.counters, strict=True):
+                if self.on_disk.get((order.uuid, row[0])) == row[1:]:
+                    del self.on_disk[order.uuid, row[0]]
             self.state.nodes.on_node_message(
                 self.now_ms, session, calls.NodeWipeDone(order.wipe_seq)
             )
         self._settle()
+
+    def copy(self, outcome: CopyOutcome = CopyOutcome.DONE) -> int:
+        """The nodes copy what they were ordered to, or fail to, after the wipes that they were
+        ordered before. Returns how many objects."""
+        orders, self.copies = self.copies, []
+        for session, order in orders:
+            earlier = self.wiped_before.pop(order.tokens[0], [])
+            self.wipe([each for each in earlier if each in self.orders])
+            outcomes = []
+            versions = map(Version, order.epochs, order.counters)
+            rows = zip(order.from_offsets, order.to_offsets, versions, strict=True)
+            for source, target, version in rows:
+                is_disk = (order.from_uuid, source) in self.on_disk
+                outcomes.append(outcome)
+                if outcome is not CopyOutcome.DONE:
+                    continue
+                if is_disk:
+                    assert self.on_disk[order.from_uuid, source] == version, "another object"
+                elif any(
+                    offer.uuid == order.from_uuid and offer.disk
+                    for offers in self.offers.values()
+                    for offer in offers
+                ):
+                    outcomes[-1] = CopyOutcome.CHANGED
+                else:
+                    assert (order.to_uuid, target) not in self.on_disk, "not wiped"
+                    self.on_disk[order.to_uuid, target] = version
+            done = calls.NodeCopied(order.tokens, list(map(int, outcomes)))
+            self.state.nodes.on_node_message(self.now_ms, session, done)
+        self._settle()
+        return sum(len(order.tokens) for _, order in orders)
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -326,6 +386,24 @@ class Cluster:
         reply = self.state.asking.lookup(self.now_ms, calls.Lookup(NAMESPACE, keys_of(names)))
         return self._nodes_of(reply.placements)
 
+    def find(self, names: str | Iterable[str]) -> list[str] | int:
+        """``lookup``, which brings what is on a disk only: the keys found; or the reply id."""
+        names = list(names)
+        request = calls.Lookup(NAMESPACE, keys_of(names))
+        result = self.state.asking.find(self.now_ms, request)
+        self.work()
+        if isinstance(result, DeferredReply):
+            if result.reply_id not in self.answers:
+                return result.reply_id
+            result = self.answers.pop(result.reply_id)
+        return self.found(names, result)
+
+    @staticmethod
+    def found(names: Iterable[str], reply: object) -> list[str]:
+        assert isinstance(reply, calls.LookupReply)
+        pairs = zip(names, reply.placements.replicas, strict=True)
+        return [name for name, replicas in pairs if replicas]
+
     def present(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> str:
         """Those that are complete; nothing is leased."""
         reply = self.state.asking.exists(self.now_ms, calls.Exists(namespace, keys_of(names)))
@@ -414,6 +492,9 @@ class Cluster:
                         self.answers[ticket] = result
                     case SendToNode(session, calls.MasterWipe() as order):
                         self.orders.append((session, order))
+                    case SendToNode(session, calls.MasterCopy() as copies):
+                        self.copies.append((session, copies))
+                        self.wiped_before[copies.tokens[0]] = self.orders[:]
                     case CloseSession(session):
                         self.hangups.append(session)
                     case LogClusterEvent(event):
@@ -423,3 +504,5 @@ class Cluster:
                         pass
             if self.wipes_at_once:
                 self.wipe()
+            if self.copies_at_once and self.copies:
+                self.copy()

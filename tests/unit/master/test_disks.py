@@ -1,0 +1,312 @@
+"""Objects are written behind to a disk of their node, and brought back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import CopyOutcome, DiskLimits, Version
+from kvstore.errors import NoSpaceError
+from kvstore.limits import Key
+from kvstore.master.state.inventory import Claim
+from kvstore.master.state.rules import MasterRules
+from tests.support.invariants import check_invariants
+from tests.unit.master.cluster import EXTENT, NAMESPACE, NO_LIMITS, Cluster, keys_of
+
+SIZE = 2 * EXTENT - 1024
+"""Payload bytes: an object takes two blocks."""
+MEMORY, DISK = 32, 64
+"""Objects that fit."""
+ALL = [f"k{index}" for index in range(60)]
+
+
+def with_disk(limits: DiskLimits = NO_LIMITS, disk: int = DISK) -> Cluster:
+    cluster = Cluster({}, MasterRules())
+    cluster.join("one", 2 * MEMORY, disk=2 * disk * EXTENT, limits=limits)
+    return cluster
+
+
+def fill(cluster: Cluster, names: list[str] = ALL, **given: object) -> None:
+    """Puts each, as an engine does: with time for the disk between them."""
+    for name in names:
+        cluster.put([name], size=SIZE, **given)
+        cluster.after(1)
+    check_invariants(cluster.state)
+
+
+def in_memory(cluster: Cluster) -> list[str]:
+    table = cluster.state.forest.table(NAMESPACE)
+    assert table is not None
+    return [record.key.decode() for record in table if record.complete]
+
+
+def claims_of(cluster: Cluster, names: list[str]) -> list[Claim]:
+    """What a node finds on its disk."""
+    copies = [cluster.state.pool.disks.get(NAMESPACE, key) for key in keys_of(names)]
+    return [
+        Claim((NAMESPACE, c.key), c.parent, c.size, Version(c.epoch, c.counter), c.offset)
+        for c in copies
+        if c is not None
+    ]
+
+
+def test_what_is_evicted_is_found_on_the_disk_and_comes_back() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    gone = [name for name in ALL if name not in in_memory(cluster)]
+    assert len(gone) >= len(ALL) - MEMORY
+    assert cluster.present(ALL) == "".join(ALL)
+    for name in gone:
+        assert cluster.find([name]) == [name]
+        assert name in in_memory(cluster)
+        cluster.after(200)
+    check_invariants(cluster.state)
+
+
+def test_a_match_counts_what_is_on_the_disk_and_brings_it_if_asked_to() -> None:
+    cluster = with_disk()
+    cluster.put(ALL[:20], size=SIZE)
+    fill(cluster, ALL[20:])
+    match = calls.MatchPrefix([NAMESPACE], keys_of(ALL[:20]), placements=False)
+    [found] = cluster.state.asking.match_prefix(cluster.now_ms, match).matches
+    assert found.matched == 20
+    assert found.on_disk == 20 - len(set(ALL[:20]) & set(in_memory(cluster))) > 0
+    cluster.state.asking.match_prefix(cluster.now_ms, match._replace(bring=True))
+    cluster.work()
+    assert cluster.match(ALL[:8], placements=True) == 8
+    check_invariants(cluster.state)
+
+
+def test_a_chain_is_written_from_its_root_on() -> None:
+    cluster = with_disk()
+    cluster.copies_at_once = False
+    cluster.put(ALL[:4], size=SIZE)
+    for name in ALL[4:MEMORY]:
+        cluster.put([name], size=SIZE)
+    cluster.after(100)
+    order = cluster.copies[0][1]
+    versions = [cluster.stat(name).version for name in ALL[:4]]
+    assert list(order.counters)[:4] == [version.counter for version in versions]
+
+
+def test_a_put_does_not_wait_for_the_disk() -> None:
+    cluster = with_disk()
+    cluster.copies_at_once = False
+    fill(cluster)
+    assert len(in_memory(cluster)) <= MEMORY
+    cluster.after(30_000)  # the grants expire
+    cluster.after(30_000)
+    check_invariants(cluster.state)
+
+
+def test_a_query_waits_for_the_disk_no_longer_than_agreed() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
+    cluster.copies_at_once = False
+    reply_id = cluster.find([gone])
+    assert isinstance(reply_id, int)
+    cluster.after(cluster.rules.bring_ms_max)
+    assert cluster.found([gone], cluster.answers.pop(reply_id)) == []
+    cluster.copy()
+    assert cluster.find([gone]) == [gone]
+    check_invariants(cluster.state)
+
+
+@pytest.mark.parametrize("outcome", [CopyOutcome.CORRUPT, CopyOutcome.CHANGED, CopyOutcome.FAILED])
+def test_a_copy_that_cannot_be_brought_is_a_miss(outcome: CopyOutcome) -> None:
+    cluster = with_disk()
+    fill(cluster)
+    [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
+    cluster.copies_at_once = False
+    reply_id = cluster.find([gone])
+    assert isinstance(reply_id, int)
+    cluster.copy(outcome)
+    cluster.work()
+    assert cluster.found([gone], cluster.answers.pop(reply_id)) == []
+    assert cluster.present([gone]) == ""
+    check_invariants(cluster.state)
+
+
+def test_a_disk_with_three_errors_is_not_used_any_more() -> None:
+    cluster = with_disk()
+    cluster.copies_at_once = False
+    fill(cluster, ALL[:MEMORY])
+    while "disk_failed" not in cluster.notices:
+        assert cluster.copies
+        cluster.copy(CopyOutcome.FAILED)
+        cluster.work()
+    cluster.copies.clear()
+    fill(cluster, ALL[MEMORY:])
+    assert not cluster.copies
+    check_invariants(cluster.state)
+
+
+def test_what_is_removed_is_gone_from_the_disk_before_the_reply() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    claims = claims_of(cluster, ALL)
+    cluster.wipes_at_once = False
+    result = cluster.remove_later(ALL[:1])
+    assert not isinstance(result, calls.RemoveReply), "before the wipe"
+    assert cluster.present(ALL[:1]) == ""
+    cluster.wipe()
+    assert isinstance(cluster.reply(result), calls.RemoveReply)
+    assert all(version != claims[0].version for version in cluster.on_disk.values())
+    cluster.wipes_at_once = True
+    while cluster.clear(16).remaining:
+        cluster.after(10)
+    assert not cluster.on_disk
+    assert cluster.present(ALL) == ""
+    check_invariants(cluster.state)
+
+
+@pytest.mark.parametrize("direction", ["write", "bring"])
+def test_what_is_removed_while_it_is_copied_does_not_come_back(direction: str) -> None:
+    cluster = with_disk()
+    fill(cluster, ALL[: MEMORY - 4])
+    if direction == "bring":
+        fill(cluster, ALL[MEMORY - 4 :])
+    cluster.copies_at_once = False
+    if direction == "bring":
+        name = next(each for each in ALL if each not in in_memory(cluster))
+        assert isinstance(cluster.find([name]), int)
+    else:
+        fill(cluster, ALL[MEMORY - 4 : MEMORY])
+        token = cluster.copies[0][1].counters[0]
+        name = next(each for each in ALL if cluster.stat(each).version.counter == token)
+    assert cluster.remove([name]) == [1]
+    cluster.copy()
+    cluster.work()
+    assert cluster.present([name]) == ""
+    cluster.after(60_000)
+    check_invariants(cluster.state)
+
+
+def test_a_full_disk_evicts_the_oldest_and_has_them_wiped() -> None:
+    cluster = with_disk()
+    names = [f"n{index}" for index in range(3 * DISK)]
+    fill(cluster, names)
+    cluster.after(1_000)
+    present = [name for name in names if cluster.present([name])]
+    assert len(present) > DISK
+    assert present[-DISK:] == names[-DISK:]
+    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    assert len(cluster.on_disk) == disk.objects
+    check_invariants(cluster.state)
+
+
+def test_an_object_that_is_replaced_loses_its_copy() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
+    before = cluster.state.pool.disks.get(NAMESPACE, Key(gone.encode()))
+    assert before is not None
+    cluster.put([gone], size=SIZE, overwrite=True)
+    assert Version(before.epoch, before.counter) not in cluster.on_disk.values()
+    check_invariants(cluster.state)
+
+
+def test_a_short_budget_keeps_out_what_was_used_least() -> None:
+    day = 8 * 2 * EXTENT
+    cluster = with_disk(DiskLimits(0, day))
+    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    disk.budget._days = 0.4 * disk.budget._capacity
+    fill(cluster)
+    assert not disk.written_objects, "nothing was used twice"
+    disk.budget._days = 0.9 * disk.budget._capacity
+    fill(cluster, [f"m{index}" for index in range(10)])
+    assert disk.written_objects
+
+
+def test_a_limited_rate_is_kept() -> None:
+    per_s = 4 * 2 * EXTENT
+    cluster = with_disk(DiskLimits(per_s, 0))
+    fill(cluster)
+    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    assert disk.written_objects <= 5
+    for name in ALL:
+        cluster.put([f"later-{name}"], size=SIZE)
+        cluster.after(50)
+    assert 10 <= disk.written_objects <= 5 + 4 * 4
+
+
+def test_a_node_that_returns_brings_its_disk_with_it() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    everything = claims_of(cluster, ALL)
+    assert len(everything) >= len(ALL) - MEMORY
+    cluster.kill("one")
+    assert cluster.present(ALL) == ""
+    # The memory is lost, as after a power failure: all that is left is on the disk.
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", index=0)
+    cluster.tell("one", *everything, index=1)
+    cluster.after(cluster.rules.lease_ms + 1_000)
+    names = [claim.name[1].decode() for claim in everything]
+    assert cluster.present(names) == "".join(names)
+    assert cluster.find(names[:4]) == names[:4]
+    check_invariants(cluster.state)
+
+
+def test_what_was_removed_while_the_disk_was_away_stays_removed() -> None:
+    cluster = with_disk()
+    cluster.join("two", 8)
+    fill(cluster, ALL[:40])
+    everything = claims_of(cluster, ALL)
+    cluster.kill("one")
+    removed = everything[0].name[1].decode()
+    cluster.remove([removed])
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", index=0)
+    cluster.tell("one", *everything, index=1)
+    assert cluster.present([removed]) == ""
+    assert everything[0].version not in cluster.on_disk.values()
+    check_invariants(cluster.state)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_no_byte_is_lost_and_nothing_removed_returns(seed: int) -> None:
+    rand = random.Random(seed)
+    cluster = with_disk(disk=24)
+    removed: dict[str, Version] = {}
+    outcomes = [CopyOutcome.DONE] * 6 + [CopyOutcome.CORRUPT, CopyOutcome.CHANGED]
+    for _ in range(300):
+        step = rand.random()
+        chain = rand.randrange(10)
+        blocks = [f"c{chain}-{block}" for block in range(rand.randint(1, 6))]
+        cluster.copies_at_once = step < 0.5
+        cluster.wipes_at_once = step < 0.8 or step > 0.9
+        if step < 0.45:
+            try:
+                result = cluster.start_or_wait(blocks, size=SIZE, overwrite=step < 0.05)
+            except NoSpaceError:
+                continue
+            if isinstance(result, calls.Grants):
+                cluster.end(result)
+        elif step < 0.6:
+            cluster.find(blocks)
+        elif step < 0.65:
+            cluster.match(blocks)
+        elif step < 0.75 and blocks:
+            name = rand.choice(blocks)
+            copy = cluster.state.pool.disks.get(NAMESPACE, Key(name.encode()))
+            if copy is not None:
+                removed[name] = Version(copy.epoch, copy.counter)
+            cluster.remove_later([name])
+        elif step < 0.85:
+            cluster.copy(rand.choice(outcomes))
+        elif step < 0.9:
+            cluster.wipe()
+        else:
+            cluster.after(rand.choice([1, 100, 2_000, 40_000]))
+        cluster.work()
+        check_invariants(cluster.state)
+    cluster.wipes_at_once = cluster.copies_at_once = True
+    cluster.wipe()
+    cluster.copy()
+    cluster.after(120_000)
+    check_invariants(cluster.state)
+    assert not set(removed.values()) & set(cluster.on_disk.values())
