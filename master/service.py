@@ -72,6 +72,8 @@ OUTBOX_MAX: Final = 4_096
 WARNED: Final = frozenset(
     (
         "corrupt_object",
+        "disk_copy_corrupt",
+        "disk_failed",
         "guarantees_exceed_pool",
         "node_dead",
         "node_shm_entry_missing",

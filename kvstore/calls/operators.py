@@ -53,6 +53,31 @@ class SegmentStatus(NamedTuple):
     """Whether its inventory is still being reported; nothing is granted meanwhile."""
 
 
+class DiskStatus(NamedTuple):
+    """A disk of a node, in bytes."""
+
+    segment_id: int
+    size: int
+    """Size of the file."""
+    used: int
+    """Bytes in extents that are not free: copies, copies in progress, and wipes in progress."""
+    objects: int
+    """Objects with a copy on the disk; those in memory, too, are among them."""
+    copied: int
+    """Payload bytes of these objects."""
+    written: int
+    """Payload bytes written since the node joined this master."""
+    brought: int
+    """Payload bytes brought back into memory since then."""
+    budget: int
+    """Bytes that may be written now, as if the file were written at most ``--disk-writes-per-day``;
+    the size of the file if there is no limit."""
+    failed: bool = False
+    """Whether it is not used any more, after three errors within a minute."""
+    reports: bool = False
+    """Whether its inventory is still being reported."""
+
+
 class NodeStatus(NamedTuple):
     name: str
     host: str
@@ -77,6 +102,7 @@ class NodeStatus(NamedTuple):
     and transfer engines do not use that port."""
     written_bytes: int = 0
     """Bytes written by clients over that port."""
+    disks: Sequence[DiskStatus] = ()
 
     @property
     def size(self) -> int:

@@ -166,6 +166,10 @@ def nodes_of(found: ClusterStatus) -> Table | str:
     several = set(media.values()) != {"host"}
     if several:
         nodes.add_column("memory", overflow="fold")
+    disks = any(node.disks for node in found.nodes)
+    if disks:
+        nodes.add_column("on disk", justify="right")
+        nodes.add_column("of", justify="right")
     for node in found.nodes:
         nodes.add_row(
             node.name,
@@ -175,6 +179,7 @@ def nodes_of(found: ClusterStatus) -> Table | str:
             duration_text(node.silent_ms),
             *([node.version or "not known"] if differ else []),
             *([media[node.name]] if several else []),
+            *(_disk_sizes(node) if disks else []),
         )
     return nodes
 
@@ -196,11 +201,17 @@ def _state(node: NodeStatus) -> str:
         words.append("unreachable")
     if node.shm_entry_missing:
         words.append("entry gone")
-    if any(segment.reports for segment in node.segments):
+    if any(disk.failed for disk in node.disks):
+        words.append("disk failed")
+    if any(segment.reports for segment in (*node.segments, *node.disks)):
         words.append("reports its objects")
     elif ready_ms := max((segment.ready_ms for segment in node.segments), default=0):
         words.append(f"takes puts in {duration_text(ready_ms)}")
     return ", ".join(words)
+
+
+def _disk_sizes(node: NodeStatus) -> list[str]:
+    return [size_text(sum(getattr(disk, of) for disk in node.disks)) for of in ("used", "size")]
 
 
 def _media(node: NodeStatus) -> str:

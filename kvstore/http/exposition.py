@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus, TenantStatus
 from kvstore.calls.no_space_messages import CAUSES
-from kvstore.http.families import MASTER, OF_COUNTERS, OF_SEGMENT, STORE, Family
+from kvstore.http.families import MASTER, OF_COUNTERS, OF_DISK, OF_SEGMENT, STORE, Family
 from kvstore.runtime import logs
 from kvstore.runtime.histograms import cumulative
 
@@ -166,6 +166,11 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         for node in status.nodes
         for segment in node.segments
     }
+    disks = {
+        (node.name, str(number)): disk
+        for node in status.nodes
+        for number, disk in enumerate(node.disks)
+    }
     states = Counter(node.state for node in status.nodes)
     joined = {node.name for node in status.nodes}
     states["dead"] = sum(
@@ -176,6 +181,10 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         **{
             name: {place: getattr(segment, field) for place, segment in segments.items()}
             for name, field in OF_SEGMENT.items()
+        },
+        **{
+            name: {place: int(getattr(disk, field)) for place, disk in disks.items()}
+            for field, name in OF_DISK.items()
         },
         "kvstore_refused_puts_total": {
             (cause,): counters.get(f"refused_{cause}", 0) for cause in CAUSES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from kvstore.calls import SegmentStatus
+from kvstore.calls import DiskStatus, SegmentStatus
 from kvstore.calls.described import field_texts, types_of
 
 
@@ -54,11 +54,31 @@ OF_SEGMENT: Final = {
 }
 """Byte metrics by field of a segment."""
 
+OF_DISK: Final = {
+    "size": "kvstore_disk_bytes",
+    "used": "kvstore_disk_used_bytes",
+    "objects": "kvstore_disk_objects",
+    "written": "kvstore_disk_written_bytes_total",
+    "brought": "kvstore_disk_brought_bytes_total",
+    "budget": "kvstore_disk_budget_bytes",
+    "failed": "kvstore_disk_failed",
+}
+"""Metrics by field of a disk."""
+
 STORE: Final = (
     Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. Suspect nodes are alive or dead within seconds. Dead: died within six hours, as far as this leader knows, and no node of the name has joined since."),
     Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
     Family("kvstore_departed_nodes_total", "counter", (), "Departed nodes: stopped or drained."),
     *(Family(name, "gauge", ("node", "segment"), field_texts(SegmentStatus)[field]) for name, field in OF_SEGMENT.items()),
+    *(
+        Family(name, "counter" if name.endswith("_total") else "gauge", ("node", "disk"), field_texts(DiskStatus)[field])
+        for field, name in OF_DISK.items()
+    ),
+    Family("kvstore_disk_evicted_objects_total", "counter", (), "Copies evicted from disks to free space."),
+    Family("kvstore_disk_brought_objects_total", "counter", (), "Objects brought from disks into memory."),
+    Family("kvstore_disk_refused_objects_total", "counter", (), "Objects evicted without a copy, because the budget for writes was too small or they had a TTL."),
+    Family("kvstore_disk_bring_refused_objects_total", "counter", (), "Objects on disks that were misses, because too many others were on their way into memory."),
+    Family("kvstore_disk_bring_timeouts_total", "counter", (), "Queries for objects on disks that were answered before all had been brought."),
     Family("kvstore_namespaces", "gauge", (), "Namespaces with objects."),
     Family("kvstore_namespace_objects", "gauge", ("namespace",), "Complete objects of a namespace; the largest 50 namespaces have a row."),
     Family("kvstore_namespace_bytes", "gauge", ("namespace",), "Bytes of a namespace's objects, one replica each; the largest 50 namespaces have a row."),

@@ -130,6 +130,65 @@ class SegmentStatus(_message.Message):
 Global___SegmentStatus: _TypeAlias = SegmentStatus  # noqa: Y015
 
 @_typing.final
+class DiskStatus(_message.Message):
+    """A disk of a node, in bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    BROUGHT_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    segment_id: _builtins.int
+    size: _builtins.int
+    """Size of the file."""
+    used: _builtins.int
+    """Bytes in extents that are not free: copies, copies in progress, and wipes in progress."""
+    objects: _builtins.int
+    """Objects with a copy on the disk; those in memory, too, are among them."""
+    copied: _builtins.int
+    """Payload bytes of these objects."""
+    written: _builtins.int
+    """Payload bytes written since the node joined this master."""
+    brought: _builtins.int
+    """Payload bytes brought back into memory since then."""
+    budget: _builtins.int
+    """Bytes that may be written now, as if the file were written at most `--disk-writes-per-day`; the
+    size of the file if there is no limit.
+    """
+    failed: _builtins.bool
+    """Whether it is not used any more, after three errors within a minute."""
+    reports: _builtins.bool
+    """Whether its inventory is still being reported."""
+    def __init__(
+        self,
+        *,
+        segment_id: _builtins.int = ...,
+        size: _builtins.int = ...,
+        used: _builtins.int = ...,
+        objects: _builtins.int = ...,
+        copied: _builtins.int = ...,
+        written: _builtins.int = ...,
+        brought: _builtins.int = ...,
+        budget: _builtins.int = ...,
+        failed: _builtins.bool = ...,
+        reports: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["brought", b"brought", "budget", b"budget", "copied", b"copied", "failed", b"failed", "objects", b"objects", "reports", b"reports", "segment_id", b"segment_id", "size", b"size", "used", b"used", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskStatus: _TypeAlias = DiskStatus  # noqa: Y015
+
+@_typing.final
 class NodeStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -145,6 +204,7 @@ class NodeStatus(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    DISKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
@@ -172,6 +232,8 @@ class NodeStatus(_message.Message):
     """Bytes written by clients over that port."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
+    @_builtins.property
+    def disks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskStatus]: ...
     def __init__(
         self,
         *,
@@ -187,10 +249,11 @@ class NodeStatus(_message.Message):
         stored_bytes: _builtins.int = ...,
         read_bytes: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
+        disks: _abc.Iterable[Global___DiskStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "read_bytes", b"read_bytes", "segments", b"segments", "shm_entry_missing", b"shm_entry_missing", "silent_ms", b"silent_ms", "state", b"state", "stored_bytes", b"stored_bytes", "unreachable", b"unreachable", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "disks", b"disks", "host", b"host", "name", b"name", "read_bytes", b"read_bytes", "segments", b"segments", "shm_entry_missing", b"shm_entry_missing", "silent_ms", b"silent_ms", "state", b"state", "stored_bytes", b"stored_bytes", "unreachable", b"unreachable", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

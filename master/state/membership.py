@@ -350,7 +350,8 @@ class Membership:
         )
 
     def _log_event(self, event: str, node: JoinedNode, **fields: str | int) -> None:
-        size = sum(segment.offer.size for segment in self.segments[node.name])
+        memory = [segment for segment in self.segments[node.name] if not segment.is_disk]
+        size = sum(segment.offer.size for segment in memory)
         self.effects.append(
             LogClusterEvent(
                 event, {"node": node.name, "address": node.location_text, "bytes": size, **fields}

@@ -275,7 +275,8 @@ def _pinned(seen: _Seen) -> Words:
 
 def _young(seen: _Seen) -> Words:
     is_full = seen.total("used") > FULL * seen.total("size")
-    if seen.age_ms is None or not is_full or seen.age_ms >= YOUNG_MS:
+    has_disks = any(node.disks for node in seen.status.nodes)  # what is evicted stays there
+    if seen.age_ms is None or not is_full or has_disks or seen.age_ms >= YOUNG_MS:
         return None
     return {"age": duration_text(int(seen.age_ms))}
 
@@ -299,6 +300,10 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
     "draining": lambda node: node.state == "draining",
     "unreachable": lambda node: node.unreachable,
     "shm_entry_missing": lambda node: node.shm_entry_missing,
+    "disk_failed": lambda node: any(disk.failed for disk in node.disks),
+    "disk_budget": lambda node: any(
+        disk.budget < DISK_BUDGET * disk.size and not disk.failed for disk in node.disks
+    ),
     **{of: _holds_much(of) for of in SHARES},
 }
 
@@ -312,6 +317,9 @@ OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
     "young": _young,
     "slow_loop": _slow_loop,
 }
+
+DISK_BUDGET: Final = 0.1
+"""The part of a disk below which its budget for writes counts as spent."""
 
 IN_AN_HOUR: Final = ("corrupt_objects", "corrupt_replicas")
 """Counters that are judged over an hour instead of ten minutes."""

@@ -8,6 +8,7 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
 from kvstore.calls.tenants import UNBOUNDED
 from kvstore.master.state import liveness
+from kvstore.master.state.disk_index import Disk
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
@@ -262,13 +263,30 @@ def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStat
         state=state,
         address=next((s.offer.address for s in segments if s.offer.address), ""),
         silent_ms=now_ms - node.last_heartbeat_ms,
-        segments=[_segment(segment, now_ms) for segment in segments],
+        segments=[_segment(segment, now_ms) for segment in segments if not segment.is_disk],
         version=node.version,
         unreachable=node.unreachable,
         shm_entry_missing=node.shm_entry_missing,
         stored_bytes=node.stored_bytes,
         read_bytes=node.read_bytes,
         written_bytes=node.written_bytes,
+        disks=[_disk(disk) for disk in node.disks],
+    )
+
+
+def _disk(disk: Disk) -> calls.DiskStatus:
+    segment = disk.segment
+    return calls.DiskStatus(
+        segment_id=segment.segment_id,
+        size=segment.offer.size,
+        used=segment.capacity - segment.allocator.free_bytes,
+        objects=disk.objects,
+        copied=disk.payload_bytes,
+        written=disk.written_bytes,
+        brought=disk.brought_bytes,
+        budget=int(disk.budget.level() * segment.capacity),
+        failed=disk.is_failed,
+        reports=not segment.inventory_complete,
     )
 
 

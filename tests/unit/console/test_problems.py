@@ -11,6 +11,7 @@ from kvstore.calls import (
     ClusterStatus,
     Counter,
     DepartedNode,
+    DiskStatus,
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
@@ -43,6 +44,10 @@ def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
     fields.update(segment)
     segments = [SegmentStatus(shm_name="x", **fields)]
     return NodeStatus(name, "h", state, "10.0.0.8:50003", 2300, segments)
+
+
+def disk(**fields: Any) -> DiskStatus:
+    return DiskStatus(2, 1 << 30, 0, 0, 0, 0, 0, **{"budget": 1 << 30, **fields})
 
 
 def gone(name: str, why: str = "silent", **fields: Any) -> ClusterStatus:
@@ -86,6 +91,10 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
      store(status(node("a", "draining")))),
     ("bad", "KvstoreNodeSuspect", "is unreachable from the master: refused.",
      store(status(node()._replace(unreachable="refused")))),
+    ("warning", "KvstoreDiskFailed", "Node a (10.0.0.8:50003) has a disk that failed",
+     store(status(node()._replace(disks=[disk(failed=True)])))),
+    ("warning", "KvstoreDiskBudgetSpent", "may not be written any more today",
+     store(status(node()._replace(disks=[disk(budget=1)])))),
     ("bad", "KvstoreNodeDead", "RemoveIPC", store(status(node()._replace(shm_entry_missing=True)))),
     ("warning", "KvstoreUnderReplicated", "3 objects with fewer replicas",
      store(status(node(), under_replicated_objects=3))),

@@ -14,6 +14,7 @@ from kvstore.calls import (
     ClusterStatus,
     Counter,
     DepartedNode,
+    DiskStatus,
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
@@ -39,7 +40,8 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 def status(*namespaces: NamespaceStatus, counters: dict[str, int] | None = None) -> ClusterStatus:
     segment = SegmentStatus(4, 1000, 300, 500, "x", 30, 20, 10)
-    nodes = [NodeStatus("a", "h", "alive", "1:2", 0, [segment])]
+    disk = DiskStatus(5, 9_000, 700, 3, 600, 60, 6, 8_000)
+    nodes = [NodeStatus("a", "h", "alive", "1:2", 0, [segment], disks=[disk])]
     counted = [Counter(*each) for each in (counters or {}).items()]
     return ClusterStatus(7, "1", 0, nodes, namespaces, counted)
 
@@ -74,6 +76,9 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_segment_pending_bytes", place] == 30
     assert found["kvstore_segment_quarantined_bytes", place] == 20
     assert found["kvstore_segment_reclaim_bytes", place] == 10
+    disk = (("disk", "0"), ("node", "a"))
+    assert found["kvstore_disk_used_bytes", disk] == 700
+    assert found["kvstore_disk_failed", disk] == 0
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.004"),)] == 1
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.002"),)] == 0
 

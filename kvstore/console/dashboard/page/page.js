@@ -261,6 +261,8 @@ const CLUSTER_EVENT_TEXTS = {
   node_shm_entry_missing: (f) => `Node ${f.node} has lost its entry in /dev/shm: new clients use tcp`,
   node_reported: (f) => `Node ${f.node} was reported as unreachable by ${f.by_client}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
+  disk_failed: (f) => `A disk of node ${f.node} failed: it is not used any more`,
+  disk_copy_corrupt: (f) => `Corrupt copy of object ${f.key} of namespace ${f.namespace}, on a disk of ${f.node}`,
   inventory_done: (f) => `Node ${f.node} reported its inventory: ${amount(f.claimed, "object")} accepted${f.refused ? `, ${amount(f.refused, "object")} rejected` : ""}`,
   removal_watermark_found: (f) => `Node ${f.node} has the removal watermark of epoch ${f.epoch}: memory with an older one is discarded`,
   puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} expired; the memory is in quarantine`,
@@ -269,8 +271,8 @@ const CLUSTER_EVENT_TEXTS = {
   guarantees_exceed_pool: (f) => `Guarantees of tenants (${bytes(f.guarantee)}) exceed the memory of the store (${bytes(f.pool)})`,
   epoch_rejected: (f) => `Node ${f.node} reported epoch ${f.epoch}, which was rejected as implausible`,
 };
-const BAD_EVENTS = ["master_lost", "node_dead", "node_stream_broken", "node_unreachable", "node_shm_entry_missing", "corrupt_object"];
-const WARNING_EVENTS = ["node_reported", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_rejected"];
+const BAD_EVENTS = ["master_lost", "node_dead", "node_stream_broken", "node_unreachable", "node_shm_entry_missing", "corrupt_object", "disk_failed"];
+const WARNING_EVENTS = ["node_reported", "disk_copy_corrupt", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_rejected"];
 
 const amount = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
 
