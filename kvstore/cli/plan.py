@@ -12,7 +12,7 @@ from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command, json_option
 from kvstore.cli.progress import progress
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.config.servers import EVICTION_POLICIES
+from kvstore.config.servers import EVICTION_POLICIES, MasterConfig
 from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
@@ -26,6 +26,7 @@ Examples:
   kvstore plan conversation.jsonl --memory 64GiB..2TiB --block-bytes 64MiB
   kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction lru,s3-fifo
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --hints 0.8:0.05
+  kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --disk 3TiB
   kvstore plan requests.jsonl --memory 1TiB..16TiB --sample auto --svg plan.svg
 
 \b
@@ -35,6 +36,7 @@ vLLM's KV events, in JSON or msgpack.
 Every cell replays the whole trace on the master's own state; nothing is copied or started.
 """
 
+DEFAULT_POLICY: Final[str] = MasterConfig.model_fields["eviction"].default
 BAR_WIDTH: Final = 40
 SIZES_MAX: Final = 16
 
@@ -70,7 +72,10 @@ class _Sizes(click.ParamType[list[int]]):
 @click.option("--block-bytes", metavar="SIZE", default="",
               help="Memory of one block of the trace, for all ranks: tokens of a block times bytes "
               "of a token. Default: that of the recording.")  # fmt: skip
-@click.option("--eviction", metavar="NAME[,NAME]", default="lru", show_default=True,
+@click.option("--disk", metavar="SIZE", default="", help="Size of all disks below the memory.")
+@click.option("--disk-writes-per-day", type=float, default=0, metavar="N",
+              help="How often a day the disks may be overwritten; 0: no limit.")  # fmt: skip
+@click.option("--eviction", metavar="NAME[,NAME]", default=DEFAULT_POLICY, show_default=True,
               help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}.")  # fmt: skip
 @click.option("--hints", metavar="RIGHT[:WRONG]", default="",
               help="Also with clients that give a hint in this part of the cases that deserve it, "
@@ -83,8 +88,8 @@ class _Sizes(click.ParamType[list[int]]):
               help="Also draw a picture into this file.")  # fmt: skip
 @json_option
 def plan(
-    trace: Path, memory: list[int], block_bytes: str, eviction: str, hints: str, tenants: str,
-    sample: str, svg: Path | None, as_json: bool,
+    trace: Path, memory: list[int], block_bytes: str, disk: str, disk_writes_per_day: float,
+    eviction: str, hints: str, tenants: str, sample: str, svg: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     policies = [name.strip() for name in eviction.split(",")]
     if unknown := [name for name in policies if name not in EVICTION_POLICIES]:
@@ -99,9 +104,10 @@ def plan(
     if loaded.hints:
         models.insert(1, HintModel("recorded"))
     # Samples err more with other policies, and with hints.
-    is_plain = policies == ["lru"] and len(models) == 1
+    is_plain = policies == ["lru"] and len(models) == 1 and not disk
     rate = _rate(sample, loaded.blocks if is_plain else 1)
-    request = Plan(memory, size, policies, models, rules, rate)
+    disk_bytes = _size("--disk", disk) if disk else 0
+    request = Plan(memory, size, policies, models, rules, rate, disk_bytes, disk_writes_per_day)
     with progress("replay", wanted=not as_json) as report:
         rows = run_plan(loaded, request, report)
     names = list(rows[0].hits)
@@ -133,6 +139,17 @@ def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> N
             *(f"{100 * row.hits[name]:.2f} %" for name in names),
         )  # fmt: skip
     console.print(table)
+    console.print("Part of the blocks asked for that is found, by policy and hints. best possible:")
+    console.print("with knowledge of all later requests. goes on, soon, over: see --hints.")
+    written = rows[-1].writes_per_day
+    if written:
+        table = table_of("\nmemory", right=tuple(f"\n{name}" for name in written))
+        for row in rows:
+            table.add_row(
+                size_text(row.memory_bytes), *(f"{row.writes_per_day[n]:.1f}" for n in written)
+            )
+        console.print(table)
+        console.print("How often a day the disks are overwritten, at the rate of this trace.")
     shown = names[0]
     highest = max(row.hits[shown] for row in rows) or 1.0
     for row in rows:
@@ -149,12 +166,16 @@ def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> N
         console.print(f"With {size_text(knee.memory_bytes)}, {saved:,.0f} tokens need no prefill.")
 
 
+def _size(option: str, text: str) -> int:
+    try:
+        return max(1, parse_size(text))
+    except ValueError as error:
+        raise click.UsageError(f"{option} {text!r}: {error}") from None
+
+
 def _block_bytes(text: str, trace: Trace) -> int:
     if text:
-        try:
-            return max(1, parse_size(text))
-        except ValueError as error:
-            raise click.UsageError(f"--block-bytes {text!r}: {error}") from None
+        return _size("--block-bytes", text)
     if trace.block_bytes:
         return trace.block_bytes
     raise click.UsageError("this trace does not say how large a block is: give --block-bytes")

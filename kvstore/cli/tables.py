@@ -203,7 +203,7 @@ def _state(node: NodeStatus) -> str:
         words.append("entry gone")
     if any(disk.failed for disk in node.disks):
         words.append("disk failed")
-    if any(segment.reports for segment in (*node.segments, *node.disks)):
+    if any(each.reports for each in node.segments) or any(each.reports for each in node.disks):
         words.append("reports its objects")
     elif ready_ms := max((segment.ready_ms for segment in node.segments), default=0):
         words.append(f"takes puts in {duration_text(ready_ms)}")

@@ -20,6 +20,8 @@ SAMPLED_BLOCKS: Final = 20_000
 """Blocks of a sample. LRU was within 0.7 points on eight samples of a trace, at six sizes; with
 6,000 blocks within 2.2."""
 
+MS_PER_DAY: Final = 86_400_000
+
 KNEE_PART: Final = 0.9
 
 
@@ -34,6 +36,10 @@ class Plan:
     tenants: Sequence[TenantRule] | None = None
     rate: float = 1.0
     """The part of the blocks that is replayed: above 0, at most 1."""
+    disk_bytes: int = 0
+    """Of disks below the memory; 0: none."""
+    writes_per_day: float = 0.0
+    """Of the disks' size, on average; 0: no limit."""
 
 
 class PlanRow(NamedTuple):
@@ -41,12 +47,21 @@ class PlanRow(NamedTuple):
     blocks: int
     hits: dict[str, float]
     """By policy and hints: found blocks, of all that requests asked for. Also of ``BEST``."""
+    writes_per_day: dict[str, float]
+    """How often a day the disks are overwritten, at the rate of the trace. Empty without disks."""
 
 
 class _Cell(NamedTuple):
     blocks: int
+    disk_blocks: int
+    writes_per_day: float
     policy: str
     hints: HintModel
+
+
+class _Found(NamedTuple):
+    hits: int
+    written: int
 
 
 def run_plan(
@@ -56,28 +71,39 @@ def run_plan(
     from kvstore.planner.replay import next_uses_of  # here, because it imports numpy
 
     sampled = trace if plan.rate == 1 else trace.sample(plan.rate)
+    disk_blocks = _blocks(plan, plan.disk_bytes)
     cells = [
-        _Cell(max(1, round(size // plan.block_bytes * plan.rate)), policy, hints)
+        _Cell(_blocks(plan, size), disk_blocks, plan.writes_per_day, policy, hints)
         for size in plan.memory_bytes
         for policy, hints in _columns(plan)
     ]
-    found: list[int] = []
+    found: list[_Found] = []
     # Forked processes inherit the trace: as an argument it would be copied for every cell.
     with multiprocessing.get_context("fork").Pool(
         initializer=_inherit, initargs=(sampled, plan.tenants, next_uses_of(sampled))
     ) as pool:
-        for hits in pool.imap(_hits, cells):
-            found.append(hits)
+        for each in pool.imap(_replay, cells):
+            found.append(each)
             on_progress(len(found), len(cells))
     # The correction of SHARDS: a sample with too many accesses has found too many blocks.
     expected = trace.accesses * plan.rate
     surplus = expected - sampled.accesses
-    parts = iter([min(1.0, max(0.0, (hits + surplus) / expected)) for hits in found])
+    parts = [min(1.0, max(0.0, (each.hits + surplus) / expected)) for each in found]
+    days = max(1, trace.times_ms[-1] - trace.times_ms[0]) / MS_PER_DAY
+    disk = disk_blocks * days
     names = [_name(policy, hints) for policy, hints in _columns(plan)]
-    return [
-        PlanRow(size, size // plan.block_bytes, {name: next(parts) for name in names})
-        for size in plan.memory_bytes
-    ]
+    rows: list[PlanRow] = []
+    for index, size in enumerate(plan.memory_bytes):
+        own = slice(index * len(names), (index + 1) * len(names))
+        hits = dict(zip(names, parts[own], strict=True))
+        written = {name: each.written / disk for name, each in zip(names, found[own]) if disk}
+        written.pop(BEST, None)
+        rows.append(PlanRow(size, size // plan.block_bytes, hits, written))
+    return rows
+
+
+def _blocks(plan: Plan, size: int) -> int:
+    return max(1, round(size // plan.block_bytes * plan.rate)) if size else 0
 
 
 def _columns(plan: Plan) -> list[tuple[str, HintModel]]:
@@ -100,14 +126,18 @@ def _inherit(
     _inherited = trace, tenants, next_uses
 
 
-def _hits(cell: _Cell) -> int:
+def _replay(cell: _Cell) -> _Found:
     from kvstore.planner.replay import Replay, best_hits  # here, because it imports numpy
 
     trace, tenants, next_uses = _inherited
     if cell.policy == BEST:
-        return best_hits(trace, next_uses, cell.blocks)
+        return _Found(best_hits(trace, next_uses, cell.blocks + cell.disk_blocks), 0)
     policy = resolve_name(EVICTION_POLICIES[cell.policy])()
-    return Replay(trace, cell.blocks, policy, cell.hints, tenants, next_uses).run()
+    replay = Replay(
+        trace, cell.blocks, policy, cell.hints, tenants, next_uses, cell.disk_blocks,
+        cell.writes_per_day,
+    )  # fmt: skip
+    return _Found(replay.run(), replay.written_blocks)
 
 
 def knee_of(rows: Sequence[PlanRow], name: str) -> PlanRow:

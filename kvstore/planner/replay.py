@@ -50,15 +50,18 @@ class Replay:
         tenants: Sequence[TenantRule] | None = None,
         next_uses: list[list[int]] | None = None,
         disk_blocks: int = 0,
+        writes_per_day: float = 0.0,
     ) -> None:
         """
         Args:
             next_uses: for hints that are made from what the trace does next.
             disk_blocks: of a disk of the node, whose copies take no time; 0: none.
+            writes_per_day: how often the disk may be overwritten, on average; 0: no limit.
         """
         self.hits = 0
         self.refused_puts = 0
         self.written_blocks = 0
+        """To the disk."""
         self._trace = trace
         self._hints = hints or HintModel()
         self._random = random.Random(self._hints.seed)  # noqa: S311
@@ -77,8 +80,9 @@ class Replay:
         if disk_blocks:
             size = SUPERBLOCK_BYTES + disk_blocks * DISK_EXTENT_BYTES
             disk = offer._replace(
-                size=size, uuid=bytes([1] * 16), shm_name="", disk=calls.DiskLimits(0, 0)
-            )
+                size=size, uuid=bytes([1] * 16), shm_name="",
+                disk=calls.DiskLimits(0, int(size * writes_per_day)),
+            )  # fmt: skip
             offers.append(disk)
         join = calls.NodeJoin("plan", "host", PROTOCOL_VERSION, 0, offers)
         self._state.nodes.on_node_join(0, 1, join)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_recorded_hints_are_replayed_when_they_were_given(tmp_path: Path) -> Non
     assert half.hints == {0: [(20, "a", 0, HintAction.RETAIN, 600_000)]}, "its sampled ancestor"
     arguments = ["plan", str(path), "--memory", "800B..1600B"]
     shown = CliRunner().invoke(cli, arguments)
-    assert "lru, recorded" in shown.output
+    assert "density, recorded" in shown.output
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -155,7 +156,11 @@ def test_auto_samples_only_what_a_sample_predicts(
     path = conversations(tmp_path / "chats.jsonl")
     arguments = ["--json", "plan", str(path), "--memory", "80MiB", "--block-bytes", "1MiB"]
     blocks = load_trace(path).blocks
-    for more, rate in (([], 100 / blocks), (["--eviction", "density"], 1), (["--hints", "1"], 1)):
+    for more, rate in (
+        (["--eviction", "lru"], 100 / blocks),
+        ([], 1),
+        (["--eviction", "lru", "--hints", "1"], 1),
+    ):
         shown = CliRunner().invoke(cli, [*arguments, "--sample", "auto", *more])
         assert json.loads(shown.output)["rate"] == rate
 
@@ -165,7 +170,14 @@ def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None
     arguments = ["plan", str(path), "--memory", "20MiB,40MiB..80MiB", "--block-bytes", "1MiB"]
     shown = CliRunner().invoke(cli, [*arguments, "--hints", "0.9", "--svg", str(svg)])
     assert shown.exit_code == 0, shown.output
-    for text in ("20.0 MiB", "40.0 MiB", "80.0 MiB", "lru, goes on", "best possible", "90 % of"):
+    for text in (
+        "20.0 MiB",
+        "40.0 MiB",
+        "80.0 MiB",
+        "density, goes on",
+        "best possible",
+        "90 % of",
+    ):
         assert text in shown.output
     assert "lru, soon" in svg.read_text()
     told = CliRunner().invoke(cli, ["--json", *arguments])
@@ -197,3 +209,18 @@ def test_the_knee_is_the_first_size_with_nine_tenths_of_the_hits(trace: Trace) -
     assert knee.hits["lru"] >= 0.9 * rows[-1].hits["lru"]
     assert all(row.hits["lru"] < 0.9 * rows[-1].hits["lru"] for row in rows[: rows.index(knee)])
     assert as_svg(rows, ["lru", BEST]).count("<polyline") == 2
+
+
+def test_a_disk_finds_what_its_size_in_memory_would_find(trace: Trace, tmp_path: Path) -> None:
+    lru = Plan([40 << 20], 1 << 20, ["lru"])
+    [without] = run_plan(trace, lru)
+    [row] = run_plan(trace, replace(lru, disk_bytes=400 << 20))
+    [larger] = run_plan(trace, replace(lru, memory_bytes=[440 << 20]))
+    assert row.hits["lru"] > 1.5 * without.hits["lru"]
+    assert row.hits["lru"] >= 0.95 * larger.hits["lru"]
+    assert row.writes_per_day["lru"] > 0
+    path = conversations(tmp_path / "chats.jsonl")
+    arguments = ["plan", str(path), "--memory", "40MiB", "--block-bytes", "1MiB"]
+    shown = CliRunner().invoke(cli, [*arguments, "--disk", "400MiB", "--disk-writes-per-day", "9"])
+    assert shown.exit_code == 0, shown.output
+    assert "disks are overwritten" in shown.output
