@@ -179,7 +179,7 @@ def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None
         "90 % of",
     ):
         assert text in shown.output
-    assert "lru, soon" in svg.read_text()
+    assert "density, soon" in svg.read_text()
     told = CliRunner().invoke(cli, ["--json", *arguments])
     rows = json.loads(told.output)["rows"]
     assert [row["blocks"] for row in rows] == [20, 40, 80]
