@@ -273,7 +273,8 @@ class DiskFile(RangeMedium):
         ages = (int(time.time() // 3600) - values // 2) % HOURS
         places = blocks * MAP_BLOCK + values % 2 * DISK_ALIGN
         found: list[int] = places[np.argsort(ages, kind="stable")].tolist()
-        return [offset for offset in found if offset >= layout.SUPERBLOCK_BYTES]
+        last = self.size - DISK_ALIGN
+        return [offset for offset in found if layout.SUPERBLOCK_BYTES <= offset <= last]
 
     def headers(self, offsets: Sequence[int]) -> list[tuple[int, Header]]:
         """Read the valid headers at these offsets. Raises OSError."""
