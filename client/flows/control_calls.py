@@ -57,15 +57,16 @@ def match_all(
 ) -> Flow[EngineMatchResult]:
     lease = context.leases.new()
     state: int | None = None
+    matches: list[PrefixMatchResult] = []
     if states and namespaces and len(keys) <= keys_per_request(keys):
         request = calls.MatchPrefix(
-            namespaces, keys, False, states, lease.number, context.leases.take()
+            namespaces, keys, False, states, lease.number, context.leases.take(), bring=True
         )
         reply = yield from ask(request, calls.MatchPrefixReply)
         matches = [PrefixMatchResult(match.matched, match.being_written) for match in reply.matches]
         state = reply.state
-    else:
-        matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
+    elif namespaces:
+        matches = yield from _match(context, namespaces, keys, lease, bring=True)
     matched = min((match.matched for match in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
@@ -104,7 +105,7 @@ def match_prefix(
 
 def _match(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease,
-    hint: int = 0, retain_ms: int = 0,
+    hint: int = 0, retain_ms: int = 0, *, bring: bool = False,
 ) -> Flow[list[PrefixMatchResult]]:  # fmt: skip
     """Match from the front in requests of the maximum size, while any namespace has all keys of
     one. Matched keys are leased, so the prefix stays complete during the next call."""
@@ -116,7 +117,7 @@ def _match(
         requested = [namespaces[index] for index in complete]
         released = context.leases.take()
         request = calls.MatchPrefix(
-            requested, chunk, False, (), lease.number, released, hint, retain_ms
+            requested, chunk, False, (), lease.number, released, hint, retain_ms, bring
         )
         reply = yield from ask(request, calls.MatchPrefixReply)
         for index, match in zip(complete, reply.matches, strict=True):

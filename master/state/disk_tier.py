@@ -329,6 +329,21 @@ class DiskTier:
             self._waits_of.setdefault(copy, []).append(wait)
         return wait.reply_id
 
+    def prefetch(self, namespace: Namespace, tip: Key) -> bool:
+        """Begin to bring the blocks of a chain that are on a disk only. Return whether there are
+        any for which there is room."""
+        copies: list[DiskCopy] = []
+        key: Key | None = tip
+        for _ in range(PATH_STEPS):
+            copy = None if key is None else self._index.get(namespace, key)
+            if copy is None:
+                break
+            if copy not in copy.disk.in_memory:
+                copies.append(copy)
+            key = copy.parent
+        copies.reverse()
+        return bool(self.bring(copies))
+
     def begin_bringing(self, now_ms: int) -> None:
         """Order the next copies that are to be brought."""
         batch: list[DiskCopy] = []

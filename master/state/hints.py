@@ -10,6 +10,7 @@ from __future__ import annotations
 from kvstore import calls
 from kvstore.calls import HintAction, HintOutcome
 from kvstore.master.state import eviction_hints
+from kvstore.master.state.disk_tier import DiskTier
 from kvstore.master.state.records import ObjectRecord
 from kvstore.master.state.state_context import StateContext
 
@@ -26,8 +27,9 @@ RELEASE_STEPS = 8_192
 
 
 class HintHandler:
-    def __init__(self, common: StateContext) -> None:
+    def __init__(self, common: StateContext, tier: DiskTier) -> None:
         self._common = common
+        self._tier = tier
         self._pool = common.pool
         self._counters = common.counters
         self._steps = 0
@@ -44,7 +46,11 @@ class HintHandler:
             record = None if table is None else table.get(key)
             if record is not None and not self._pool.is_stored(record, now_ms):
                 record = None
-            outcome, granted_ms = self._apply(now_ms, record, action, wanted_ms)
+            if action == int(HintAction.PREFETCH) and self._tier.prefetch(request.namespace, key):
+                outcome, granted_ms = int(HintOutcome.ACCEPTED), 0
+                self._counters[_COUNTERS[action, outcome]] += 1
+            else:
+                outcome, granted_ms = self._apply(now_ms, record, action, wanted_ms)
             outcomes.append(outcome)
             retained_ms.append(granted_ms)
         return calls.HintReply(bytes(outcomes), retained_ms)

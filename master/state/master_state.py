@@ -103,7 +103,7 @@ class MasterState:
         self.removing = RemovalHandler(common, self.marks, self.granting, self.tier)
         self.copying = ReplicationPlanner(common, self.granting, self.repairs)
         self.keeping = RetentionManager(common, self.granting)
-        self.hints = HintHandler(common)
+        self.hints = HintHandler(common, self.tier)
         self.putting = PutHandler(
             common,
             self.leases,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore import calls
-from kvstore.calls import CopyOutcome, DiskLimits, Version
+from kvstore.calls import CopyOutcome, DiskLimits, HintAction, HintOutcome, Version
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.inventory import Claim
@@ -77,6 +77,20 @@ def test_a_match_counts_what_is_on_the_disk_and_brings_it_if_asked_to() -> None:
     cluster.work()
     assert cluster.match(ALL[:8], placements=True) == 8
     check_invariants(cluster.state)
+
+
+def test_a_prefetch_brings_a_chain() -> None:
+    cluster = with_disk()
+    cluster.put(ALL[:6], size=SIZE)
+    fill(cluster, ALL[6:])
+    assert not set(ALL[:6]) & set(in_memory(cluster))
+    hint = calls.Hint(NAMESPACE, keys_of(ALL[5:6]), [int(HintAction.PREFETCH)], [0])
+    outcomes = []
+    for _ in range(2):
+        outcomes += cluster.state.hints.hint(cluster.now_ms, hint).outcomes
+        cluster.work()
+    assert outcomes == [HintOutcome.ACCEPTED, HintOutcome.IGNORED]
+    assert set(ALL[:6]) <= set(in_memory(cluster))
 
 
 def test_a_chain_is_written_from_its_root_on() -> None:
