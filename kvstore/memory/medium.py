@@ -39,7 +39,6 @@ from kvstore.memory.shm_entries import (
     raw_owner,
     unlink_own,
 )
-from kvstore.native import steps
 from kvstore.runtime.clock import uptime
 
 log = logging.getLogger("kvstore.node")
@@ -101,6 +100,8 @@ class Medium(ABC):
     """The key of the header MACs; empty: headers have none."""
     header_filter: layout.HeaderFilter | None = None
     """Selects the valid headers that ``scan`` yields; None: all."""
+    header_signer: Callable[[int, layout.Header], bytes] | None = None
+    """Computes the MAC of a header at an offset; None: headers have none."""
     attached = False
     """Whether the segment was attached, with objects of a previous process."""
     _is_on_device: ClassVar[bool] = False
@@ -279,8 +280,7 @@ class Medium(ABC):
 
     def sign(self, offset: int, header: layout.Header) -> bytes:
         """The header MAC at this offset; empty: the segment has no key."""
-        key = self.header_mac_key
-        return compute_header_mac(key, offset, header) if key else b""
+        return b"" if self.header_signer is None else self.header_signer(offset, header)
 
     def zero(
         self, ranges: Iterable[tuple[int, int]], is_over: Callable[[], bool] = lambda: False
@@ -374,12 +374,6 @@ class RangeMedium(Medium):
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         for start, part in self._parts(layout.SUPERBLOCK_BYTES, self.size):
             yield from layout.scan_part(part, start, self.size, self.seed, self.header_filter)
-
-
-def compute_header_mac(key: bytes, offset: int, header: layout.Header) -> bytes:
-    name, object_key, _, size, epoch, counter, _, _ = header
-    columns = [offset], [size], [epoch], [counter], [name], [object_key]
-    return steps.compute_header_macs({0: key}, [0], *columns)
 
 
 def check_request(name: str, size: int) -> int:

@@ -27,7 +27,8 @@ from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
-from kvstore.memory.medium import Medium, compute_header_mac
+from kvstore.memory.medium import Medium
+from kvstore.native import steps
 from kvstore.runtime.formatting import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -44,7 +45,9 @@ def enable_header_macs(segment: Medium) -> None:
     """Sets the key of this segment's header MACs. Raises StartupError: it cannot be kept."""
     is_kept = segment.traits.survives_process
     key = segment.keep_private().now.key if is_kept else secrets.token_bytes(16)
-    segment.header_mac_key, segment.header_filter = key, HeaderVerifier(key)
+    verifier = HeaderVerifier(key)
+    segment.header_mac_key = key
+    segment.header_filter, segment.header_signer = verifier, verifier.sign
 
 
 class HeaderVerifier:
@@ -55,9 +58,14 @@ class HeaderVerifier:
         self._rejected = 0
 
     def __call__(self, offset: int, header: Header, header_mac: bytes) -> bool:
-        is_valid = hmac.compare_digest(compute_header_mac(self.key, offset, header), header_mac)
+        is_valid = hmac.compare_digest(self.sign(offset, header), header_mac)
         self._rejected += not is_valid
         return is_valid
+
+    def sign(self, offset: int, header: Header) -> bytes:
+        name, key, _, size, epoch, counter, _, _ = header
+        columns = [offset], [size], [epoch], [counter], [name], [key]
+        return steps.compute_header_macs({0: self.key}, [0], *columns)
 
     def take_rejected(self) -> int:
         """The number of valid headers without a valid MAC since the last call."""

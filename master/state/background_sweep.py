@@ -4,17 +4,14 @@ the records of dead segments, and marks detached leaves, which are evicted first
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from kvstore.master.state import space_allocation
 from kvstore.master.state.background_jobs import EVICT, MOVE, SWEEP
 from kvstore.master.state.candidates import SweepCursor
 from kvstore.master.state.grants import ObjectGrant
 from kvstore.master.state.records import MountedSegment, ObjectRecord, StaleExtents
+from kvstore.master.state.space_allocation import BeforeEviction
 from kvstore.master.state.state_context import StateContext
-
-if TYPE_CHECKING:
-    from kvstore.master.state.disk_tier import DiskTier
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -28,7 +25,7 @@ class BackgroundSweeper:
 
     def __init__(self, common: StateContext) -> None:
         self._common = common
-        self.tier: DiskTier
+        self.before_eviction: BeforeEviction
         """Writes objects to disks before they are evicted; set by ``DiskTier``."""
         self._pool = common.pool
         self._jobs = common.jobs
@@ -67,7 +64,7 @@ class BackgroundSweeper:
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = space_allocation.evict_ahead(
-                self._pool, segment, EVICTIONS_AHEAD, now_ms, self.tier.before_eviction
+                self._pool, segment, EVICTIONS_AHEAD, now_ms, self.before_eviction
             )
         if not goes_on:
             del self._pressed[segment]

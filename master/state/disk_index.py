@@ -173,6 +173,7 @@ class DiskIndex:
     def __init__(self) -> None:
         self.disks: dict[int, Disk] = {}
         """By segment id."""
+        self._of_node: dict[str, list[Disk]] = {}
         self._tables: dict[Namespace, dict[Key, DiskCopy]] = {}
         self._dead: deque[Disk] = deque()
         """Disks whose copies are still in the tables, where they count as absent."""
@@ -182,11 +183,19 @@ class DiskIndex:
 
     def mount(self, segment: MountedSegment, now_ms: int) -> Disk:
         disk = self.disks[segment.segment_id] = Disk(segment, now_ms)
+        self._of_node.setdefault(segment.node.name, []).append(disk)
         return disk
+
+    def of_node(self, name: str) -> list[Disk]:
+        return self._of_node.get(name, [])
 
     def unmount(self, segment: MountedSegment) -> None:
         segment.alive = False
         disk = self.disks.pop(segment.segment_id)
+        of_node = self._of_node[segment.node.name]
+        of_node.remove(disk)
+        if not of_node:
+            del self._of_node[segment.node.name]
         self._dead.append(disk)
 
     @property

@@ -98,14 +98,13 @@ class DiskTier:
         self._waits_of: dict[DiskCopy, list[BringWait]] = {}
         self.arrived: list[int] = []
         """Reply ids of queries that need not wait any longer."""
-        granting.tier = self
-        sweeping.tier = self
+        granting.disk_grant_ended = self.grant_ended
+        sweeping.before_eviction = self.before_eviction
 
     # --- disks ----------------------------------------------------------------------------------
 
     def segment_mounted(self, now_ms: int, segment: MountedSegment) -> None:
         disk = self._index.mount(segment, now_ms)
-        segment.node.disks.append(disk)
         for other in self._memory_of(disk):
             other.pressed = other.has_disk = True
 
@@ -201,10 +200,9 @@ class DiskTier:
         version = record.epoch, record.counter
         return copy is not None and (copy.epoch, copy.counter) == version
 
-    @staticmethod
-    def _roomiest(segment: MountedSegment) -> Disk | None:
+    def _roomiest(self, segment: MountedSegment) -> Disk | None:
         best: Disk | None = None
-        for disk in segment.node.disks:
+        for disk in self._index.of_node(segment.node.name):
             free = disk.segment.allocator.free_bytes
             if disk.usable and (best is None or free > best.segment.allocator.free_bytes):
                 best = disk

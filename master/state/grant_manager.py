@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvstore import calls
 from kvstore.calls.tenants import tenant_text
@@ -27,9 +26,6 @@ from kvstore.master.state.tenant import PUT_SHARE, Tenant
 from kvstore.master.state.tenants import TenantAccounting
 from kvstore.memory.header import extent_bytes
 
-if TYPE_CHECKING:
-    from kvstore.master.state.disk_tier import DiskTier
-
 PUTS_PER_TICK = 512
 """Puts that a tick expires, and extents that it frees: delay is harmless, a long tick is not."""
 
@@ -42,8 +38,8 @@ class GrantManager:
         self._pending = common.pending
         self._sweeping = sweeping
         self._repairs = repairs
-        self.tier: DiskTier
-        """Set by ``DiskTier``."""
+        self.disk_grant_ended: Callable[[DiskGrant], None]
+        """Called at the end of each; set by ``DiskTier``."""
         self.copies: dict[Name, list[ObjectGrant]] = {}
         """Copies in progress by their object; read-only for other parts."""
 
@@ -287,6 +283,6 @@ class GrantManager:
         if not puts:
             del self.copies[name]
         if isinstance(put, DiskGrant):
-            self.tier.grant_ended(put)
+            self.disk_grant_ended(put)
         elif put.repairs:
             self._repairs.ended(put.size)

@@ -20,12 +20,8 @@ as well, and one client could kill each of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvstore.calls import NO_VERSION, Version
-
-if TYPE_CHECKING:
-    from kvstore.master.state.disk_index import Disk
 
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
@@ -87,8 +83,6 @@ class JoinedNode:
     read_bytes: int = 0
     written_bytes: int = 0
     """Bytes read and written over its data port, as reported; only displayed."""
-
-    disks: list[Disk] = field(default_factory=list)
 
     @property
     def location_text(self) -> str:

@@ -19,13 +19,15 @@ KEEP: Final = 1
 STOP: Final = 2
 """What ``before`` of ``evict_ahead`` returns."""
 
+BeforeEviction = Callable[[int, ObjectRecord], int]
+
 
 def evict_ahead(
     pool: MemoryPool,
     segment: MountedSegment,
     count: int,
     now_ms: int,
-    before: Callable[[int, ObjectRecord], int],
+    before: BeforeEviction,
 ) -> tuple[list[StaleExtents], bool]:
     """Evict up to ``count`` objects, until the reserve of a full segment is free or being wiped.
     Returns their stale extents, which are still allocated, and whether more must be evicted.

@@ -43,12 +43,8 @@ SEGMENT = calls.SegmentInfo(
 )
 STATUS = calls.ClusterStatus(
     7, "0.1", 5,
-    [
-        calls.NodeStatus(
-            "n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")],
-            disks=[calls.DiskStatus(4, 9, 5, 1, 3, 2, 1, 7)],
-        )
-    ],  # fmt: skip
+    [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")],
+                      disks=[calls.DiskStatus(4, 9, 5, 1, 3, 2, 1, 7)])],
     [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
     departed=[calls.DepartedNode("m", "h", "left", 9, 3, 0, False)],
     tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],

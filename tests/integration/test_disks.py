@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,14 @@ def fill(cluster: Cluster) -> set[str]:
     for first in range(0, len(KEYS), 5):
         client.put_many([(key, content(key, SIZE)) for key in KEYS[first : first + 5]])
         wanted = first + 5 - IN_MEMORY
-        until(lambda wanted=wanted: sum(disk.objects for disk in disks(cluster)) >= wanted)
+        until(partial(_has_written, cluster, wanted))
     present = {k for k, is_there in zip(KEYS, client.exists_many(KEYS), strict=True) if is_there}
     assert len(present) > 0.95 * len(KEYS)
     return present
+
+
+def _has_written(cluster: Cluster, objects: int) -> bool:
+    return sum(disk.objects for disk in disks(cluster)) >= objects
 
 
 def found(cluster: Cluster) -> set[str]:

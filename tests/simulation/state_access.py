@@ -71,7 +71,11 @@ def is_copy(state: MasterState, token: int) -> bool:
 def moved_to(state: MasterState, name: Name) -> list[Version]:
     """Versions that the moves under way of an object would give it."""
     copies = state.granting.copies.get(name, ())
-    return [Version(state.epoch, put.token) for put in copies if not put.repairs]
+    return [
+        Version(state.epoch, put.token)
+        for put in copies
+        if isinstance(put, CopyGrant) and not put.repairs
+    ]
 
 
 def could_be_repaired(state: MasterState, now_ms: int) -> list[ObjectRecord]:

@@ -553,15 +553,15 @@ def _(it: DiskTier) -> None:
     for disk in it._index.disks.values():
         assert disk.bringing_bytes >= bringing[disk]
     for record in it._forest.records():
-        copy = it._index.get(record.namespace, record.key)
-        if copy is not None and record.complete:
-            assert (copy.epoch, copy.counter) == (record.epoch, record.counter), "two versions"
-            assert copy in copy.disk.in_memory
+        found = it._index.get(record.namespace, record.key)
+        if found is not None and record.complete:
+            assert (found.epoch, found.counter) == (record.epoch, record.counter), "two versions"
+            assert found in found.disk.in_memory
     for copy in copies:
         if copy in copy.disk.in_memory and copy.disk.segment.alive:
-            record = it._forest.get(copy.namespace, copy.key)
-            assert record is not None
-            assert record.segment is not None, "not in memory"
+            known = it._forest.get(copy.namespace, copy.key)
+            assert known is not None
+            assert known.segment is not None, "not in memory"
     _check_due(it._common.jobs, background_jobs.BRING, bool(it._to_bring))
 
 

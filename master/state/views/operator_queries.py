@@ -270,7 +270,7 @@ def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStat
         stored_bytes=node.stored_bytes,
         read_bytes=node.read_bytes,
         written_bytes=node.written_bytes,
-        disks=[_disk(disk) for disk in node.disks],
+        disks=[_disk(disk) for disk in common.disks.of_node(node.name)],
     )
 
 

@@ -23,6 +23,7 @@ from kvstore.master.state.effects import (
     SendToNode,
 )
 from kvstore.master.state.eviction import LruPolicy, NewPolicy
+from kvstore.master.state.grants import DiskGrant
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
@@ -98,7 +99,7 @@ class Cluster:
         """Not done yet, with their session."""
         self.wiped_before: dict[int, list[tuple[int, calls.MasterWipe]]] = {}
         """The wipes that were not done when copies were ordered, by their first token."""
-        self.on_disk: dict[tuple[bytes, int], Version] = {}
+        self.on_disk: dict[tuple[bytes, int], Claim] = {}
         """The headers on disks, by uuid and offset."""
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
         self.hangups: list[int] = []
@@ -213,6 +214,14 @@ class Cluster:
             self._settle()
         return suspects
 
+    def _is_alive(self, session: int) -> bool:
+        names = {number: name for name, number in self.sessions.items()}
+        return session in names and names[session] not in self.silent
+
+    @property
+    def disks(self) -> set[bytes]:
+        return {offer.uuid for each in self.offers.values() for offer in each if offer.disk}
+
     def wipe(self, orders: list[tuple[int, calls.MasterWipe]] | None = None) -> None:
         """The nodes do what they were ordered to, by default all; what is being copied to the same
         extents is copied first."""
@@ -223,7 +232,8 @@ class Cluster:
             self.copy()
         for session, order in orders:
             for row in zip(order.offsets, order.epochs, order.counters, strict=True):
-                if self.on_disk.get((order.uuid, row[0])) == row[1:]:
+                found = self.on_disk.get((order.uuid, row[0]))
+                if found is not None and found.version == row[1:] and self._is_alive(session):
                     del self.on_disk[order.uuid, row[0]]
             self.state.nodes.on_node_message(
                 self.now_ms, session, calls.NodeWipeDone(order.wipe_seq)
@@ -235,27 +245,30 @@ class Cluster:
         ordered before. Returns how many objects."""
         orders, self.copies = self.copies, []
         for session, order in orders:
+            if not self._is_alive(session):
+                continue
             earlier = self.wiped_before.pop(order.tokens[0], [])
             self.wipe([each for each in earlier if each in self.orders])
-            outcomes = []
-            versions = map(Version, order.epochs, order.counters)
-            rows = zip(order.from_offsets, order.to_offsets, versions, strict=True)
-            for source, target, version in rows:
-                is_disk = (order.from_uuid, source) in self.on_disk
-                outcomes.append(outcome)
+            outcomes = [outcome] * len(order.tokens)
+            rows = zip(
+                order.tokens, order.from_offsets, order.to_offsets, order.sizes,
+                map(Version, order.epochs, order.counters), strict=True,
+            )  # fmt: skip
+            for index, (token, source, target, size, version) in enumerate(rows):
                 if outcome is not CopyOutcome.DONE:
                     continue
-                if is_disk:
-                    assert self.on_disk[order.from_uuid, source] == version, "another object"
-                elif any(
-                    offer.uuid == order.from_uuid and offer.disk
-                    for offers in self.offers.values()
-                    for offer in offers
-                ):
-                    outcomes[-1] = CopyOutcome.CHANGED
-                else:
-                    assert (order.to_uuid, target) not in self.on_disk, "not wiped"
-                    self.on_disk[order.to_uuid, target] = version
+                if order.from_uuid in self.disks:
+                    found = self.on_disk.get((order.from_uuid, source))
+                    if found is None or found.version != version:
+                        outcomes[index] = CopyOutcome.CHANGED
+                    continue
+                assert (order.to_uuid, target) not in self.on_disk, "not wiped"
+                put = self.state.pending.get(token)
+                if isinstance(put, DiskGrant):  # else it was abandoned
+                    name, above = (put.record.namespace, put.record.key), put.record.parent
+                    parent = None if above is None else above.key
+                    claim = Claim(name, parent, size, version, target)
+                    self.on_disk[order.to_uuid, target] = claim
             done = calls.NodeCopied(order.tokens, list(map(int, outcomes)))
             self.state.nodes.on_node_message(self.now_ms, session, done)
         self._settle()
@@ -395,7 +408,7 @@ class Cluster:
         if isinstance(result, DeferredReply):
             if result.reply_id not in self.answers:
                 return result.reply_id
-            result = self.answers.pop(result.reply_id)
+            return self.found(names, self.answers.pop(result.reply_id))
         return self.found(names, result)
 
     @staticmethod

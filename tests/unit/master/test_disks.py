@@ -42,14 +42,24 @@ def in_memory(cluster: Cluster) -> list[str]:
     return [record.key.decode() for record in table if record.complete]
 
 
-def claims_of(cluster: Cluster, names: list[str]) -> list[Claim]:
-    """What a node finds on its disk."""
-    copies = [cluster.state.pool.disks.get(NAMESPACE, key) for key in keys_of(names)]
-    return [
-        Claim((NAMESPACE, c.key), c.parent, c.size, Version(c.epoch, c.counter), c.offset)
-        for c in copies
-        if c is not None
-    ]
+def claims_of(cluster: Cluster) -> list[Claim]:
+    """What the node finds on its disk, the newest first."""
+    return sorted(cluster.on_disk.values(), key=lambda claim: claim.version, reverse=True)
+
+
+def versions_on_disk(cluster: Cluster) -> set[Version]:
+    return {claim.version for claim in cluster.on_disk.values()}
+
+
+def lose_memory(cluster: Cluster) -> None:
+    """The node's host loses power, and is back: only the disk has anything."""
+    cluster.wipe()
+    cluster.copies.clear()
+    cluster.kill("one")
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", index=0)
+    cluster.tell("one", *claims_of(cluster), index=1)
+    cluster.after(cluster.rules.lease_ms + 1_000)
 
 
 def test_what_is_evicted_is_found_on_the_disk_and_comes_back() -> None:
@@ -85,7 +95,7 @@ def test_a_prefetch_brings_a_chain() -> None:
     fill(cluster, ALL[6:])
     assert not set(ALL[:6]) & set(in_memory(cluster))
     hint = calls.Hint(NAMESPACE, keys_of(ALL[5:6]), [int(HintAction.PREFETCH)], [0])
-    outcomes = []
+    outcomes: list[int] = []
     for _ in range(2):
         outcomes += cluster.state.hints.hint(cluster.now_ms, hint).outcomes
         cluster.work()
@@ -161,14 +171,14 @@ def test_a_disk_with_three_errors_is_not_used_any_more() -> None:
 def test_what_is_removed_is_gone_from_the_disk_before_the_reply() -> None:
     cluster = with_disk()
     fill(cluster)
-    claims = claims_of(cluster, ALL)
+    [removed] = [claim for claim in claims_of(cluster) if claim.name[1] == ALL[0].encode()]
     cluster.wipes_at_once = False
     result = cluster.remove_later(ALL[:1])
     assert not isinstance(result, calls.RemoveReply), "before the wipe"
     assert cluster.present(ALL[:1]) == ""
     cluster.wipe()
     assert isinstance(cluster.reply(result), calls.RemoveReply)
-    assert all(version != claims[0].version for version in cluster.on_disk.values())
+    assert removed.version not in versions_on_disk(cluster)
     cluster.wipes_at_once = True
     while cluster.clear(16).remaining:
         cluster.after(10)
@@ -219,7 +229,7 @@ def test_an_object_that_is_replaced_loses_its_copy() -> None:
     before = cluster.state.pool.disks.get(NAMESPACE, Key(gone.encode()))
     assert before is not None
     cluster.put([gone], size=SIZE, overwrite=True)
-    assert Version(before.epoch, before.counter) not in cluster.on_disk.values()
+    assert Version(before.epoch, before.counter) not in versions_on_disk(cluster)
     check_invariants(cluster.state)
 
 
@@ -250,16 +260,9 @@ def test_a_limited_rate_is_kept() -> None:
 def test_a_node_that_returns_brings_its_disk_with_it() -> None:
     cluster = with_disk()
     fill(cluster)
-    everything = claims_of(cluster, ALL)
-    assert len(everything) >= len(ALL) - MEMORY
-    cluster.kill("one")
-    assert cluster.present(ALL) == ""
-    # The memory is lost, as after a power failure: all that is left is on the disk.
-    cluster.join("one", again=True, tells=False)
-    cluster.tell("one", index=0)
-    cluster.tell("one", *everything, index=1)
-    cluster.after(cluster.rules.lease_ms + 1_000)
-    names = [claim.name[1].decode() for claim in everything]
+    names = [claim.name[1].decode() for claim in claims_of(cluster)]
+    assert len(names) >= len(ALL) - MEMORY
+    lose_memory(cluster)
     assert cluster.present(names) == "".join(names)
     assert cluster.find(names[:4]) == names[:4]
     check_invariants(cluster.state)
@@ -269,28 +272,27 @@ def test_what_was_removed_while_the_disk_was_away_stays_removed() -> None:
     cluster = with_disk()
     cluster.join("two", 8)
     fill(cluster, ALL[:40])
-    everything = claims_of(cluster, ALL)
+    first = claims_of(cluster)[0]
+    removed = first.name[1].decode()
     cluster.kill("one")
-    removed = everything[0].name[1].decode()
     cluster.remove([removed])
-    cluster.join("one", again=True, tells=False)
-    cluster.tell("one", index=0)
-    cluster.tell("one", *everything, index=1)
+    lose_memory(cluster)
     assert cluster.present([removed]) == ""
-    assert everything[0].version not in cluster.on_disk.values()
+    assert first.version not in versions_on_disk(cluster)
     check_invariants(cluster.state)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_no_byte_is_lost_and_nothing_removed_returns(seed: int) -> None:
-    rand = random.Random(seed)
+    dice = random.Random(seed)
     cluster = with_disk(disk=24)
-    removed: dict[str, Version] = {}
+    removing: list[tuple[int, str, Version]] = []
+    removed: set[Version] = set()
     outcomes = [CopyOutcome.DONE] * 6 + [CopyOutcome.CORRUPT, CopyOutcome.CHANGED]
     for _ in range(300):
-        step = rand.random()
-        chain = rand.randrange(10)
-        blocks = [f"c{chain}-{block}" for block in range(rand.randint(1, 6))]
+        step = dice.random()
+        chain = dice.randrange(10)
+        blocks = [f"c{chain}-{block}" for block in range(dice.randint(1, 6))]
         cluster.copies_at_once = step < 0.5
         cluster.wipes_at_once = step < 0.8 or step > 0.9
         if step < 0.45:
@@ -304,23 +306,31 @@ def test_whatever_happens_no_byte_is_lost_and_nothing_removed_returns(seed: int)
             cluster.find(blocks)
         elif step < 0.65:
             cluster.match(blocks)
-        elif step < 0.75 and blocks:
-            name = rand.choice(blocks)
-            copy = cluster.state.pool.disks.get(NAMESPACE, Key(name.encode()))
-            if copy is not None:
-                removed[name] = Version(copy.epoch, copy.counter)
-            cluster.remove_later([name])
+        elif step < 0.75:
+            name = dice.choice(blocks)
+            known = [c.version for c in claims_of(cluster) if c.name[1] == name.encode()]
+            version = max([cluster.stat(name).version, *known])
+            removal = cluster.remove_later([name])
+            removing.append((getattr(removal, "reply_id", 0), name, version))
         elif step < 0.85:
-            cluster.copy(rand.choice(outcomes))
+            cluster.copy(dice.choice(outcomes))
         elif step < 0.9:
             cluster.wipe()
+        elif step < 0.92:
+            lose_memory(cluster)
         else:
-            cluster.after(rand.choice([1, 100, 2_000, 40_000]))
+            cluster.after(dice.choice([1, 100, 2_000, 40_000]))
         cluster.work()
         check_invariants(cluster.state)
+        for reply_id, name, version in removing[:]:
+            if not reply_id or reply_id in cluster.answers:
+                removing.remove((reply_id, name, version))
+                removed.add(version)
+        assert not removed & versions_on_disk(cluster), "removed, and on the disk"
     cluster.wipes_at_once = cluster.copies_at_once = True
     cluster.wipe()
     cluster.copy()
     cluster.after(120_000)
     check_invariants(cluster.state)
-    assert not set(removed.values()) & set(cluster.on_disk.values())
+    lose_memory(cluster)
+    assert not removed & versions_on_disk(cluster)

@@ -94,7 +94,8 @@ def test_what_is_written_comes_back_and_is_found_by_the_next_process(
     path: str, memory: OwnedSegment
 ) -> None:
     memory.header_mac_key = bytes(range(16))
-    memory.header_filter = HeaderVerifier(memory.header_mac_key)
+    verifier = HeaderVerifier(memory.header_mac_key)
+    memory.header_filter, memory.header_signer = verifier, verifier.sign
     disk = DiskFile.create(path, NAME, SIZE)
     offsets = [write(disk, memory, counter) for counter in range(5)]
     disk.close(unlink=False)
