@@ -525,14 +525,17 @@ class DiskTier:
     def following(
         self, now_ms: int, namespace: Namespace, keys: Sequence[Key], first: int
     ) -> list[DiskCopy]:
-        """The copies of the keys from ``first`` on, up to the first that has none."""
+        """The copies of the keys from ``first`` on, up to the first that has none, or whose node
+        has no usable memory to bring it to: it has just joined, is draining or suspect."""
         table = self._index.table(namespace)
         found: list[DiskCopy] = []
         if not table:
             return found
+        alive = self._common.membership.alive_segments(now_ms)
+        nodes = {segment.node.name for segment in alive if segment.usable(now_ms)}
         for index in range(first, len(keys)):
             copy = table.get(keys[index])
-            if copy is None or not copy.disk.usable:
+            if copy is None or not copy.disk.usable or copy.disk.segment.node.name not in nodes:
                 break
             copy.used_ms = now_ms
             found.append(copy)

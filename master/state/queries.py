@@ -41,6 +41,9 @@ _ABSENT: Final = 0
 _COMPLETE: Final = 1
 """Values of ``Presence``, without an attribute lookup per call."""
 
+_EMPTY: Final = NamespaceTable(Namespace(""))
+"""Never changed."""
+
 Query = calls.MatchPrefix | calls.Lookup | calls.Exists
 QueryReply = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
 
@@ -127,6 +130,8 @@ class QueryHandler:
         matches = []
         for namespace in request.namespaces:
             table = self._forest.table(namespace)
+            if table is None and self._disks.table(namespace):
+                table = _EMPTY  # all of its objects are on disks
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 common.counters["missed_objects"] += count

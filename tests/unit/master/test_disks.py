@@ -264,7 +264,13 @@ def test_a_node_that_returns_brings_its_disk_with_it() -> None:
     assert len(names) >= len(ALL) - MEMORY
     lose_memory(cluster)
     assert cluster.present(names) == "".join(names)
+    assert cluster.match(names[:1]) == 1
     assert cluster.find(names[:4]) == names[:4]
+    cluster.kill("one")
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", index=0)
+    cluster.tell("one", *claims_of(cluster), index=1)
+    assert cluster.match(names[:1]) == 0, "there is no memory to bring it to"
     check_invariants(cluster.state)
 
 
