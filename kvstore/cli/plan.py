@@ -12,7 +12,7 @@ from kvstore.cli.json_output import print_json
 from kvstore.cli.options import command, json_option
 from kvstore.cli.progress import progress
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.config.servers import EVICTION_POLICIES
+from kvstore.config.servers import EVICTION_POLICIES, MasterConfig
 from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
@@ -24,9 +24,9 @@ from kvstore.runtime.formatting import size_text
 EXAMPLE = """\b
 Examples:
   kvstore plan conversation.jsonl --memory 64GiB..2TiB --block-bytes 64MiB
-  kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction lru,s3-fifo
+  kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction density,lru
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --hints 0.8:0.05
-  kvstore plan requests.jsonl --memory 1TiB..16TiB --sample auto --svg plan.svg
+  kvstore plan requests.jsonl --memory 1TiB..16TiB --eviction lru --sample auto --svg plan.svg
 
 \b
 A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
@@ -70,7 +70,8 @@ class _Sizes(click.ParamType[list[int]]):
 @click.option("--block-bytes", metavar="SIZE", default="",
               help="Memory of one block of the trace, for all ranks: tokens of a block times bytes "
               "of a token. Default: that of the recording.")  # fmt: skip
-@click.option("--eviction", metavar="NAME[,NAME]", default="lru", show_default=True,
+@click.option("--eviction", metavar="NAME[,NAME]", show_default=True,
+              default=MasterConfig.model_fields["eviction"].default,
               help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}.")  # fmt: skip
 @click.option("--hints", metavar="RIGHT[:WRONG]", default="",
               help="Also with clients that give a hint in this part of the cases that deserve it, "
