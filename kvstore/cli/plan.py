@@ -24,10 +24,10 @@ from kvstore.runtime.formatting import size_text
 EXAMPLE = """\b
 Examples:
   kvstore plan conversation.jsonl --memory 64GiB..2TiB --block-bytes 64MiB
-  kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction lru,s3-fifo
+  kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction density,lru
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --hints 0.8:0.05
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --disk 3TiB
-  kvstore plan requests.jsonl --memory 1TiB..16TiB --sample auto --svg plan.svg
+  kvstore plan requests.jsonl --memory 1TiB..16TiB --eviction lru --sample auto --svg plan.svg
 
 \b
 A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
@@ -36,7 +36,6 @@ vLLM's KV events, in JSON or msgpack.
 Every cell replays the whole trace on the master's own state; nothing is copied or started.
 """
 
-DEFAULT_POLICY: Final[str] = MasterConfig.model_fields["eviction"].default
 BAR_WIDTH: Final = 40
 SIZES_MAX: Final = 16
 
@@ -75,7 +74,8 @@ class _Sizes(click.ParamType[list[int]]):
 @click.option("--disk", metavar="SIZE", default="", help="Size of all disks below the memory.")
 @click.option("--disk-writes-per-day", type=float, default=0, metavar="N",
               help="How often a day the disks may be overwritten; 0: no limit.")  # fmt: skip
-@click.option("--eviction", metavar="NAME[,NAME]", default=DEFAULT_POLICY, show_default=True,
+@click.option("--eviction", metavar="NAME[,NAME]", show_default=True,
+              default=MasterConfig.model_fields["eviction"].default,
               help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}.")  # fmt: skip
 @click.option("--hints", metavar="RIGHT[:WRONG]", default="",
               help="Also with clients that give a hint in this part of the cases that deserve it, "

