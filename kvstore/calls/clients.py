@@ -172,7 +172,7 @@ class PrefixMatch(NamedTuple):
     """Number of keys after those that are being written."""
     placements: Placements
     on_disk: int = 0
-    """Number of the matched keys, at their end, that are on a disk only."""
+    """Number of the matched keys from the first one on that is on a disk only."""
 
 
 class MatchPrefixReply(NamedTuple):

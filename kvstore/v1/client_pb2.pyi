@@ -555,7 +555,7 @@ class PrefixMatch(_message.Message):
     being_written: _builtins.int
     """Number of keys after those that are being written."""
     on_disk: _builtins.int
-    """Number of the matched keys, at their end, that are on a disk only."""
+    """Number of the matched keys from the first one on that is on a disk only."""
     @_builtins.property
     def placements(self) -> _common_pb2.Placements: ...
     def __init__(

@@ -215,11 +215,15 @@ class DiskIndex:
                 self._dead.popleft()
 
     def get(self, namespace: Namespace, key: Key) -> DiskCopy | None:
+        """The copy of an object, on a disk that is mounted."""
         table = self._tables.get(namespace)
         copy = None if table is None else table.get(key)
-        if copy is None or not copy.disk.segment.alive or copy.disk.is_failed:
-            return None
-        return copy
+        return copy if copy is not None and copy.disk.segment.alive else None
+
+    def has(self, namespace: Namespace, key: Key) -> bool:
+        """Whether there is a copy on a disk that can be read."""
+        copy = self.get(namespace, key)
+        return copy is not None and copy.disk.usable
 
     def table(self, namespace: Namespace) -> dict[Key, DiskCopy]:
         """The copies of a namespace by key, with those of dead disks; read-only."""

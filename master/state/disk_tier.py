@@ -28,6 +28,7 @@ from kvstore.master.state.records import (
     HITS_MAX,
     Extent,
     MountedSegment,
+    NamespaceTable,
     ObjectRecord,
     StaleExtents,
 )
@@ -523,20 +524,32 @@ class DiskTier:
     # --- queries --------------------------------------------------------------------------------
 
     def following(
-        self, now_ms: int, namespace: Namespace, keys: Sequence[Key], first: int
-    ) -> list[DiskCopy]:
-        """The copies of the keys from ``first`` on, up to the first that has none, or whose node
-        has no usable memory to bring it to: it has just joined, is draining or suspect."""
+        self,
+        now_ms: int,
+        namespace: Namespace,
+        records: NamespaceTable,
+        keys: Sequence[Key],
+        first: int,
+    ) -> tuple[int, list[DiskCopy]]:
+        """Return the number of keys from ``first`` on that are in memory or on a disk, and the
+        copies of those that are on a disk only. Memory that has just joined, or whose node is
+        draining or suspect, cannot take a copy: its disks do not count.
+
+        ``records``: of memory, where a block may follow one that is on a disk only.
+        """
         table = self._index.table(namespace)
-        found: list[DiskCopy] = []
+        copies: list[DiskCopy] = []
         if not table:
-            return found
+            return 0, copies
         alive = self._common.membership.alive_segments(now_ms)
         nodes = {segment.node.name for segment in alive if segment.usable(now_ms)}
         for index in range(first, len(keys)):
+            record = records.get(keys[index])
+            if record is not None and record.complete:
+                continue
             copy = table.get(keys[index])
             if copy is None or not copy.disk.usable or copy.disk.segment.node.name not in nodes:
-                break
+                return index - first, copies
             copy.used_ms = now_ms
-            found.append(copy)
-        return found
+            copies.append(copy)
+        return len(keys) - first, copies

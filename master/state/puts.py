@@ -159,7 +159,19 @@ class PutHandler:
         granted: list[int] = []
         stored_count = 0
         known = [None] * len(keys) if table is None else table.get_many(keys)
+        disks = self._common.disks
+        on_disk = disks.table(request.namespace) if disks and not request.overwrite else None
         for index, found in enumerate(known):
+            if (
+                on_disk
+                and keys[index] in on_disk
+                and (found is None or not found.complete)
+                and disks.has(request.namespace, keys[index])
+            ):
+                outcomes[index] = PutOutcome.FOUND
+                stored_count += 1
+                on_disk[keys[index]].used_ms = now_ms
+                continue
             if found is None:
                 granted.append(index)
                 continue
@@ -385,6 +397,8 @@ class PutHandler:
         common.changing = True
         self._keeping.expire_before_put(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
+        if not request.overwrite and common.disks.has(namespace, key):
+            outcome = PutOutcome.FOUND
         alive = [extent for extent in allocation.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
             self._granting.end(allocation)

@@ -147,11 +147,13 @@ class QueryHandler:
             self._lease(now_ms, request.lease, holding)
             on_disk = 0
             if self._disks:
-                copies = self._tier.following(now_ms, namespace, live_keys, matched)
+                following, copies = self._tier.following(
+                    now_ms, namespace, table, live_keys, matched
+                )
                 if request.placements and not self._is_final:
                     self._wanted += copies
                 elif not request.placements:
-                    on_disk = len(copies)
+                    on_disk = following
                     if request.bring:
                         self._tier.bring(copies)
             in_memory, matched = matched, matched + on_disk
@@ -243,6 +245,8 @@ class QueryHandler:
         if self._disks and len(stored) < len(records) and not self._is_final:
             self._wanted = self._copies_of_missing(now_ms, request, records)
             if self._wanted:
+                for record in stored:  # until the others are there
+                    record.keep_until(now_ms + common.rules.bring_ms_max)
                 return calls.LookupReply(common.epoch, common.rules.lease_ms, NO_PLACEMENTS)
         self._lease(now_ms, request.lease, stored)
         count, found = len(records), len(stored)
@@ -259,7 +263,7 @@ class QueryHandler:
         copies: list[DiskCopy] = []
         for key, record in zip(request.keys, records, strict=True):
             copy = None if record is not None else self._disks.get(request.namespace, key)
-            if copy is not None:
+            if copy is not None and copy.disk.usable:
                 copy.used_ms = now_ms
                 copies.append(copy)
         return copies
@@ -279,7 +283,7 @@ class QueryHandler:
             known = bytearray(presence)
             for index, key in enumerate(keys):
                 if known[index] == _ABSENT and key in on_disk:
-                    known[index] = _COMPLETE * (self._disks.get(request.namespace, key) is not None)
+                    known[index] = _COMPLETE * self._disks.has(request.namespace, key)
             presence = bytes(known)
         if request.lease and table is not None:
             records = zip(table.get_many(keys), presence, strict=True)

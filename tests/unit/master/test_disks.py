@@ -7,7 +7,14 @@ import random
 import pytest
 
 from kvstore import calls
-from kvstore.calls import CopyOutcome, DiskLimits, HintAction, HintOutcome, Version
+from kvstore.calls import (
+    CopyOutcome,
+    DiskLimits,
+    HintAction,
+    HintOutcome,
+    PutOutcome,
+    Version,
+)
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.inventory import Claim
@@ -86,6 +93,18 @@ def test_a_match_counts_what_is_on_the_disk_and_brings_it_if_asked_to() -> None:
     cluster.state.asking.match_prefix(cluster.now_ms, match._replace(bring=True))
     cluster.work()
     assert cluster.match(ALL[:8], placements=True) == 8
+    check_invariants(cluster.state)
+
+
+def test_a_block_in_memory_is_matched_after_one_that_is_on_a_disk_only() -> None:
+    cluster = with_disk()
+    cluster.put(ALL[:2], size=SIZE)
+    fill(cluster, ALL[2:])
+    assert not set(ALL[:2]) & set(in_memory(cluster))
+    cluster.put(["next"], size=SIZE, parent=ALL[1])
+    assert cluster.match([*ALL[:2], "next", "absent"]) == 3
+    assert cluster.find([*ALL[:2], "next"]) == [*ALL[:2], "next"]
+    assert cluster.match([*ALL[:2], "next"], placements=True) == 3
     check_invariants(cluster.state)
 
 
@@ -231,6 +250,28 @@ def test_an_object_that_is_replaced_loses_its_copy() -> None:
     cluster.put([gone], size=SIZE, overwrite=True)
     assert Version(before.epoch, before.counter) not in versions_on_disk(cluster)
     check_invariants(cluster.state)
+
+
+def test_a_put_keeps_the_value_that_is_on_a_disk() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    gone = [name for name in ALL if name not in in_memory(cluster)][:2]
+    grants = cluster.start([*gone, "new"], size=SIZE, chain=False)
+    assert list(grants.outcomes) == [PutOutcome.FOUND, PutOutcome.FOUND, PutOutcome.WRITE]
+    cluster.end(grants)
+    assert cluster.find(gone) == gone
+    check_invariants(cluster.state)
+
+
+def test_what_is_removed_from_a_failed_disk_is_wiped() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
+    [claim] = [claim for claim in claims_of(cluster) if claim.name[1] == gone.encode()]
+    next(iter(cluster.state.pool.disks.disks.values())).is_failed = True
+    assert cluster.present([gone]) == ""
+    cluster.remove([gone])
+    assert claim.version not in versions_on_disk(cluster)
 
 
 def test_a_short_budget_keeps_out_what_was_used_least() -> None:
