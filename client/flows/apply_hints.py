@@ -13,7 +13,7 @@ from kvstore.errors import NoSpaceError, PermissionDeniedError, UsageError
 from kvstore.limits import Key, Namespace
 
 _REASONS = {
-    HintOutcome.CLIPPED: "retained for a shorter time than requested",
+    HintOutcome.CLIPPED: "kept for a shorter time than requested",
     HintOutcome.MISSING: "no stored object has this key",
     HintOutcome.IGNORED: "other chains continue this one",
 }
@@ -57,6 +57,8 @@ def _merge(action: EnvelopeAction, replies: list[HintResult], refusal: str) -> A
         reason = refusal or "this names no chain: give keys in hexadecimal"
         return ActionResult(action.action_id, HintOutcome.IGNORED, reason, 0)
     outcome = min((reply.outcome for reply in replies), key=_ORDER.index)
+    if outcome is HintOutcome.ACCEPTED and action.clipped:
+        outcome = HintOutcome.CLIPPED
     reason = refusal or _REASONS.get(outcome, "")
     if outcome is HintOutcome.IGNORED and action.action is HintAction.PREFETCH:
         reason = "nothing to do: all of it is in memory"

@@ -52,6 +52,8 @@ class EnvelopeAction(NamedTuple):
     keys: tuple[Key, ...] = ()
     """The last key of each chain; empty: the chain of the request that the envelope came with."""
     ignored_reason: str = ""
+    clipped: bool = False
+    """Whether a longer time was requested than is allowed."""
 
     @property
     def is_pin(self) -> bool:
@@ -89,7 +91,10 @@ def _parse_action(action: object, at: str) -> EnvelopeAction:
     if not isinstance(keys, list | tuple) or not all(_is_key(key) for key in keys):
         raise _error(f"{at}payload.keys", f"a list of keys of 1 to {KEY_BYTES_MAX} bytes in hex")
     named = tuple(Key(bytes.fromhex(key)) for key in keys)
-    return EnvelopeAction(action_id, _TYPES[kind], _duration_ms(kind, payload, at), named)
+    wanted_ms = _wanted_ms(kind, payload, at)
+    duration_ms = min(wanted_ms, PIN_MS_MAX if kind == "kv.pin" else RETAIN_MS_MAX)
+    clipped = duration_ms < wanted_ms
+    return EnvelopeAction(action_id, _TYPES[kind], duration_ms, named, clipped=clipped)
 
 
 def _ignored_reason(kind: str, version: str, payload: Mapping[object, object]) -> str:
@@ -102,20 +107,19 @@ def _ignored_reason(kind: str, version: str, payload: Mapping[object, object]) -
     return next((reason for name, reason in _UNRESOLVED.items() if name in payload), "")
 
 
-def _duration_ms(kind: str, payload: Mapping[object, object], at: str) -> int:
-    """Return the time of a retention or pin; longer ones than allowed are shortened."""
+def _wanted_ms(kind: str, payload: Mapping[object, object], at: str) -> int:
+    """Return the requested time of a retention or pin."""
     if kind == "tool_wait":
         resume_ms = _positive(payload, "resume_ms", at)
-        wanted_ms = TOOL_WAIT_MS if resume_ms is None else max(RESUME_MIN_MS, 2 * resume_ms)
-        return min(wanted_ms, RETAIN_MS_MAX)
+        return TOOL_WAIT_MS if resume_ms is None else max(RESUME_MIN_MS, 2 * resume_ms)
     if kind == "kv.retain":
         ttl_ms = _positive(payload, "ttl_ms", at)
-        return RETAIN_MS_MAX if ttl_ms is None else min(ttl_ms, RETAIN_MS_MAX)
+        return RETAIN_MS_MAX if ttl_ms is None else ttl_ms
     if kind == "kv.pin":
         ttl_ms = _positive(payload, "ttl_ms", at)
         if ttl_ms is None:
             raise _error(f"{at}payload.ttl_ms", "a whole number of milliseconds")
-        return min(ttl_ms, PIN_MS_MAX)
+        return ttl_ms
     return 0
 
 

@@ -17,7 +17,7 @@ from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
 from kvstore.planner.hint_model import HintModel, Knowledge
-from kvstore.planner.plan import Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
+from kvstore.planner.plan import BEST, Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
 from kvstore.planner.traces import Trace, load_trace
 from kvstore.runtime.formatting import size_text
 
@@ -37,6 +37,15 @@ Every cell replays the whole trace on the master's own state; nothing is copied 
 """
 
 BAR_WIDTH: Final = 40
+
+LEGEND: Final = {
+    "recorded": "with the hints that clients gave",
+    "goes on": "clients retain what is used again",
+    "soon": "only what is used again soon",
+    "over": "they release what is not",
+    BEST: "no policy finds more",
+}
+
 SIZES_MAX: Final = 16
 
 
@@ -139,8 +148,9 @@ def _show(trace: Trace, rows: list[PlanRow], names: list[str], rate: float) -> N
             *(f"{100 * row.hits[name]:.2f} %" for name in names),
         )  # fmt: skip
     console.print(table)
-    console.print("Part of the blocks asked for that is found, by policy and hints. best possible:")
-    console.print("with knowledge of all later requests. goes on, soon, over: see --hints.")
+    knowledge = {name.rpartition(", ")[2] for name in names}
+    legend = [f"{name}: {text}" for name, text in LEGEND.items() if name in knowledge]
+    console.print("Blocks found, of those asked for. " + "; ".join(legend) + ".")
     written = rows[-1].writes_per_day
     if written:
         table = table_of("\nmemory", right=tuple(f"\n{name}" for name in written))

@@ -22,6 +22,7 @@ from multidict import CIMultiDictProxy
 
 from kvstore.calls import HintAction, HintOutcome
 from kvstore.calls.hint_envelopes import TOOL_WAIT_MS, EnvelopeAction
+from kvstore.client.hints import ActionResult
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key
 from kvstore.proxy import bodies
@@ -105,11 +106,12 @@ class SessionHints:
                 self._tips.popitem(last=False)
         if waits:
             action = EnvelopeAction("tool_calls", HintAction.RETAIN, TOOL_WAIT_MS, (Key(key),))
-            if await lookup.hint(model, action) == HintOutcome.MISSING:
+            result = await lookup.hint(model, action)
+            if result is not None and result.outcome == HintOutcome.MISSING:
                 await asyncio.sleep(SAVED_AFTER_S)
                 await lookup.hint(model, action)
 
-    async def end(self, session: tuple[str, str]) -> HintOutcome | None:
+    async def end(self, session: tuple[str, str]) -> ActionResult | None:
         """Release the chain of a session and forget it; None: it is unknown, or the store is."""
         tip = self._tips.pop(session, None)
         if self._lookup is None or tip is None:
@@ -158,8 +160,9 @@ async def delete_session(
     if parts.lookup is None:
         message = "this proxy has no store: start it with --master"
         return error_response(404, message, "not_found", headers=headers)
-    outcome = None if session is None else await hints.end(session)
-    if outcome is None:
+    result = None if session is None else await hints.end(session)
+    if result is None:
         message = "no such session here, not any more, or the store does not answer"
         return error_response(404, message, "not_found", headers=headers)
-    return web.json_response({"outcome": str(outcome)}, headers=headers)
+    told = {"outcome": str(result.outcome), "reason": result.reason}
+    return web.json_response(told, headers=headers)

@@ -13,10 +13,10 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.calls import HintOutcome
 from kvstore.calls.fleet_records import RECORDS_MAX, FleetRecord
 from kvstore.calls.hint_envelopes import EnvelopeAction
 from kvstore.client.async_client import AsyncClient
+from kvstore.client.hints import ActionResult
 from kvstore.config import ClientConfig
 from kvstore.console.diagnostics.evidence import read_records
 from kvstore.errors import KVStoreError, PermissionDeniedError
@@ -120,21 +120,21 @@ class StoreLookup:
         keys = [] if record is None else await _keys(record, token_ids, salt)
         return keys[-1] if keys else None
 
-    async def hint(self, model: str, action: EnvelopeAction) -> HintOutcome | None:
+    async def hint(self, model: str, action: EnvelopeAction) -> ActionResult | None:
         """Carry out a hint in the namespaces of the model's engines; None: unknown, or it failed.
         Raises only CancelledError."""
         record = records.serving(self._records, model)
-        outcome = None
+        result = None
         if record is not None and not self._breaker.is_open(clock_ms()):
             try:
                 chains = dict.fromkeys(record.namespaces, ())
                 async with self._hint_slots:
-                    results = await self._client.apply_hints([action], chains)
-                outcome = results[0].outcome
+                    (result,) = await self._client.apply_hints([action], chains)
             except KVStoreError as error:
                 log.debug("hint_failed model=%s reason=%s", model, error)
-        self._metrics.hints.labels(action.action_id, str(outcome or "failed")).inc()
-        return outcome
+        outcome = "failed" if result is None else str(result.outcome)
+        self._metrics.hints.labels(action.action_id, outcome).inc()
+        return result
 
     async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
         states = record.ends

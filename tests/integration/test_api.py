@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.console.api.diagnostics import WHY_PATH
 from kvstore.console.api.lookups import EXISTS_PATH, HINTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.limits import PIN_MS_MAX
 from tests.support.cluster import Cluster, Node
 from tests.support.http import get
 from tests.support.processes import free_port
@@ -86,7 +87,7 @@ def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
         return {"action_id": name, "action_type": name, "action_version": "1.0", "payload": payload}
 
     actions = [
-        action("kv.retain", ttl_ms=60_000), action("kv.pin", ttl_ms=9_000, keys=hexes(KEYS[1])),
+        action("kv.retain", ttl_ms=60_000), action("kv.pin", ttl_ms=10**9, keys=hexes(KEYS[1])),
         action("session_end", keys=hexes(KEYS[1])), action("kv.demote", keys=["00"]),
         action("kv.prefetch"), action("kv.share"), action("kv.retain", block_hashes=[7]),
     ]  # fmt: skip
@@ -99,12 +100,12 @@ def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
         (each["action_id"], each["outcome"], each["retained_s"]) for each in reply["actions"]
     ]
     assert results == [
-        ("kv.retain", "accepted", 60), ("kv.pin", "accepted", 9), ("session_end", "ignored", 0),
-        ("kv.demote", "missing", 0), ("kv.prefetch", "ignored", 0), ("kv.share", "ignored", 0),
-        ("kv.retain", "ignored", 0),
+        ("kv.retain", "accepted", 60), ("kv.pin", "clipped", PIN_MS_MAX / 1000),
+        ("session_end", "ignored", 0), ("kv.demote", "missing", 0), ("kv.prefetch", "ignored", 0),
+        ("kv.share", "ignored", 0), ("kv.retain", "ignored", 0),
     ]  # fmt: skip
     reasons = [each["reason"] for each in reply["actions"]]
-    assert [bool(reason) for reason in reasons] == [False, False, *[True] * 5]
+    assert [bool(reason) for reason in reasons] == [False, *[True] * 6]
     assert "block_hashes" in reasons[-1]
 
     wrong = envelope | {"actions": [actions[0], action("kv.pin", ttl_ms=True)]}

@@ -44,6 +44,8 @@ def test_each_action_and_signal(
     (parsed,) = parse_envelope(envelope(given))
     assert (parsed.action_id, parsed.action, parsed.duration_ms) == ("a", expected, duration_ms)
     assert (parsed.ignored_reason, parsed.keys) == ("", ())
+    given_ms = given["payload"].get("ttl_ms", 0)
+    assert parsed.clipped == (given_ms > duration_ms)
     assert parsed.is_pin == (given["action_type"] == "kv.pin")
     as_objects = SimpleNamespace(**envelope(SimpleNamespace(**given)))
     assert parse_envelope(as_objects) == [parsed], "as vLLM passes it"

@@ -167,7 +167,7 @@ def test_the_command_prints_a_table_a_knee_and_a_picture(tmp_path: Path) -> None
     arguments = ["plan", str(path), "--memory", "20MiB,40MiB..80MiB", "--block-bytes", "1MiB"]
     shown = CliRunner().invoke(cli, [*arguments, "--hints", "0.9", "--svg", str(svg)])
     assert shown.exit_code == 0, shown.output
-    for text in ("20.0 MiB", "80.0 MiB", "density, goes on", "best possible", "90 % of"):
+    for text in ("20.0 MiB", "80.0 MiB", "density, goes on", "soon: only", "best", "90 % of"):
         assert text in shown.output
     assert "density, soon" in svg.read_text()
     told = CliRunner().invoke(cli, ["--json", *arguments])

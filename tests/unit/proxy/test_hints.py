@@ -10,6 +10,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.calls import HintOutcome
 from kvstore.calls.hint_envelopes import EnvelopeAction, parse_envelope
+from kvstore.client.hints import ActionResult
 from kvstore.errors import InvalidArgumentError
 from kvstore.proxy import hints
 from kvstore.proxy.answer_ending import AnswerEnding
@@ -67,9 +68,9 @@ def test_the_latest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
         async def last_key(self, *_: object) -> bytes:
             return b"computed"
 
-        async def hint(self, model: str, action: EnvelopeAction) -> HintOutcome:
+        async def hint(self, model: str, action: EnvelopeAction) -> ActionResult:
             sent.append((model, action.action_id, *(key.decode() for key in action.keys)))
-            return HintOutcome.ACCEPTED
+            return ActionResult("", HintOutcome.IGNORED, "shared", 0)
 
     async def scenario() -> None:
         store: Any = Lookup()
@@ -81,7 +82,9 @@ def test_the_latest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.wait(sessions._sending)
         assert await sessions.end(("caller", "old")) is None
         assert await sessions.end(("another", "bob")) is None, "callers do not share sessions"
-        assert await sessions.end(("caller", "bob")) is HintOutcome.ACCEPTED
+        ended = await sessions.end(("caller", "bob"))
+        assert ended is not None
+        assert (ended.outcome, ended.reason) == (HintOutcome.IGNORED, "shared")
         assert await sessions.end(("caller", "bob")) is None
         await sessions.close()
 
