@@ -60,6 +60,7 @@ class CandidateQueue:
         self.tenant = tenant
         self._counters = counters
         self._policy = policy
+        self._learns_hints = policy.learns_hints
         self._detached = SortedRecordQueue()
         self._over = LruPolicy(base=_OVER)
         self._demoted = LruPolicy(base=_DEMOTED)
@@ -195,10 +196,10 @@ class CandidateQueue:
             record.position = _DETACHED + self._sequence
             self._detached.add(record)
             return
-        if not self._policy.learns_hints and eviction_hints.has_ended(record, self._now_ms):
-            record.hint = 0
-        hint = record.hint
-        if not hint or self._policy.learns_hints:
+        hint = 0 if self._learns_hints else record.hint
+        if hint and eviction_hints.has_ended(record, self._now_ms):
+            hint = record.hint = 0
+        if not hint:
             self._policy.insert(record)
         elif hint > 0:
             self._retained.insert(record)
