@@ -77,6 +77,7 @@ def test_the_files_of_the_dashboard_are_shipped() -> None:
     assert there == listed
 
 
+@pytest.mark.slow
 def test_the_store_works_without_what_is_built_on_it(tmp_path: Path) -> None:
     left_out = shutil.ignore_patterns("console", "connectors", "proxy", "__pycache__")
     shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=left_out)
