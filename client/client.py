@@ -632,6 +632,7 @@ class Client:
         *,
         namespaces: Sequence[str],
         states: Sequence[str] = (),
+        bring: bool = True,
         timeout_ms: int | None = None,
     ) -> EngineMatchResult:
         """Match a chain for all namespaces of an engine, and lease the result.
@@ -639,9 +640,11 @@ class Client:
         Args:
             namespaces: those of the engine's ranks and cache groups whose blocks are chains.
             states: those of recurrent states, which are no chains: only the last one is needed.
+            bring: whether to begin to bring what is on disks into memory.
         """
         spaces, single = self._namespaces("match_all", namespaces, states)
-        flow = control_calls.match_all(self._context, spaces, single, _packed(keys))
+        packed = _packed(keys)
+        flow = control_calls.match_all(self._context, spaces, single, packed, bring=bring)
         return self._run(flow, timeout_ms)
 
     def release_match(self, reach: EngineMatchResult) -> None:

@@ -34,6 +34,8 @@ class PrefixMatchResult(NamedTuple):
     """Leading keys that are present, and leased."""
     being_written: int
     """Keys after those that are being written, as far as the last request looked."""
+    on_disk: int = 0
+    """Matched keys from the first one on that is on a disk only."""
 
 
 class EngineMatchResult(NamedTuple):
@@ -47,6 +49,8 @@ class EngineMatchResult(NamedTuple):
     """Leading matched keys up to the last with an object in all state namespaces; 0: none."""
     lease: ReadLease
     """The lease on all of it, for ``Client.release_match``."""
+    on_disk: int = 0
+    """Matched keys from the first one on that is on a disk only in some chain."""
 
 
 def match_all(
@@ -54,23 +58,30 @@ def match_all(
     namespaces: Sequence[Namespace],
     states: Sequence[Namespace],
     keys: Sequence[Key],
+    *,
+    bring: bool = True,
 ) -> Flow[EngineMatchResult]:
     lease = context.leases.new()
     state: int | None = None
     matches: list[PrefixMatchResult] = []
     if states and namespaces and len(keys) <= keys_per_request(keys):
         request = calls.MatchPrefix(
-            namespaces, keys, False, states, lease.number, context.leases.take(), bring=True
+            namespaces, keys, False, states, lease.number, context.leases.take(), bring=bring
         )
         reply = yield from ask(request, calls.MatchPrefixReply)
-        matches = [PrefixMatchResult(match.matched, match.being_written) for match in reply.matches]
+        matches = [
+            PrefixMatchResult(match.matched, match.being_written, match.on_disk)
+            for match in reply.matches
+        ]
         state = reply.state
     elif namespaces:
-        matches = yield from _match(context, namespaces, keys, lease, bring=True)
+        matches = yield from _match(context, namespaces, keys, lease, bring=bring)
     matched = min((match.matched for match in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
-    return EngineMatchResult(matched, any(match.being_written for match in matches), state, lease)
+    is_being_written = any(match.being_written for match in matches)
+    in_memory = min((match.matched - match.on_disk for match in matches), default=matched)
+    return EngineMatchResult(matched, is_being_written, state, lease, max(0, matched - in_memory))
 
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
@@ -121,7 +132,9 @@ def _match(
         )
         reply = yield from ask(request, calls.MatchPrefixReply)
         for index, match in zip(complete, reply.matches, strict=True):
-            found[index] = PrefixMatchResult(start + match.matched, match.being_written)
+            on_disk = found[index].on_disk
+            on_disk += match.matched if on_disk else match.on_disk
+            found[index] = PrefixMatchResult(start + match.matched, match.being_written, on_disk)
         complete = [index for index in complete if found[index].matched == start + len(chunk)]
         if not complete:
             break

@@ -153,8 +153,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._decisions.transfer_commands(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._decisions.arrived(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
+        failed = report.failed_loads if isinstance(report, TransferReport) else ()
+        self._decisions.arrived(connector_output.finished_recving or (), failed)
         if isinstance(report, TransferReport):
             self._scheduler_side.reported(report)
 

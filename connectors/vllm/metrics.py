@@ -26,6 +26,7 @@ COUNTERS: Final = {
     "lookups_waited_for_writers": "Lookups that waited for blocks being written",
     "hit_tokens": "Tokens found in the store and loaded",
     "missed_tokens": "Tokens of prompts that were looked up and not found",
+    "computed_stored_tokens": "Tokens found in the store and computed, as that was faster",
     "loaded_requests": "Requests that loaded blocks",
     "hit_states": "States of recurrent layers found in the store, one for a request",
     "saved_states": "States of recurrent layers to save, one for each place in a request",

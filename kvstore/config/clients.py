@@ -157,6 +157,11 @@ class ConnectorConfig(StoreSettings):
         description="Timeout of a request's lookup, after which it counts as a miss. Other "
         "requests are not delayed.",
     )
+    load_if_faster: bool = Field(
+        default=True,
+        description="Compute stored tokens where loading them takes longer, as measured on this "
+        "engine: from slow disks or networks.",
+    )
     pin_timeout_ms: Milliseconds = Field(
         default=60_000,
         ge=100,

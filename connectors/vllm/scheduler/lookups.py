@@ -79,6 +79,8 @@ class PendingLookup:
     sent: float
     done: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
+    in_memory: int = 0
+    """Of ``tokens``, those before the first that is on a disk only."""
     failed: bool = False
     waits_for_writers: bool = False
     wanted_since: float = 0.0
@@ -299,7 +301,7 @@ class LookupThread:
             return
         try:
             reaches: list[EngineMatchResult] = []
-            tokens, being_written = self._match(lookup.hashes, reaches)
+            tokens, being_written, in_memory = self._match(lookup.hashes, reaches)
         except KVStoreError as error:
             with self._changed:
                 self._counters["lookups_failed"] += 1
@@ -331,7 +333,7 @@ class LookupThread:
                 self._hold(lookup, [])
                 return
             self._latencies_us.append(int((now - started) * 1e6))
-            lookup.tokens = tokens
+            lookup.tokens, lookup.in_memory = tokens, in_memory
             waited = now - lookup.sent
             if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:
                 lookup.waits_for_writers = True
@@ -341,18 +343,21 @@ class LookupThread:
                 self._counters["lookups_waited_for_writers"] += 1
             self._complete(lookup, tokens=tokens)
 
-    def _match(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
-        """Return the tokens that the store has of every group of every worker, and whether more are
-        being written. Adds the replies, which are leased, to ``reaches``."""
+    def _match(
+        self, hashes: list[bytes], reaches: list[EngineMatchResult]
+    ) -> tuple[int, bool, int]:
+        """Return the tokens that the store has of every group of every worker, whether more are
+        being written, and the number of those tokens before the first on a disk only. Adds the
+        replies, which are leased, to ``reaches``."""
         being_written = False
         for _ in range(ENDS_MAX):
-            tokens, more = self._match_end(hashes, reaches)
+            tokens, more, in_memory = self._match_end(hashes, reaches)
             end, missing = self._match_windows(hashes, tokens, reaches)
             being_written |= more | missing
             if end == tokens:
-                return tokens, being_written
+                return tokens, being_written, in_memory
             hashes = hashes[: end // self._groups.hash_block_tokens]
-        return 0, being_written
+        return 0, being_written, 0
 
     def _match_windows(
         self, hashes: list[bytes], tokens: int, reaches: list[EngineMatchResult]
@@ -376,19 +381,22 @@ class LookupThread:
                     being_written |= reach.being_written
         return end, being_written
 
-    def _match_end(self, hashes: list[bytes], reaches: list[EngineMatchResult]) -> tuple[int, bool]:
+    def _match_end(
+        self, hashes: list[bytes], reaches: list[EngineMatchResult]
+    ) -> tuple[int, bool, int]:
         """As ``_match``, but of a window group only the last block counts."""
-        tokens = len(hashes) * self._groups.hash_block_tokens
+        tokens = in_memory = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for size, keys, chains, states in self._queries(hashes):
             keys = keys[: tokens // size]
             if not keys:
-                return 0, False
+                return 0, False, 0
             reach = self._ask(keys, chains, states)
             reaches.append(reach)
             tokens = min(tokens, (reach.state if states else reach.matched) * size)
+            in_memory = min(in_memory, (reach.matched - reach.on_disk) * size)
             being_written |= reach.being_written
-        return self._groups.aligned(tokens), being_written
+        return self._groups.aligned(tokens), being_written, self._groups.aligned(in_memory)
 
     def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
         """Yield the queries: one for most models. The last one is for states and windows, where a

@@ -16,10 +16,10 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.calls import HintAction
 from kvstore.calls.hint_envelopes import EnvelopeAction, parse_envelope
@@ -35,6 +35,7 @@ from kvstore.connectors.vllm.messages import (
 from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, HashCache
 from kvstore.connectors.vllm.scheduler.events import BlockEvents
 from kvstore.connectors.vllm.scheduler.fingerprint_tracker import FingerprintTracker
+from kvstore.connectors.vllm.scheduler.load_rule import LoadRule
 from kvstore.connectors.vllm.scheduler.lookups import LookupThread
 from kvstore.connectors.vllm_media import is_shared
 from kvstore.errors import InvalidArgumentError
@@ -66,6 +67,22 @@ SAVES_MAX = 2
 """Failed saves of a request after which no more of its blocks are saved."""
 
 
+class StartedLoad(NamedTuple):
+    tokens: int
+    on_disk: int
+    """Of ``tokens``, those that were on disks only when they were looked up."""
+    at: float
+    failed_loads: int
+    """Of the request, before this one."""
+
+
+class StartedPrefill(NamedTuple):
+    request: Request
+    first: int
+    """Tokens before those that are computed."""
+    at: float
+
+
 @dataclass
 class TrackedRequest:
     """One request, from its arrival until it is finished."""
@@ -77,6 +94,11 @@ class TrackedRequest:
     """Last position at which the store has, or will have, a state of each recurrent group."""
     external_tokens: int = 0
     """Tokens that the last lookup has reported to vLLM as stored."""
+    in_memory: int = 0
+    """Of them, those before the first on a disk only."""
+    choice: tuple[int, int] = (0, 0)
+    """Stored tokens, and those of them to load by the rule, which decides once."""
+    load: StartedLoad | None = None
     missed: int | None = None
     """Tokens that the lookup did not find; None: not looked up, or counted already."""
     limit: int | None = None
@@ -146,6 +168,12 @@ class SchedulerLogic:
         """Whether the plug-in prefixes client names of images, sounds and videos."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
         self.counters: Counter[str] = Counter()
+        self.load_rule = LoadRule(
+            is_on=config.load_if_faster, all_or_none=bool(groups.recurrent or groups.windows)
+        )
+        self._starting: list[Request] = []
+        """Requests that vLLM has just given blocks to compute."""
+        self._prefills: dict[str, StartedPrefill] = {}
         self._config = config
         self._groups = groups
         self._identity = identity
@@ -187,7 +215,8 @@ class SchedulerLogic:
             return 0, False
         limit = self._limit(tracked)
         useful = limit > computed
-        there = self._lookups.tokens(self._request_lookup(request, hashes, limit), patient=useful)
+        lookup = self._request_lookup(request, hashes, limit)
+        there = self._lookups.tokens(lookup, patient=useful)
         if there is None:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
@@ -202,8 +231,16 @@ class SchedulerLogic:
         tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
             return 0, False
-        tracked.external_tokens = tokens
-        return tokens - computed, True
+        tracked.in_memory = min(lookup.in_memory, tokens)
+        if tracked.choice[0] != tokens:
+            tracked.choice = tokens, self.load_rule.choose(computed, tracked.in_memory, tokens)
+        loaded = tracked.choice[1]
+        if loaded < tokens:
+            self.counters["computed_stored_tokens"] += tokens - max(loaded, computed)
+            if loaded <= computed:
+                return 0, False
+        tracked.external_tokens = loaded
+        return loaded - computed, True
 
     def _report_found(self, tracked: TrackedRequest, hashes: Sequence[bytes], tokens: int) -> None:
         """Report the blocks of the first ``tokens`` tokens, which the store has, unless they are
@@ -310,7 +347,12 @@ class SchedulerLogic:
             tracked.missed = None
         if tokens <= 0 or not tracked.external_tokens:
             self._lookups.forget(request.request_id)
+            self._starting.append(request)
             return
+        on_disk = max(0, tracked.external_tokens - tracked.in_memory)
+        tracked.load = StartedLoad(
+            tokens, min(tokens, on_disk), time.monotonic(), tracked.failed_loads
+        )
         first = {
             group: (tracked.external_tokens - tokens) // size
             for group, size in self._groups.chains.items()
@@ -335,13 +377,35 @@ class SchedulerLogic:
             self._identity.fingerprint, self._loads, draft=self._identity.draft
         )
         self._loads = []
+        self._measure_prefills()
         if self._does_save and self._identity.fingerprint:
             self._held += self._saves(output)
         orders.saves = self.take_ready_saves()
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
+            self._prefills.pop(request_id, None)
             self._lookups.forget(request_id)
         return orders
+
+    def _measure_prefills(self) -> None:
+        """Record prefills that have ended, and begin to measure those that start with this step."""
+        for tracked in list(self._prefills.values()):
+            self._measure_prefill(tracked.request)
+        now = time.monotonic()
+        for request in self._starting:
+            first, started = request.num_computed_tokens, self._prefills.get(request.request_id)
+            is_prompt = request.num_tokens == request.num_prompt_tokens
+            if is_prompt and (started is None or first <= started.first):  # again, if preempted
+                self._prefills[request.request_id] = StartedPrefill(request, first, now)
+        self._starting.clear()
+
+    def _measure_prefill(self, request: Request) -> None:
+        """Record this prefill if it has ended, which its first output token shows."""
+        prompt = request.num_prompt_tokens
+        if request.num_tokens > prompt and (
+            started := self._prefills.pop(request.request_id, None)
+        ):
+            self.load_rule.prefilled(started.first, prompt, time.monotonic() - started.at)
 
     def take_ready_saves(self) -> list[SaveCommand]:
         """Return the saves to start now. Drops those of blocks that may have other weights."""
@@ -535,10 +599,16 @@ class SchedulerLogic:
         for request_id, tokens in report.failed_loads.items():
             self._load_failed(request_id, tokens)
 
-    def arrived(self, request_ids: Iterable[str]) -> None:
-        """Handle loads that all workers have reported."""
+    def arrived(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
+        """Handle loads that all workers have reported; ``failed``: those of this step's report."""
         for request_id in request_ids:
             self._loading.discard(request_id)
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and (load := tracked.load) is not None:
+                is_complete = tracked.failed_loads == load.failed_loads and request_id not in failed
+                took_s = time.monotonic() - load.at
+                self.load_rule.loaded(load.tokens, load.on_disk, took_s, is_complete=is_complete)
+                tracked.load = None
             self._lookups.forget(request_id)
 
     def drained(self, left: set[int]) -> None:
@@ -619,6 +689,7 @@ class SchedulerLogic:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return None
+        self._measure_prefill(request)
         tokens = self._stored_tokens(tracked)
         keep_ms = self._keep_ms(request)
         hints = self._take_hints(tracked, at_arrival=False)

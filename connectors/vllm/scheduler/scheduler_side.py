@@ -363,8 +363,9 @@ class SchedulerSide:
         self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
     ) -> EngineMatchResult:
         return self._client.match_all(
-            keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
-        )
+            keys, namespaces=chains, states=states, bring=self.decisions.load_rule.loads_disks,
+            timeout_ms=self._lookup_ms,
+        )  # fmt: skip
 
     def _keep(self, tips: dict[int, Sequence[bytes]], milliseconds: int) -> None:
         """Pin these keys, by group, and their ancestors in the background."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
@@ -103,23 +103,31 @@ class Pool:
         return sum(bool(block.references) for block in self.blocks) - 1
 
 
+class Answer(NamedTuple):
+    request_id: str
+    in_memory: int
+
+
 class Asked:
     """Instead of ``LookupThread``: answers what it is told to."""
 
     def __init__(self) -> None:
         self.there: dict[str, int | None] = {}
+        self.on_disk: dict[str, int] = {}
+        """Of those that are there, the last tokens."""
         self.wanted: list[tuple[str, int, int]] = []
         """Request, number of hashes, expected tokens."""
         self.known: set[str] = set()
 
-    def request(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> str:
+    def request(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> Answer:
         self.wanted.append((request_id, len(hashes), expected_tokens))
         self.known.add(request_id)
-        return request_id
+        there = self.there.get(request_id) or 0
+        return Answer(request_id, there - self.on_disk.get(request_id, 0))
 
-    def tokens(self, lookup: str, *, patient: bool = True) -> int | None:
+    def tokens(self, lookup: Answer, *, patient: bool = True) -> int | None:
         del patient
-        return self.there.get(lookup, 0)
+        return self.there.get(lookup.request_id, 0)
 
     def new_step(self) -> None:
         pass

@@ -96,6 +96,34 @@ def test_orders_carry_the_fingerprint_and_the_draft_model() -> None:
     assert (orders.fingerprint, orders.draft) == ("abc", "def")
 
 
+def test_tokens_on_a_slow_disk_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule learns from what the engine sees of its own requests."""
+    now = [0.0]
+    monkeypatch.setattr(scheduler_logic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = Engine(blocks=2_000)
+    for number in range(8):
+        request = engine.add(f"computed-{number}", 400, seed=number)
+        assert engine.matched(request) == 0
+        for _ in range(2):  # in two steps of half a second
+            engine.step({request.request_id: 200})
+            engine.report_all()
+            now[0] += 0.5
+        engine.finish(request)
+    request = engine.add("loaded", 401, there=400, seed=1)
+    engine.asked.on_disk["loaded"] = 300
+    assert engine.load(request) == 400
+    engine.step()
+    now[0] += 5.0
+    engine.side.arrived(["loaded"])
+    request = engine.add("slow", 401, there=400, seed=1)
+    engine.asked.on_disk["slow"] = 300
+    assert engine.load(request) == 100, "what is in memory"
+    request = engine.add("all in memory", 401, there=400, seed=1)
+    assert engine.load(request) == 400
+    assert engine.side.take_counters()["computed_stored_tokens"] == 300
+    assert not engine.side.load_rule.loads_disks
+
+
 # --- saves ----------------------------------------------------------------------------------------
 
 
