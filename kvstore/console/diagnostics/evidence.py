@@ -140,7 +140,7 @@ def explain(
         PermissionDeniedError: the caller may see neither all namespaces nor the requested one.
         KVStoreError: the store did not answer.
     """
-    notes = _hint_notes(status)
+    notes = store_notes(status)
     records = _records(client, status, notes)
     report = _traffic(client, namespace, _of_tenant(client, status, records), notes)
     evidence = Evidence(
@@ -193,6 +193,11 @@ def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraff
     ]
 
 
+def store_notes(status: ClusterStatus) -> list[str]:
+    """Return notes on the whole store, as far as there is something to note."""
+    return [*_hint_notes(status), *_disk_notes(status)]
+
+
 def _hint_notes(status: ClusterStatus) -> list[str]:
     """Return the note on the hints that the whole store got; none: no note."""
     counters = Counter(dict(status.counters))
@@ -212,6 +217,20 @@ def _hint_notes(status: ClusterStatus) -> list[str]:
         f"{counters['hinted_found.released']:,}; not stored {by_outcome['missing']:,}, ignored "
         f"{by_outcome['ignored']:,}"
     ]
+
+
+def _disk_notes(status: ClusterStatus) -> list[str]:
+    """Return the note on what disks did not keep, or not return in time; none: no note."""
+    counters = Counter(dict(status.counters))
+    texts = {
+        "disk_refused_objects": "{:,} objects evicted without a copy, for lack of a budget of "
+        "writes (--disk-writes-per-day), or with a TTL",
+        "disk_bring_refused_objects": "{:,} objects on disks were misses, because the disk was "
+        "too slow for what was ahead of them",
+        "disk_bring_timeouts": "{:,} queries did not wait any longer for objects on disks",
+    }
+    found = [text.format(counters[name]) for name, text in texts.items() if counters[name]]
+    return [f"disks since the master's start: {'; '.join(found)}"] if found else []
 
 
 def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[FleetRecord]:

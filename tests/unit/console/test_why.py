@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.calls import ClientTraffic, ClusterStatus, Counter, MissedKey, NamespaceTraffic
 from kvstore.calls.fleet_records import FleetRecord
+from kvstore.console.diagnostics.evidence import store_notes
 from kvstore.console.diagnostics.rows import CAUSES
 from kvstore.console.diagnostics.why import RULES, Cause, Evidence, diagnose, parties_of, select
 from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
@@ -321,3 +322,15 @@ def test_whatever_the_evidence_there_is_an_answer(
         assert cause.remedy or not cause.is_problem
     if any(row.keys for space in spaces for row in space.readers):
         assert found, "a client asks, and is told nothing"
+
+
+def test_notes_on_what_disks_did_not_keep_or_not_return_in_time() -> None:
+    def status(**counters: int) -> ClusterStatus:
+        return ClusterStatus(7, "1", 0, [], [], [Counter(*row) for row in counters.items()])
+
+    assert store_notes(status(disk_brought_objects=5)) == []
+    (note,) = store_notes(status(disk_refused_objects=1_200, disk_bring_timeouts=3))
+    assert "1,200 objects evicted without a copy" in note
+    assert "--disk-writes-per-day" in note
+    assert "3 queries did not wait any longer" in note
+    assert "were misses" not in note
