@@ -61,6 +61,8 @@ _COUNT: Final = click.IntRange(min=1)
               help="Idle time after which a block should still be found.")  # fmt: skip
 @click.option("--memory", "memory_bytes", metavar="SIZE", default="", callback=_parse_memory,
               help="Instead of --reuse: memory of the pool.")  # fmt: skip
+@click.option("--disk", "disk_bytes", metavar="SIZE", default="", callback=_parse_memory,
+              help="All disks below it.")  # fmt: skip
 @click.option("--replicas", type=_COUNT, default=1, show_default=True)
 @click.option("--prompt-tokens", type=_COUNT, default=16_000, show_default=True,
               help="Tokens of a prompt.")  # fmt: skip
@@ -90,8 +92,10 @@ def _row(name: str, value: float) -> tuple[str, str]:
         return title, f"{value * 8 / 1e9:,.1f} Gbit/s each way"
     if "bytes" in name:
         return title, size_text(round(value)) + second
-    if name == "reuse_s":
-        return "reuse time", duration_text(round(1000 * value))
+    if name.endswith("reuse_s"):
+        return title.replace("reuse s", "reuse time"), duration_text(round(1000 * value))
+    if name == "disk_writes_per_day":
+        return title, f"{value:,.1f}"
     if "core" in name:
         return title, f"{value:.2f}"
     return title, f"{value:,.0f}{second}"

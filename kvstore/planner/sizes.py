@@ -20,6 +20,8 @@ SPACE_FACTOR: Final = 9 / 8
 """For removed memory under leases, puts in progress and fragmentation."""
 
 MASTER_OBJECT_BYTES: Final = 330
+DISK_OBJECT_BYTES: Final = 280
+"""Of the master, for an object on a disk."""
 BATCH: Final = 64
 PUT_BATCH_S, LOOKUP_BATCH_S, MATCH_S = 296e-6, 56e-6, 66e-6
 TCP_S_PER_BYTE, PUT_S_PER_BYTE = 0.61e-9, 0.096e-9
@@ -64,6 +66,8 @@ class Load:
     reuse_s: float = 1_800
     memory_bytes: int = 0
     """Of the pool; 0: what ``reuse_s`` takes."""
+    disk_bytes: int = 0
+    """Of all disks below it."""
     replicas: int = 1
     prompt_tokens: int = 16_000
     nodes: int | None = None
@@ -151,6 +155,14 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
     reads_s = found / load.block_tokens * objects * readers
     stored_objects = memory / stored_block * objects
     read_host = read_s / nodes
+    on_disk = load.disk_bytes / extents_s
+    disks = {
+        "disk_bytes_per_node": load.disk_bytes / nodes,
+        "disk_objects": load.disk_bytes / stored_block * objects,
+        "disk_reuse_s": on_disk,
+        "disk_writes_per_day": 86_400 / on_disk,
+    } if load.disk_bytes else {}  # fmt: skip
+    stored_bytes = stored_objects * MASTER_OBJECT_BYTES
     return {
         "bytes_per_token": token,
         "bytes_per_block": block,
@@ -164,7 +176,8 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
         "nodes": nodes,
         "memory_bytes_per_node": memory / nodes,
         "objects": stored_objects,
-        "master_memory_bytes": stored_objects * MASTER_OBJECT_BYTES,
+        **disks,
+        "master_memory_bytes": stored_bytes + disks.get("disk_objects", 0) * DISK_OBJECT_BYTES,
         "puts_per_s": puts_s,
         "reads_per_s": reads_s,
         "master_core": puts_s / BATCH * PUT_BATCH_S + reads_s / BATCH * LOOKUP_BATCH_S

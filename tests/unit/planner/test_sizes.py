@@ -36,6 +36,12 @@ def test_the_example_of_the_page() -> None:
         "node_host_cores": 0.83,
     }  # fmt: skip
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=0.02)
+    with_disks = json.loads(
+        CliRunner().invoke(cli, ["--json", "size", *arguments, "--disk", "100TiB"]).output
+    )
+    assert with_disks["disk_reuse_s"] == pytest.approx(20_900, rel=0.02)
+    assert with_disks["disk_writes_per_day"] == pytest.approx(4.13, rel=0.02)
+    assert with_disks["master_memory_bytes"] == pytest.approx(52.3e9, rel=0.02)
     assert "9.67 TiB" in CliRunner().invoke(cli, ["size", *arguments]).output
     for memory, reuse_s in ((figures["memory_bytes"], 1_800), (2 * figures["memory_bytes"], 3_600)):
         load = Load(ranks=8, engines=16, memory_bytes=memory)
