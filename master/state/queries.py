@@ -184,19 +184,23 @@ class QueryHandler:
 
     def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
         """Return the number of ``keys`` up to the last one that is stored in all of
-        ``request.states``, and lease its objects; 0 if none of the probed keys is."""
+        ``request.states``, and lease its objects; 0 if none of the probed keys is. Begin to bring
+        those on disks, if the request says so."""
         namespaces = request.states
         stored: list[ObjectRecord] = []
+        copies: list[DiskCopy] = []
         state, remaining = len(keys), STATE_PROBES_MAX
         while state and remaining > 0:
-            stored = self._objects_under_key(now_ms, namespaces, keys[state - 1])
-            if len(stored) == len(namespaces):
+            stored, copies = self._objects_under_key(now_ms, namespaces, keys[state - 1])
+            if len(stored) + len(copies) == len(namespaces):
                 break
-            remaining -= len(stored) + 1
+            remaining -= len(stored) + len(copies) + 1
             state -= 1
-        found = len(stored) == len(namespaces)
+        found = len(stored) + len(copies) == len(namespaces)
         if found:
             self._lease(now_ms, request.lease, stored)
+            if request.bring:
+                self._tier.bring(copies)
         probed = keys[state - 1 : state] if found else keys[-1:]
         self._common.counters["matched_objects"] += found * len(namespaces)
         self._common.counters["missed_objects"] += (len(probed) - found) * len(namespaces)
@@ -206,14 +210,20 @@ class QueryHandler:
 
     def _objects_under_key(
         self, now_ms: int, namespaces: Sequence[Namespace], key: Key
-    ) -> list[ObjectRecord]:
+    ) -> tuple[list[ObjectRecord], list[DiskCopy]]:
+        """List the objects of the first namespaces that have one, in memory or on a disk only."""
         stored: list[ObjectRecord] = []
+        copies: list[DiskCopy] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
-            if record is None or not self._pool.is_stored(record, now_ms):
+            if record is not None and self._pool.is_stored(record, now_ms):
+                stored.append(record)
+                continue
+            found = self._tier.following(now_ms, namespace, _EMPTY, [key], 0)[1]
+            if not found:
                 break
-            stored.append(record)
-        return stored
+            copies += found
+        return stored, copies
 
     def _live_prefix(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]

@@ -16,7 +16,7 @@ from kvstore.calls import (
     Version,
 )
 from kvstore.errors import NoSpaceError
-from kvstore.limits import Key
+from kvstore.limits import Key, Namespace
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from tests.support.invariants import check_invariants
@@ -106,6 +106,26 @@ def test_a_block_in_memory_is_matched_after_one_that_is_on_a_disk_only() -> None
     assert cluster.find([*ALL[:2], "next"]) == [*ALL[:2], "next"]
     assert cluster.match([*ALL[:2], "next"], placements=True) == 3
     check_invariants(cluster.state)
+
+
+def test_a_state_on_a_disk_is_matched_and_brought_if_asked_to() -> None:
+    """Of recurrent layers, which a hit needs at its end."""
+    cluster = with_disk()
+    cluster.put(ALL[:4], size=SIZE)
+    cluster.put([ALL[3]], size=SIZE, namespace="states")
+    fill(cluster, ALL[4:])
+    assert cluster.state.forest.table(Namespace("states")) is None, "it is on the disk only"
+    states = [Namespace("states")]
+    match = calls.MatchPrefix([NAMESPACE], keys_of(ALL[:4]), placements=False, states=states)
+    assert cluster.state.asking.match_prefix(cluster.now_ms, match).state == 4
+    assert not cluster.state.forest.table(states[0])
+    cluster.state.asking.match_prefix(cluster.now_ms, match._replace(bring=True))
+    cluster.work()
+    table = cluster.state.forest.table(states[0])
+    assert table is not None
+    assert [record.key for record in table if record.complete] == keys_of(ALL[3:4])
+    without = match._replace(states=[*states, Namespace("other")])
+    assert cluster.state.asking.match_prefix(cluster.now_ms, without).state == 0
 
 
 def test_a_prefetch_brings_a_chain() -> None:
