@@ -149,13 +149,7 @@ class DiskTier:
     def _forget(self, copy: DiskCopy) -> None:
         """Drop a copy, and free its extent once its header is wiped."""
         self._index.drop(copy)
-        self._wipe(stale_extents(copy))
-
-    def _wipe(self, stale: StaleExtents) -> None:
-        for segment, _ in stale.extents:
-            if segment.alive:
-                segment.wiping_bytes += segment.extent_bytes(stale.size)
-        self._common.effects += self._common.reclaim.clean_ahead([stale])
+        self._common.wipe_ahead(stale_extents(copy))
 
     def replaced(self, record: ObjectRecord) -> list[StaleExtents]:
         """Drop the copy of another version than the one that was stored."""
@@ -172,7 +166,8 @@ class DiskTier:
     def on_failure(self, now_ms: int, disk: Disk) -> None:
         disk.failures.append(now_ms)
         node = disk.segment.node.name
-        if len(disk.failures) == 3 and now_ms - disk.failures[0] <= FAILED_WITHIN_MS:
+        is_broken = len(disk.failures) == 3 and now_ms - disk.failures[0] <= FAILED_WITHIN_MS
+        if is_broken and not disk.is_failed:
             disk.is_failed = True
             self._common.effect(LogClusterEvent("disk_failed", {"node": node}))
 
@@ -467,10 +462,10 @@ class DiskTier:
         if outcome == CopyOutcome.FAILED:
             self.on_failure(now_ms, disk)  # the extent is not used again
         elif outcome != CopyOutcome.DONE or not is_current or self._has_copy(record):
-            self._wipe(put.stale_extents(self._common.epoch))
+            self._common.wipe_ahead(put.stale_extents(self._common.epoch))
         else:
             for stale in self.replaced(record):
-                self._wipe(stale)
+                self._common.wipe_ahead(stale)
             parent = record.parent
             copy = DiskCopy(
                 disk, put.extents[0][1], record.namespace, record.key,
