@@ -24,6 +24,8 @@ KEYS = [f"key-{number}" for number in range(240)]
 """48 MB, in a pool of 32 MiB."""
 IN_MEMORY = 167
 """As many fit at most."""
+BRING_S = 2.0
+"""The longest wait for a disk."""
 LATE_S = 1.0
 """For what else a get costs where tests share the processors."""
 
@@ -157,6 +159,35 @@ def test_reads_and_writes_of_parts_are_continued(cluster: Cluster, faulty: Fault
     assert faulty.count("reads") > 2 * (len(found) - IN_MEMORY)
     assert not disk_of(cluster).failed
     assert "disk_error" not in node.errors
+
+
+def test_objects_on_a_slow_disk_are_misses_until_it_is_fast_again(
+    cluster: Cluster, faulty: FaultyDisk
+) -> None:
+    cluster.settings["put_deadline_ms"] = 10_000  # a copy ends after its query, as by default
+    start(cluster, faulty)
+    put(cluster)
+    faulty.set(bytes_per_s=50_000_000)
+    found, longest_s = get(cluster)
+    assert len(found) > 0.9 * len(KEYS)
+    assert longest_s < LATE_S
+    client = cluster.client()
+    on_disk = [key for key in KEYS if key in found][:20]
+    faulty.set(bytes_per_s=20_000)  # ten seconds for each object
+    waited_s = []
+    for key in on_disk:
+        began = time.monotonic()
+        assert client.get(key) is None
+        waited_s.append(time.monotonic() - began)
+        began = time.monotonic()
+        client.put(f"new-{key}", b"value")
+        assert client.get(f"new-{key}") == b"value"
+        assert time.monotonic() - began < LATE_S, "memory is not slowed"
+    assert max(waited_s) < BRING_S + LATE_S
+    assert sum(waited > LATE_S for waited in waited_s) <= 3, "most are misses at once"
+    faulty.set(bytes_per_s=0)
+    until(lambda: len(get(cluster, on_disk)[0]) == len(on_disk))
+    assert not disk_of(cluster).failed
 
 
 def test_memory_goes_on_while_copies_of_before_hang(cluster: Cluster, faulty: FaultyDisk) -> None:
