@@ -83,6 +83,9 @@ class DiskFile(RangeMedium):
         self._map = np.frombuffer(self._map_mapped, "u1")
         self._direct = _open_direct(path)
         self._scratch = threading.local()
+        self._bringing = threading.Lock()
+        self._abandoned: set[int] = set()
+        """Targets in memory of copies that are not wanted any more."""
         self.threads: Final = ThreadPoolExecutor(THREADS, "kvstore-disk")
 
     @property
@@ -208,9 +211,17 @@ class DiskFile(RangeMedium):
         packed = bytearray(HEADER_BYTES)
         end = layout.pack_into(packed, header, memory.seed, target)
         layout.write_header_mac(packed, end, memory.sign(target, header))
-        extent[:HEADER_BYTES] = packed
+        with self._bringing:
+            if target in self._abandoned:
+                return CopyOutcome.CHANGED
+            extent[:HEADER_BYTES] = packed
         self.note_use(source)
         return CopyOutcome.DONE
+
+    def abandon(self, target: int, *, abandoned: bool = True) -> None:
+        """Have a running ``bring`` to ``target`` write no header, or any later one."""
+        with self._bringing:
+            (self._abandoned.add if abandoned else self._abandoned.discard)(target)
 
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], page: memoryview,
@@ -219,10 +230,16 @@ class DiskFile(RangeMedium):
         """Read or write an extent whose header is in ``page``, and the payload in ``extent``."""
         padding = -len(extent) % DISK_ALIGN
         rest = page[HEADER_BYTES : HEADER_BYTES + padding]
-        buffers = [page[:HEADER_BYTES], extent[HEADER_BYTES:], rest]
-        moved = call(self._direct, buffers if padding else buffers[:2], offset)
-        if moved != len(extent) + padding:
-            raise OSError(errno.EIO, f"{moved} of {len(extent) + padding} bytes were moved")
+        buffers = [page[:HEADER_BYTES], extent[HEADER_BYTES:], *([rest] if padding else [])]
+        while buffers:
+            moved = call(self._direct, buffers, offset)
+            if not moved:
+                raise OSError(errno.EIO, f"no bytes were moved at {offset}")
+            offset += moved
+            while buffers and moved >= len(buffers[0]):
+                moved -= len(buffers.pop(0))
+            if moved:
+                buffers[0] = buffers[0][moved:]
 
     def _page(self) -> memoryview:
         """A page of memory for the header, aligned, of this thread."""

@@ -24,6 +24,7 @@ from typing import Final
 
 from kvstore._version import __version__
 from kvstore.calls import (
+    CopyOutcome,
     MasterAccepted,
     MasterClaimsAck,
     MasterCopy,
@@ -117,6 +118,8 @@ class NodeAgent:
         self._disks = list(disks)
         """Those that have not failed."""
         self._copier = DiskCopier(segment, disks)
+        self._late_wipes: set[asyncio.Task[None]] = set()
+        """Wipes of memory to which a disk still copies."""
         self._server = server
         self._address = address
         self._engine = engine
@@ -311,9 +314,10 @@ class NodeAgent:
                     return
             finally:
                 self._is_joined = False
-                for task in tasks:
+                ended = (*tasks, *self._late_wipes)
+                for task in ended:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*ended, return_exceptions=True)
                 if self._inventory is not None:  # one at a time: it may stamp what it finds
                     await asyncio.wait((self._inventory,))
             for task in (reading, beating, telling, copied):
@@ -494,11 +498,18 @@ class NodeAgent:
                         wiping = self._wipe_disk(link, disk, message)
                         tasks.add(start_task("wipe", wiping, expected=KVStoreError))
                         continue
-                    await self._copier.wait_for(message.uuid, message.offsets)
+                    copies = self._copier.abandon(message.uuid, message.offsets)
                     await self._wipe(message)
+                    if copies:
+                        wiping = self._wipe_late(link, message, copies)
+                        tasks.add(task := start_task("wipe", wiping, expected=KVStoreError))
+                        self._late_wipes.add(task)
+                        task.add_done_callback(self._late_wipes.discard)
+                        continue
                     await self._send(link, NodeWipeDone(message.wipe_seq))
                 case MasterCopy():
-                    tasks.add(start_task("copy", self._copier.copy(message)))
+                    if (writing := self._copier.copy(message)) is not None:
+                        tasks.add(start_task("copy", writing))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
@@ -508,10 +519,22 @@ class NodeAgent:
         try:
             await self._copier.wipe(disk, request)
         except OSError as error:
-            log.exception("disk_failed node=%s path=%s", self._name, disk.path)
+            log.error(  # noqa: TRY400  # not our error
+                "disk_failed node=%s path=%s reason=%s", self._name, disk.path, error
+            )
             if disk in self._disks:
                 self._disks.remove(disk)
             raise SegmentUnmountedError(f"{disk.path}: {error}") from error
+        await self._send(link, NodeWipeDone(request.wipe_seq))
+
+    async def _wipe_late(
+        self, link: NodeStream, request: MasterWipe,
+        copies: Sequence[asyncio.Future[CopyOutcome]],
+    ) -> None:  # fmt: skip
+        """Report a wipe when the copies to its extents have ended, and what they wrote is zeroed.
+        The master repeats the request if the session ends before."""
+        await asyncio.wait(copies)
+        await self._wipe(request)
         await self._send(link, NodeWipeDone(request.wipe_seq))
 
     async def _wipe(self, request: MasterWipe) -> None:

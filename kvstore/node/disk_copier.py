@@ -1,15 +1,15 @@
 """Carries out a master's orders for the disks of a node: copies, and wipes.
 
 Copies run in the threads of their disk. A wipe waits for the copies to the extents that it wipes,
-and later writes to the disk wait for it. Nothing waits for another disk, and wipes of memory only
-for what is brought to the same extents.
+and later writes to the disk wait for it. Nothing waits for another disk. The wipe of an extent in
+memory is reported when nothing is brought there any more, which delays no other wipe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from kvstore.calls import CopyOutcome, MasterCopy, MasterWipe, NodeCopied, Version
 from kvstore.limits import BATCH_KEYS_MAX
@@ -41,16 +41,20 @@ class DiskCopier:
     def disk(self, uuid: bytes) -> DiskFile | None:
         return self._disks.get(uuid)
 
-    async def copy(self, order: MasterCopy) -> None:
-        """Begin the copies of an order, those to a disk after its earlier wipes."""
+    def copy(self, order: MasterCopy) -> Coroutine[None, None, None] | None:
+        """Begin the copies of an order to memory. Return what begins those to a disk, after its
+        earlier wipes."""
         disk = self._disks.get(order.to_uuid)
         if disk is not None:
-            async with self._ordered[disk.uuid]:
-                self._begin(order, disk, disk.write_behind)
-            return
+            return self._write(order, disk)
         disk = self._disks.get(order.from_uuid)
         if disk is not None and order.to_uuid == self._memory.uuid:
             self._begin(order, disk, disk.bring)
+        return None
+
+    async def _write(self, order: MasterCopy, disk: DiskFile) -> None:
+        async with self._ordered[disk.uuid]:
+            self._begin(order, disk, disk.write_behind)
 
     def _begin(self, order: MasterCopy, disk: DiskFile, run: Copy) -> None:
         loop = asyncio.get_running_loop()
@@ -72,6 +76,8 @@ class DiskCopier:
             ) -> None:
                 if self._copies.get(place) is copy:
                     del self._copies[place]
+                    for each in self._disks.values():
+                        each.abandon(place[1], abandoned=False)
                 self._done.append((token, int(self._outcome(copy, disk))))
                 self._has_done.set()
 
@@ -86,18 +92,24 @@ class DiskCopier:
             log.error("disk_error node=%s path=%s reason=%s", disk.node, disk.path, error)
         return CopyOutcome.FAILED
 
-    async def wait_for(self, uuid: bytes, offsets: Iterable[int]) -> None:
-        """Wait for the running copies to these extents."""
-        if self._copies:
-            copies = [self._copies.get((uuid, offset)) for offset in offsets]
-            running = [copy for copy in copies if copy is not None]
-            if running:
-                await asyncio.wait(running)
+    def running(self, uuid: bytes, offsets: Iterable[int]) -> list[asyncio.Future[CopyOutcome]]:
+        """List the running copies to these extents."""
+        copies = [self._copies.get((uuid, offset)) for offset in offsets] if self._copies else []
+        return [copy for copy in copies if copy is not None]
+
+    def abandon(self, uuid: bytes, offsets: Sequence[int]) -> list[asyncio.Future[CopyOutcome]]:
+        """Have the running copies to these extents of memory leave no header. Return them."""
+        for offset in offsets if self._copies else ():
+            if (uuid, offset) in self._copies:
+                for disk in self._disks.values():
+                    disk.abandon(offset)
+        return self.running(uuid, offsets)
 
     async def wipe(self, disk: DiskFile, request: MasterWipe) -> None:
         """Wipe extents of a disk. Raises OSError: the disk failed."""
         async with self._ordered[disk.uuid]:
-            await self.wait_for(disk.uuid, request.offsets)
+            if copies := self.running(disk.uuid, request.offsets):
+                await asyncio.wait(copies)
             wiping = asyncio.get_running_loop().run_in_executor(
                 None, disk.wipe, request.offsets, request.epochs, request.counters
             )

@@ -135,10 +135,11 @@ class Disk:
         self.bringing_bytes = 0
         self.bring_bytes_per_ms = 0.0
         """Smoothed; 0: not measured."""
-        self.busy_since_ms = now_ms
-        """When the first of the copies on their way to memory was ordered."""
-        self._arrived_ms = now_ms
-        self._arrived_bytes = 0
+        self._measured_ms = now_ms
+        self._measured_bytes = 0
+        """What has arrived in memory since then."""
+        self._was_idle = True
+        """Whether nothing was on its way at the beginning of this measurement."""
         self.failures: deque[int] = deque(maxlen=3)
         """Times of the last errors."""
         self.is_failed = False
@@ -146,17 +147,28 @@ class Disk:
         self.written_bytes = self.brought_bytes = 0
         self.written_objects = self.brought_objects = 0
 
+    def note_ordered(self, now_ms: int) -> None:
+        """Begin a measurement: nothing was on its way to memory."""
+        self._measured_ms, self._measured_bytes, self._was_idle = now_ms, 0, True
+
     def note_brought(self, now_ms: int, size: int) -> None:
         """Count an object that has arrived in memory, for the rate."""
         self.brought_objects += 1
         self.brought_bytes += size
-        self._arrived_bytes += size
-        passed_ms = now_ms - max(self._arrived_ms, self.busy_since_ms)
+        self._measured_bytes += size
+        passed_ms = now_ms - self._measured_ms
+        rate = self._measured_bytes / max(passed_ms, RATE_MS)
+        old = self.bring_bytes_per_ms
         if passed_ms >= RATE_MS:
-            rate = self._arrived_bytes / passed_ms
-            old = self.bring_bytes_per_ms
             self.bring_bytes_per_ms = rate if not old else old + (rate - old) / 4
-            self._arrived_ms, self._arrived_bytes = now_ms, 0
+            self._measured_ms, self._measured_bytes, self._was_idle = now_ms, 0, False
+        elif self._was_idle and 0 < old < rate:
+            self.bring_bytes_per_ms = rate  # it is at least as fast
+
+    def note_late(self, now_ms: int) -> None:
+        """Lower the rate to what arrives now: a query has waited in vain."""
+        rate = max(self._measured_bytes, 1) / max(now_ms - self._measured_ms, RATE_MS)
+        self.bring_bytes_per_ms = min(rate, self.bring_bytes_per_ms or rate)
 
     @property
     def usable(self) -> bool:

@@ -79,6 +79,7 @@ class BringWait:
         self.deadline_ms = deadline_ms
         self.copies = 0
         """Those that have not arrived."""
+        self.coming: Sequence[DiskCopy] = ()
 
 
 class DiskTier:
@@ -149,13 +150,7 @@ class DiskTier:
     def _forget(self, copy: DiskCopy) -> None:
         """Drop a copy, and free its extent once its header is wiped."""
         self._index.drop(copy)
-        self._wipe(stale_extents(copy))
-
-    def _wipe(self, stale: StaleExtents) -> None:
-        for segment, _ in stale.extents:
-            if segment.alive:
-                segment.wiping_bytes += segment.extent_bytes(stale.size)
-        self._common.effects += self._common.reclaim.clean_ahead([stale])
+        self._common.wipe_ahead(stale_extents(copy))
 
     def replaced(self, record: ObjectRecord) -> list[StaleExtents]:
         """Drop the copy of another version than the one that was stored."""
@@ -172,7 +167,8 @@ class DiskTier:
     def on_failure(self, now_ms: int, disk: Disk) -> None:
         disk.failures.append(now_ms)
         node = disk.segment.node.name
-        if len(disk.failures) == 3 and now_ms - disk.failures[0] <= FAILED_WITHIN_MS:
+        is_broken = len(disk.failures) == 3 and now_ms - disk.failures[0] <= FAILED_WITHIN_MS
+        if is_broken and not disk.is_failed:
             disk.is_failed = True
             self._common.effect(LogClusterEvent("disk_failed", {"node": node}))
 
@@ -292,7 +288,8 @@ class DiskTier:
 
     def bring(self, copies: Sequence[DiskCopy]) -> list[DiskCopy]:
         """Begin to bring these copies into memory, from the first one on. Return those that are
-        on their way: not the ones for which there is no room, or that would come too late."""
+        on their way: not the ones for which there is no room, or that would come too late. A disk
+        that is too slow for any of them is given one at a time, until it is faster."""
         coming: list[DiskCopy] = []
         limit_ms = self._common.rules.bring_ms_max
         for copy in copies:
@@ -304,7 +301,7 @@ class DiskTier:
                 if (
                     not disk.usable
                     or waiting > capacity >> BRINGING_SHIFT
-                    or (rate and waiting > rate * limit_ms)
+                    or (disk.bringing_bytes and rate and waiting > rate * limit_ms)
                 ):
                     self._common.counters["disk_bring_refused_objects"] += 1
                     break
@@ -323,6 +320,7 @@ class DiskTier:
             return 0
         wait = BringWait(self._common.new_reply_id(), now_ms + self._common.rules.bring_ms_max)
         wait.copies = len(coming)
+        wait.coming = coming
         self._waits.append(wait)
         for copy in coming:
             self._waits_of.setdefault(copy, []).append(wait)
@@ -361,7 +359,7 @@ class DiskTier:
         self._common.changing = True
         disk = batch[0].disk
         if disk.bringing_bytes <= sum([copy.size for copy in batch]):
-            disk.busy_since_ms = now_ms
+            disk.note_ordered(now_ms)
         puts = self._grant_brings(now_ms, batch)
         for segment in dict.fromkeys([put.extents[0][0] for put in puts]):
             # The node carries out earlier wipes of this memory first.
@@ -429,6 +427,8 @@ class DiskTier:
             wait = self._waits.popleft()
             if wait.copies:
                 wait.copies = 0
+                for disk in {copy.disk for copy in wait.coming if copy.brought_by}:
+                    disk.note_late(now_ms)
                 self._common.counters["disk_bring_timeouts"] += 1
                 self._arrive(wait)
         if any(map(self._lacks_reserve, self._index.disks.values())):
@@ -467,10 +467,10 @@ class DiskTier:
         if outcome == CopyOutcome.FAILED:
             self.on_failure(now_ms, disk)  # the extent is not used again
         elif outcome != CopyOutcome.DONE or not is_current or self._has_copy(record):
-            self._wipe(put.stale_extents(self._common.epoch))
+            self._common.wipe_ahead(put.stale_extents(self._common.epoch))
         else:
             for stale in self.replaced(record):
-                self._wipe(stale)
+                self._common.wipe_ahead(stale)
             parent = record.parent
             copy = DiskCopy(
                 disk, put.extents[0][1], record.namespace, record.key,

@@ -210,8 +210,13 @@ class GrantManager:
     def abandon(self, put: Grant, now_ms: int) -> None:
         self.end(put)
         stale = put.stale_extents(self._common.epoch)
-        self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([stale._replace(writers=put.writers(), kept=True)])
+        if isinstance(put, DiskGrant):
+            # The node wipes an extent once it has finished copying there, and a disk that hangs
+            # must not delay puts on the same segment.
+            self._common.wipe_ahead(stale)
+        else:
+            self.quarantine(put, max(now_ms, put.deadline_ms))
+            self._common.wipe([stale._replace(writers=put.writers(), kept=True)])
         self.detach_from_record(put)
 
     def quarantine(self, put: Grant, writes_until_ms: int) -> None:

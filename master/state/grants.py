@@ -127,9 +127,6 @@ class DiskGrant(ObjectGrant):
         stale = super().stale_extents(epoch)
         return stale._replace(epoch=copied_epoch, counter=counter, forbid=False)
 
-    def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        return []  # the node wipes an extent after it has finished copying there
-
 
 @final
 class DiskWriteGrant(DiskGrant):

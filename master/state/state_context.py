@@ -119,6 +119,13 @@ class StateContext:
         """Wipes what the writers of versions that are never stored may have written."""
         self.effects += self.reclaim.clean(given_up)
 
+    def wipe_ahead(self, stale: StaleExtents) -> None:
+        """Wipes extents that are free once that is done."""
+        for segment, _ in stale.extents:
+            if segment.alive:
+                segment.wiping_bytes += segment.extent_bytes(stale.size)
+        self.effects += self.reclaim.clean_ahead([stale])
+
     def pending_wipes(self, segment_ids: Iterable[int]) -> list[WipeRequest]:
         """The wipe requests that must be done before grants on these segments are sent."""
         segments = self.pool.segments

@@ -178,6 +178,27 @@ def test_a_query_waits_for_the_disk_no_longer_than_agreed() -> None:
     check_invariants(cluster.state)
 
 
+def test_a_disk_that_is_late_is_asked_for_one_object_at_a_time_until_it_is_fast() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    gone = [name for name in ALL if name not in in_memory(cluster)]
+    cluster.copies_at_once = False
+    cluster.find(gone[:1])
+    cluster.after(cluster.rules.bring_ms_max)
+    assert cluster.find(gone[1:2]) == [], "a miss at once, while one is on its way"
+    cluster.copy()
+    cluster.work()
+    cluster.find(gone[1:2])
+    cluster.after(cluster.rules.bring_ms_max)
+    assert cluster.find(gone[2:3]) == [], "still late"
+    cluster.copy()
+    cluster.copies_at_once = True
+    cluster.find(gone[2:8])
+    cluster.after(200)
+    assert cluster.find(gone[3:8]) == gone[3:8], "the one that came was fast"
+    check_invariants(cluster.state)
+
+
 @pytest.mark.parametrize("outcome", [CopyOutcome.CORRUPT, CopyOutcome.CHANGED, CopyOutcome.FAILED])
 def test_a_copy_that_cannot_be_brought_is_a_miss(outcome: CopyOutcome) -> None:
     cluster = with_disk()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,38 @@ def bring(disk: DiskFile, memory: OwnedSegment, counter: int) -> bytes | CopyOut
     [(offset, header)] = [row for row in memory.scan() if row[0] == target]
     assert (header.key, header.counter) == (b"k%d" % counter, counter)
     return bytes(memory.memory[offset + HEADER_BYTES : offset + HEADER_BYTES + PAYLOAD])
+
+
+def test_reads_and_writes_that_move_a_part_are_continued(
+    disk: DiskFile, memory: OwnedSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    for name in ("preadv", "pwritev"):
+        call = getattr(os, name)
+
+        def first_block(
+            fd: int, buffers: list[memoryview], offset: int, call: Callable[..., int] = call
+        ) -> int:
+            calls.append(offset)
+            left, some = 4096, []
+            for buffer in buffers:
+                some.append(buffer[:left])
+                left -= len(some[-1])
+            return call(fd, some, offset)
+
+        monkeypatch.setattr(os, name, first_block)
+    write(disk, memory, 1)
+    assert bring(disk, memory, 1) == payload(1)
+    assert len(calls) == 2 * -(-extent_bytes(PAYLOAD) // 4096)
+
+
+def test_an_abandoned_copy_leaves_no_header_in_memory(disk: DiskFile, memory: OwnedSegment) -> None:
+    write(disk, memory, 1)
+    disk.abandon(128 << 10)
+    assert bring(disk, memory, 1) is CopyOutcome.CHANGED
+    assert not any(memory.memory[128 << 10 : (128 << 10) + HEADER_BYTES])
+    disk.abandon(128 << 10, abandoned=False)
+    assert bring(disk, memory, 1) == payload(1)
 
 
 def test_what_is_written_comes_back_and_is_found_by_the_next_process(
