@@ -12,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-DECAY: Final = 0.98
-"""Weight of earlier measurements for each new one: the last 50 count."""
+PREFILL_DECAY: Final = 0.98
+MEMORY_DECAY: Final = 0.9
+DISK_DECAY: Final = 0.7
+"""Weight of earlier measurements after each new one: what counts are the last 50 prefills, 10 loads
+from memory and 3 from disks, whose rate changes with what others do."""
 
 PREFILLS_MIN: Final = 8
 """Measured prefills without which all that is stored is loaded."""
@@ -37,13 +40,14 @@ PROBE_DECISIONS: Final = 64
 class LinearFit:
     """Least squares of ``y = a x1 + b x2`` with a, b >= 0, in which earlier points fade."""
 
+    decay: float
     points: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, x1: float, x2: float, y: float) -> None:
         self.points += 1
         products = (x1 * x1, x1 * x2, x2 * x2, x1 * y, x2 * y)
-        self._sums = [DECAY * old + new for old, new in zip(self._sums, products, strict=True)]
+        self._sums = [self.decay * old + new for old, new in zip(self._sums, products, strict=True)]
 
     def at(self, x1: float, x2: float) -> float:
         """Return the estimate of y; 0 without points."""
@@ -76,10 +80,10 @@ class LoadRule:
         self._is_on = is_on
         self._all_or_none = all_or_none
         self._loads_memory = True
-        self._prefills = LinearFit()
-        self._memory = LinearFit()
+        self._prefills = LinearFit(PREFILL_DECAY)
+        self._memory = LinearFit(MEMORY_DECAY)
         """Seconds of loads from memory, by their tokens and 1."""
-        self._disk = LinearFit()
+        self._disk = LinearFit(DISK_DECAY)
         """Seconds that loads from disks take longer, by their tokens on disks and 1."""
         self._unmeasured = dict.fromkeys(("computing", "memory", "disk"), 0)
         """Decisions since the last measurement of each."""
@@ -140,9 +144,11 @@ class LoadRule:
         """Record a load that has ended, of which ``on_disk`` tokens were on disks only. One that
         failed counts if it took longer than the load should have."""
         memory_s = self._memory.at(tokens, 1.0)
-        if not is_complete and seconds <= memory_s + self._disk.at(on_disk, 1.0):
+        expected_s = memory_s + (self._disk.at(on_disk, 1.0) if on_disk else 0.0)
+        if not is_complete and seconds <= expected_s:
             return
-        self._unmeasured["disk" if on_disk else "memory"] = 0
+        is_better = seconds < SWITCH * expected_s  # then the next decision tries it again
+        self._unmeasured["disk" if on_disk else "memory"] = PROBE_DECISIONS * is_better
         if on_disk:
             self._disk.add(on_disk, 1.0, max(0.0, seconds - memory_s))
         else:

@@ -67,10 +67,11 @@ def test_a_slow_disk_is_left_alone_and_tried_again_from_time_to_time() -> None:
     assert not rule.loads_disks
     chosen = [rule.choose(0, 0, 2_000) for _ in range(2 * PROBE_DECISIONS)]
     assert chosen.count(2_000) == 2
-    for _ in range(300):
+    probes = 0
+    while not rule.loads_disks:  # and each probe shows that it is fast now
+        probes += rule.choose(0, 0, 2_000) == 2_000
         rule.loaded(2_000, 2_000, 0.4, is_complete=True)
-    assert rule.choose(0, 0, 2_000) == 2_000
-    assert rule.loads_disks
+    assert 2 <= probes <= 8
 
 
 def test_a_hit_of_states_is_loaded_whole_or_not() -> None:
@@ -81,13 +82,13 @@ def test_a_hit_of_states_is_loaded_whole_or_not() -> None:
 def test_estimates_that_are_close_do_not_change_the_decision_each_time() -> None:
     rule = measured(disk_s=0.00085)  # 0.95 of computing
     assert rule.choose(0, 0, 2_000) == 2_000
-    for _ in range(100):
+    for _ in range(20):
         rule.loaded(2_000, 2_000, 2.1, is_complete=True)
     assert rule.choose(0, 0, 2_000) == 0
-    for _ in range(300):
+    for _ in range(30):
         rule.loaded(2_000, 2_000, 1.9, is_complete=True)
     assert rule.choose(0, 0, 2_000) == 0
-    for _ in range(300):
+    for _ in range(30):
         rule.loaded(2_000, 2_000, 1.5, is_complete=True)
     assert rule.choose(0, 0, 2_000) == 2_000
 
@@ -96,7 +97,7 @@ def test_a_failed_load_counts_if_it_took_long() -> None:
     rule = measured()
     rule.loaded(2_000, 2_000, 0.0, is_complete=False)
     assert rule.choose(0, 0, 2_000) == 2_000
-    for _ in range(50):
+    for _ in range(3):
         rule.loaded(2_000, 2_000, 5.0, is_complete=False)
     assert rule.choose(0, 0, 2_000) == 0
 
@@ -113,7 +114,7 @@ def test_all_is_loaded_without_measurements_and_by_choice(is_on: bool) -> None:
 
 @pytest.mark.parametrize("point", [(2.0, 1.0), (1.0, 3.0), (0.5, 0.25)])
 def test_a_fit_of_equal_points_repeats_them(point: tuple[float, float]) -> None:
-    fit = LinearFit()
+    fit = LinearFit(0.9)
     assert fit.at(*point) == 0.0
     for _ in range(3):
         fit.add(*point, 5.0)
