@@ -324,6 +324,14 @@ class DeviceError(KVStoreError):
     code = "device"
 
 
+class ArchiveError(KVStoreError):
+    """The object store of an archive fails, or is too slow; or an archive object is missing,
+    truncated or corrupt; ``fields["object"]``. Do: run the command again; restore that object, or
+    export again: docs/archive.md."""
+
+    code = "archive"
+
+
 class InternalError(KVStoreError):
     """A bug, reported by the peer. Do: report it with the log of the process."""
 

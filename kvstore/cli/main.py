@@ -59,11 +59,12 @@ SECTIONS: Final = {
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
     "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan", "size",
                 "what-if"),
-    "Administer": ("drain", "clean", "auth"),
+    "Administer": ("drain", "archive", "clean", "auth"),
 }  # fmt: skip
 """Groups of commands in the help."""
 
 LATE: Final = {
+    "archive": "Export namespaces to an object store (S3, GCS, Azure, files), and import them.",
     "as-mooncake": "Run a command whose mooncake.store is this store.",
     "auth": "Manage identities: issue, inspect, rotate and revoke certificates.",
     "bench": "Run benchmarks on this machine.",

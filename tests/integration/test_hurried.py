@@ -37,6 +37,7 @@ class Row(NamedTuple):
 
 
 ROWS: Final = {
+    "archive": Row(["import", "file:///nowhere"], (3,)),
     "as-mooncake": Row(["--env"], shows=("PYTHONPATH",)),
     "auth": Row(["ls", "--ca", "nowhere"], (2,)),
     "bench": Row(["--rows", "nothing", "--memory", "1MiB"], (2,)),

@@ -58,6 +58,7 @@ def completed(words: str, *, program: str = "kvstore") -> list[str]:
         ("kvstore bench --tr", ["--transport"]),
         ("kvstore put k ", ["file,"]),
         ("kvstore status --config ", ["file,"]),
+        ("kvstore archive e", ["export"]),
         ("kvstore auth issue --role m", ["master"]),
         ("kvstore-node --shm-clients ", ["members", "all-namespaces"]),
         ("kvstore-master --http-r", ["--http-reads"]),
