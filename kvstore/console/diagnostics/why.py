@@ -250,7 +250,8 @@ def _cause(case: Case) -> Cause | None:
     if name == "compared with the reader":
         return _differ(party, cast("EngineGroup", case.reader))
     cause = _of_row(name, case.words)
-    is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
+    is_first = name == "read_before_put" and all(space.queries <= 1 for space in party.spaces)
+    is_problem = cause.is_problem and not (is_first or (name == "prefix_ends" and party.found))
     spaces = case.pair if name == "other_namespace" else party.namespaces
     return cause._replace(namespaces=spaces, is_problem=is_problem)
 

@@ -142,7 +142,7 @@ CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
      "PYTHONHASHSEED"),
     ("removed_or_lost", [both("n", 0, none=1)], {}, "8 objects put into n, and none is left",
      "kvstore rm"),
-    ("read_before_put", [both("n", none=1, misses=[miss(present=True)])], {},
+    ("read_before_put", [both("n", none=2, misses=[miss(present=True)])], {},
      "before they were put", ""),
     ("other_keys", [both("n", none=3)], {}, "the first key of 3 of 3", "PYTHONHASHSEED"),
     ("other_keys", [ALONE], {}, "", "salt and adapter."),
@@ -175,6 +175,11 @@ def test_a_cause_has_its_code_words_and_advice(
     seldom = {"draft_pages", "no_traffic", "few_hits", "fine"}
     ends_well = code == "prefix_ends" and any(row.found for row in spaces[0].readers)
     assert cause.is_problem == (code not in seldom and not ends_well)
+
+
+def test_the_first_prompt_of_an_engine_is_no_problem() -> None:
+    cause = only(both("n", none=1, misses=[miss(present=True)]))
+    assert (cause.code, cause.is_problem) == ("read_before_put", False)
 
 
 def test_every_row_is_reached() -> None:
