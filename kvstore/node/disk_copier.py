@@ -117,7 +117,10 @@ class DiskCopier:
             await asyncio.to_thread(disk.keep_removal_watermark, request.removal_watermark)
 
     async def idle(self) -> None:
-        """Wait until nothing is copied any more."""
+        """Wait until nothing is copied any more, and no order waits for an earlier one."""
+        for ordered in self._ordered.values():
+            async with ordered:
+                pass
         while self._copies:
             await asyncio.wait(list(self._copies.values()))
 

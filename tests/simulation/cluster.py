@@ -27,6 +27,7 @@ from kvstore.master.superseded_epochs import SupersededEpochs
 from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
+from tests.simulation.disk import SimDisk
 from tests.simulation.etcd import Etcd, EtcdStub, Store
 from tests.simulation.faults import KINDS, Faults
 from tests.simulation.master import Master
@@ -44,6 +45,7 @@ RULES = MasterRules(
     put_wait_max_ms=6_000,
     inventory_wait_ms=600,
     heartbeat_ms=100,
+    bring_ms_max=400,
     liveness=LivenessRules(suspect_ms=400, dead_ms=1_200),
     repair=RepairRules(
         after_ms=2_000, copies_max=3, bytes_max=8 << 10, bytes_per_s=1 << 20, pause_max_ms=2_000
@@ -68,6 +70,9 @@ HEALED_US = 24 * SECOND
 BACK_US = 30 * SECOND
 """From then on no object lacks a replica for which there is room."""
 
+DISK_BYTES = 240 << 10
+"""Of each node: three times its memory."""
+
 ENDED_US = 7 * SECOND
 """After the last fault: nobody is at an operation of before."""
 
@@ -87,10 +92,13 @@ class Options:
     nodes: int = 3
     clients: int = 4
     workers: int = 2
+    disks: bool = False
+    """Whether nodes have disks; then objects are large enough for them."""
     mix: WorkloadMix | None = None
     """Of the work; None: the seed decides."""
     new_state: Callable[..., MasterState] = MasterState
     new_node: Callable[..., Node] = Node
+    new_disk: Callable[..., SimDisk] = SimDisk
 
 
 class SimulatedCluster:
@@ -110,8 +118,13 @@ class SimulatedCluster:
         self.network = Network(self.scheduler, weather)
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
+        self._disks: dict[str, SimDisk] = {}
+        if options.disks:
+            self.segment_bytes = 80 << 10
         mix = WorkloadMix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
         self.mix = options.mix or mix
+        if options.disks:
+            mix.size_bytes_min, mix.size_bytes_max = 4_200, 5_000
         self.piece_us = (5, random.choice((200, 2_000, 40_000, 150_000)))
         self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
         self.paused = False
@@ -247,6 +260,10 @@ class SimulatedCluster:
     # --- who there is -------------------------------------------------------------------------
 
     @property
+    def disks(self) -> list[SimDisk]:
+        return list(self._disks.values())
+
+    @property
     def master(self) -> Master | None:
         """Who leads, if anybody does."""
         leaders = [each.master for each in self._candidates.values() if each.leads]
@@ -284,6 +301,9 @@ class SimulatedCluster:
             if not node.process.alive:
                 kept = node.memory.linked and self.random.random() < 0.7
                 node.memory.linked = kept
+                if not kept and node.name in self._disks:
+                    self.oracle.note(f"FAULT {node.name} lost its power")
+                    self._disks[node.name].power_cut()
                 if kept and self.random.random() < 0.3:
                     self.oracle.rot(node.memory, self.random)
                 self.nodes[index] = self._new_node(node.name, node.memory if kept else None)
@@ -361,10 +381,16 @@ class SimulatedCluster:
         memory = left or Memory(name, process.host, self.segment_bytes, self.random)
         self._memories[memory.uuid] = memory
         self.oracle.note(f"{name} starts attached={left is not None}")
+        disk = self._disks.get(name)
+        if self.options.disks and disk is None:
+            disk = self.options.new_disk(name, process.host, DISK_BYTES, self.random)
         node = self.options.new_node(
             process, self.network, self.oracle, memory, self.piece_bytes,
-            attached=left is not None, masters=tuple(self.masters),
+            attached=left is not None, masters=tuple(self.masters), disk=disk,
+            disk_attached=name in self._disks,
         )  # fmt: skip
+        if disk is not None:
+            self._disks[name] = disk
         node.copier = self._client_in(process, ClientConfig())
         self.network.listen(name, process, node.accept)
         return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.simulation import disk as disk_module
 from tests.simulation.node import LEAVE_US
 from tests.simulation.scheduler import MS, SECOND
 
@@ -17,6 +18,9 @@ KINDS = (
     "kill_client_mid_put", "restart_master", "isolate_node", "die_at_step", "stall_leader",
     "cut_etcd", "restart_etcd", "put_clock_back", "hold_back",
 )  # fmt: skip
+
+DISK_KINDS = ("power_cut", "slow_disk", "fail_disk")
+"""Further ones, where nodes have disks."""
 
 QUICK_US = (5, 200)
 """Between two pieces of a transfer, where nothing is slow."""
@@ -31,6 +35,8 @@ class Faults:
         chosen = list(allowed)
         if allowed == KINDS:
             chosen = [kind for kind in KINDS if random.random() < 0.6]
+        if cluster.options.disks and allowed == KINDS:
+            chosen += DISK_KINDS
         self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
         if "break_stream" in self._weights:
             self._weights["break_stream"] *= 4
@@ -55,6 +61,8 @@ class Faults:
         for node in cluster.nodes:
             if node.copier is not None:
                 node.copier.piece_us = QUICK_US
+        for disk in cluster.disks:
+            disk.fails, disk.delay_us = False, disk_module.QUICK_US
         cluster.revive()
 
     def _again(self) -> None:
@@ -133,6 +141,27 @@ class Faults:
             node.leave()
             self._cluster.later(LEAVE_US, node.end)
             self._cluster.later(LEAVE_US + self._duration_us(), self._cluster.revive)
+
+    def _power_cut(self) -> None:
+        node = self._random.choice(self._cluster.nodes)
+        self._note(f"{node.name} loses its power")
+        node.memory.linked = False
+        node.process.kill()
+        self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _slow_disk(self) -> None:
+        disk = self._random.choice(self._cluster.disks)
+        disk.delay_us = self._random.choice(((10 * MS, 300 * MS), (SECOND, 9 * SECOND)))
+        self._note(f"the disk of {disk.node} is slow")
+        self._cluster.later(
+            self._duration_us(), lambda: setattr(disk, "delay_us", disk_module.QUICK_US)
+        )
+
+    def _fail_disk(self) -> None:
+        disk = self._random.choice(self._cluster.disks)
+        disk.fails = True
+        self._note(f"the disk of {disk.node} fails")
+        self._cluster.later(self._duration_us(), lambda: setattr(disk, "fails", False))
 
     def _kill_client(self) -> None:
         name = self._random.choice(list(self._cluster.clients))

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, cast
 
 from kvstore.calls import (
+    CopyOutcome,
+    DiskLimits,
     MasterAccepted,
     MasterClaimsAck,
+    MasterCopy,
     MasterHeartbeat,
     MasterMessage,
     MasterWipe,
+    NodeCopied,
     NodeHeartbeat,
     NodeJoin,
     NodeLeave,
     NodeWipeDone,
     SegmentOffer,
+    Version,
 )
 from kvstore.client.flows import copy_objects
 from kvstore.errors import KVStoreError, SegmentUnmountedError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
 from tests.simulation.client import Client
+from tests.simulation.disk import SimDisk
 from tests.simulation.memory import Memory
 from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.oracle import Oracle
-from tests.simulation.scheduler import MS, SECOND, Process, Task, TimedOutError
+from tests.simulation.scheduler import MS, SECOND, Future, Process, Task, TimedOutError
 
 BACKOFF_US = (10 * MS, 20 * MS, 40 * MS, 100 * MS, 200 * MS)
 JOIN_TIMEOUT_US = SECOND
@@ -53,8 +62,9 @@ class Node:
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
         *, attached: bool = False, masters: tuple[str, ...] = ("master",),
+        disk: SimDisk | None = None, disk_attached: bool = False,
     ) -> None:  # fmt: skip
-        """``attached``: the memory is that of a process of before."""
+        """``attached``, ``disk_attached``: it is that of a process of before."""
         self.process = process
         self.memory = memory
         self.name = memory.node
@@ -67,8 +77,16 @@ class Node:
         self._epoch_max = 0
         self._fresh = not attached
         self._unverified = attached
-        self._untold = False
-        """The master does not know all that our memory holds."""
+        self._untold: list[int] = []
+        """Numbers of the offers of which the master does not know all that they hold."""
+        self.disk = disk
+        self._fresh_disk = not disk_attached
+        self._disk_failed = False
+        self._copies: dict[tuple[bytes, int], Future[None]] = {}
+        """Copies between memory and disk, by their target."""
+        self._copied: list[tuple[int, int]] = []
+        self._last_order: Future[None] | None = None
+        """Of those for the disk, which are carried out one after the other."""
         self._given_up: set[inventory.Attempt] = set()
         self._unanswered_claims = 0
         self._unanswered = False
@@ -115,7 +133,7 @@ class Node:
                 await self._session()
             except SegmentUnmountedError:
                 self._epoch = 0
-                self._fence()
+                await self._fence_all()
                 continue
             except KVStoreError as error:
                 self._turn += 1
@@ -123,14 +141,29 @@ class Node:
             except (BrokenStreamError, TimedOutError) as error:
                 self._turn += 1
                 self._oracle.note(f"{self.name} session ended: {type(error).__name__}")
+            if self._disk_failed:
+                self._disk_failed, self._epoch = False, 0
+                await self._fence_all()
+                continue
             if self._unanswered:
-                self._fresh = self._unanswered = False
-                self._fence()
+                self._fresh = self._fresh_disk = self._unanswered = False
+                await self._fence_all()
             lasted_us = self.process.scheduler.now_us - started_us
             failures = failures + 1 if lasted_us < SECOND // 5 else 1
             await self.process.sleep(BACKOFF_US[min(failures, len(BACKOFF_US)) - 1])
 
+    async def _fence_all(self) -> None:
+        """As ``NodeAgent``: once nothing is copied any more."""
+        if self._last_order is not None:
+            await self._last_order
+        while self._copies:
+            await next(iter(self._copies.values()))
+        self._copied = []
+        self._fence()
+
     def _fence(self) -> None:
+        if self.disk is not None:
+            self.disk.bump_generation()
         if self.fences:
             self.memory.bump_generation()
             connections, self._connections = self._connections, {}
@@ -153,9 +186,18 @@ class Node:
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, removal_watermark=memory.mark,
             )  # fmt: skip
+            offers = [offer]
+            if (disk := self.disk) is not None:
+                offers.append(SegmentOffer(
+                    size=disk.size, uuid=disk.uuid, shm_name="", address="", token=disk.token,
+                    seed=disk.seed, generation=disk.generation, fresh=self._fresh_disk,
+                    removal_watermark=disk.mark, medium="disk", is_opaque=True,
+                    disk=DiskLimits(0, 0),
+                ))  # fmt: skip
+            kept_epoch = memory.epoch if disk is None else max(memory.epoch, disk.epoch)
             join = NodeJoin(
-                self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],
-                highest_epoch=max(memory.epoch, self._epoch_max),
+                self.name, self.process.host, PROTOCOL_VERSION, self._epoch, offers,
+                highest_epoch=max(kept_epoch, self._epoch_max),
             )  # fmt: skip
             link.send(encode_node_message(join))
             self._unanswered = self._epoch == 0
@@ -165,19 +207,32 @@ class Node:
                 self._unanswered = True
                 raise UnavailableError(f"epoch {accepted.epoch} is over")
             self._epoch_max = accepted.epoch
-            memory.epoch = max(memory.epoch, accepted.epoch)
+            for kept in filter(None, (memory, disk)):
+                kept.epoch = max(kept.epoch, accepted.epoch)
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             if not resumed:
-                self._untold = not self._fresh
-            self._fresh = self._unanswered = False
+                self._untold = [number for number, each in enumerate(offers) if not each.fresh]
+            self._fresh = self._fresh_disk = self._unanswered = False
+            self._report_copied()
             self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
             await self.process.reached("node: joined")
             beating = self.process.spawn("beat", self._beat(link, accepted.heartbeat_ms))
             telling = self.process.spawn("tell", self._tell(link))
             while True:
                 message = self._decoded(await link.receive(accepted.dead_ms * MS))
-                if isinstance(message, MasterWipe):
+                if self._disk_failed:
+                    raise SegmentUnmountedError("the disk has failed")
+                if isinstance(message, MasterCopy):
+                    self._on_copy(message)
+                elif isinstance(message, MasterWipe) and message.uuid != memory.uuid:
+                    self._in_order(
+                        "wipe disk", partial(self._wipe_disk, link, message, self._epoch)
+                    )
+                elif isinstance(message, MasterWipe) and (late := self._abandon(message)):
+                    self._wipe(message)
+                    self.process.spawn("late wipe", self._wipe_late(link, message, late))
+                elif isinstance(message, MasterWipe):
                     await self.process.reached("node: before a wipe")
                     self._wipe(message)
                     await self.process.reached("node: wiped, before it says so")
@@ -211,7 +266,7 @@ class Node:
             if not copied.objects:
                 return
 
-    def _wipe(self, message: MasterWipe) -> None:
+    def _wipe(self, message: MasterWipe, epoch: int = 0) -> None:
         if message.uuid == self.memory.uuid:
             if self.cuts:
                 self._cut(
@@ -226,7 +281,129 @@ class Node:
                 self._given_up -= attempts
             self.memory.wipe(message.offsets, message.epochs, message.counters)
             self.memory.mark = max(self.memory.mark, message.removal_watermark)
-            self._oracle.wiped(self.memory, message, self._epoch)
+            self._oracle.wiped(self.memory, message, epoch or self._epoch)
+
+    # --- the disk -----------------------------------------------------------------------------
+
+    def _in_order(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """As the lock of ``DiskCopier``."""
+        before, ended = self._last_order, Future[None]()
+        self._last_order = ended
+
+        async def run() -> None:
+            if before is not None:
+                await before
+            await work()
+            ended.set(None)
+
+        self.process.spawn(name, run())
+
+    def _on_copy(self, order: MasterCopy) -> None:
+        disk = self.disk
+        if disk is None:
+            return
+        if order.to_uuid == disk.uuid:
+            self._in_order("write disk", lambda: self._begin_writes(disk, order))
+        elif order.from_uuid == disk.uuid and order.to_uuid == self.memory.uuid:
+            self._begin(disk, order)
+
+    async def _begin_writes(self, disk: SimDisk, order: MasterCopy) -> None:
+        self._begin(disk, order)
+
+    def _begin(self, disk: SimDisk, order: MasterCopy) -> None:
+        for token, source, target, size, epoch, counter in zip(
+            order.tokens, order.from_offsets, order.to_offsets, order.sizes, order.epochs,
+            order.counters, strict=True,
+        ):  # fmt: skip
+            place = order.to_uuid, target
+            self._copies[place] = Future()
+            version = Version(epoch, counter)
+            copying = self._copy_object(disk, place, token, source, size, version)
+            self.process.spawn("copy", copying)
+
+    async def _copy_object(
+        self, disk: SimDisk, place: tuple[bytes, int], token: int, source: int, size: int,
+        version: Version,
+    ) -> None:  # fmt: skip
+        random, target = self.process.scheduler.random, place[1]
+        await self.process.sleep(random.randint(*disk.delay_us))
+        outcome = CopyOutcome.FAILED
+        try:
+            if place[0] == disk.uuid:
+                outcome = disk.write_behind(self.memory, source, target, size, version)
+                self._oracle.written_behind(disk, version)
+                await self.process.reached("node: written to its disk, before it says so")
+            else:
+                length = extent_bytes(size)
+                self._oracle.bring(self.memory, target, length, version)
+                start = target + HEADER_BYTES
+                self.memory.memory[start : start + size // 2] = random.randbytes(size // 2)
+                await self.process.sleep(random.randint(*disk.delay_us))
+                self._oracle.bring(self.memory, target, length, version)
+                outcome = disk.bring(self.memory, source, target, size, version)
+                await self.process.reached("node: brought from its disk, before it says so")
+        except OSError:
+            self._oracle.count("disk_errors")
+        self._oracle.note(f"{self.name} copied v{version.epoch}.{version.counter} {outcome.name}")
+        verb = "wrote" if place[0] == disk.uuid else "brought"
+        self._oracle.count(f"disk_{verb}:{outcome.name.lower()}")
+        disk.abandon(target, abandoned=False)
+        self._copied.append((token, int(outcome)))
+        self._copies.pop(place).set(None)
+        self._report_copied()
+
+    def _report_copied(self) -> None:
+        if self._copied and self._link is not None and self._epoch:
+            tokens, outcomes = zip(*self._copied, strict=True)
+            try:
+                self._link.send(encode_node_message(NodeCopied(tokens, outcomes)))
+            except BrokenStreamError:
+                return
+            self._copied = []
+
+    def _running(self, request: MasterWipe) -> list[Future[None]]:
+        places = [(request.uuid, offset) for offset in request.offsets]
+        return [self._copies[place] for place in places if place in self._copies]
+
+    def _abandon(self, request: MasterWipe) -> list[Future[None]]:
+        for offset in request.offsets:
+            if self.disk is not None and (request.uuid, offset) in self._copies:
+                self.disk.abandon(offset)
+        return self._running(request)
+
+    async def _wipe_late(self, link: End, request: MasterWipe, late: list[Future[None]]) -> None:
+        epoch = self._epoch
+        for copy in late:
+            await copy
+        self._wipe(request, epoch)
+        self._say(link, NodeWipeDone(request.wipe_seq))
+
+    async def _wipe_disk(self, link: End, request: MasterWipe, epoch: int) -> None:
+        for copy in self._running(request):
+            await copy
+        disk = self.disk
+        if disk is None or disk.uuid != request.uuid:
+            return
+        await self.process.sleep(self.process.scheduler.random.randint(*disk.delay_us))
+        try:
+            disk.wipe(request.offsets, request.epochs, request.counters)
+        except OSError:
+            self._oracle.note(f"{self.name} loses its disk")
+            self._oracle.count("disk_lost")
+            self.disk, self._disk_failed = None, True
+            link.close()
+            return
+        disk.mark = max(disk.mark, request.removal_watermark)
+        self._oracle.wiped(disk, request, epoch)
+        await self.process.reached("node: wiped its disk, before it says so")
+        self._say(link, NodeWipeDone(request.wipe_seq))
+
+    @staticmethod
+    def _say(link: End, message: NodeWipeDone) -> None:
+        try:
+            link.send(encode_node_message(message))
+        except BrokenStreamError:
+            pass
 
     def _cut(self, writers: set[tuple[int, int]]) -> None:
         for task, end in list(self._connections.items()):
@@ -239,14 +416,21 @@ class Node:
                 self._oracle.count("cut")
 
     async def _tell(self, link: End) -> None:
-        if not self._untold:
-            return
         self._unanswered_claims = 0
+        while self._untold:
+            if not await self._tell_of(link, self._untold[0]):
+                return
+            del self._untold[0]
+
+    async def _tell_of(self, link: End, number: int) -> bool:
         segment = cast(Any, self.memory)
         random = self.process.scheduler.random
         await self.process.sleep(random.randint(*SCAN_US))
-        found = inventory.build_inventory(segment, self._given_up)
-        self._given_up = set()
+        if number:
+            found = [] if self.disk is None else inventory.sort_for_report(self.disk.found())
+        else:
+            found = inventory.build_inventory(segment, self._given_up)
+            self._given_up = set()
         sent = 0
         first = True
         while first or sent < len(found):
@@ -254,22 +438,24 @@ class Node:
             chunk = found[sent : sent + CLAIMS_PER_MESSAGE]
             sent += len(chunk)
             await self.process.reached("node: in the middle of its inventory")
-            if self._unverified and self.verifies:
+            if self._unverified and self.verifies and not number:
                 chunk = inventory.verified(segment, chunk)
             while self._unanswered_claims >= CLAIMS_UNANSWERED_MAX:
                 await self.process.sleep(MS)
             last = sent == len(found)
             self._unanswered_claims += 1
             try:
-                message = inventory.claims(0, chunk, first=first, last=last)
+                message = inventory.claims(number, chunk, first=first, last=last)
                 link.send(encode_node_message(message))
             except BrokenStreamError:
-                return
+                return False
             first = False
         while self._unanswered_claims:
             await self.process.sleep(MS)
-        self._untold = self._unverified = False
-        self._oracle.note(f"{self.name} told {len(found)} objects")
+        if not number:
+            self._unverified = False
+        self._oracle.note(f"{self.name} told {len(found)} objects of {number}")
+        return True
 
     async def _beat(self, link: End, heartbeat_ms: int) -> None:
         number = 0

@@ -122,6 +122,8 @@ class Oracle:
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
         self._places: dict[Version, list[tuple[MountedSegment, int]]] = {}
+        self._on_disks: dict[Version, set[bytes]] = {}
+        """The disks to which a version was written."""
         self._promised: dict[Version, dict[int, int]] = {}
         """Until when the master has leased a version (its own ms), by the number of the lease."""
         self._ended: set[Version] = set()
@@ -331,6 +333,7 @@ class Oracle:
                 self.note(f"removed {_show(name)} {_v(version)}")
             elif not any(segment.alive for segment, _ in self._places[version]):
                 self.note(f"lost {_show(name)} {_v(version)}")
+                self._promised.pop(version, None)  # it may return from a disk
                 self.count("lost")
             else:
                 evicted.append((name, version))
@@ -412,7 +415,8 @@ class Oracle:
                 names = [(namespace, key) for key, replicas in found if replicas]
             case calls.MatchPrefix(namespaces, keys), calls.MatchPrefixReply():
                 for namespace, match in zip(namespaces, reply.matches, strict=True):
-                    names += [(namespace, key) for key in keys[: match.matched]]
+                    in_memory = match.matched - match.on_disk
+                    names += [(namespace, key) for key in keys[:in_memory]]
                     self.count("matched", match.matched)
             case calls.Exists(namespace, keys, lease), calls.ExistsReply():
                 found = zip(keys, reply.presence, strict=True)
@@ -425,6 +429,8 @@ class Oracle:
                 return
         for name in names:
             version = self._now_complete.get(name)
+            if version is None and state_access.is_on_disk(state, name):
+                continue
             if version is None:
                 matching = isinstance(request, calls.MatchPrefix)
                 self.broken(
@@ -515,6 +521,23 @@ class Oracle:
         self._check_owner(memory, offset, len(data), version, by_hand)
         memory.memory[offset : offset + len(data)] = data
         self.check_views(memory)
+
+    def bring(self, memory: Memory, offset: int, length: int, version: Version) -> None:
+        """A node copies an object from its disk to memory."""
+        state = self._state
+        segment = None if state is None else state_access.mounted(state, memory.uuid)
+        if state is None or segment is None:
+            return
+        owner = state_access.owner_of(state, segment, offset, length, version)
+        if owner not in ("writer", "removed"):  # the wipe of a late one waits for it
+            self.broken(
+                "late_bring", f"{_v(version)} is brought to {segment} {offset}, which is: {owner}",
+                _v(version), owner,
+            )  # fmt: skip
+
+    def written_behind(self, disk: Memory, version: Version) -> None:
+        """A version is on a disk."""
+        self._on_disks.setdefault(version, set()).add(disk.uuid)
 
     def _check_owner(
         self, memory: Memory, offset: int, length: int, version: Version, by_hand: bool
@@ -649,6 +672,7 @@ class Oracle:
         master ordered a mark before it had any of that memory."""
         epoch, knew = self._marked[version]
         places = {segment.offer.uuid for segment, _ in self._places.get(version, ())}
+        places |= self._on_disks.get(version, set())
         if epoch == self._epoch or not knew or knew & places:
             return False
         marks = [each for uuid in places for each in self._kept.get(uuid, ())]

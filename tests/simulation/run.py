@@ -106,12 +106,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of faults, virtual")
     parser.add_argument("--masters", type=int, default=0, help="how many; 0: the seed decides")
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds, separated by commas")
+    parser.add_argument("--nodes", type=int, default=3, help="how many")
+    parser.add_argument("--disks", action="store_true", help="nodes have disks")
     parser.add_argument("--lines", type=int, default=60, help="of the story of a failure")
     given = parser.parse_args(arguments)
     options = Options(
         seed=0,
         fault_seconds=given.seconds,
         masters=given.masters,
+        nodes=given.nodes,
+        disks=given.disks,
         faults=tuple(filter(None, given.faults.split(","))),
     )
     if given.seed is not None:
@@ -181,6 +185,8 @@ def again(options: Options) -> str:
     words = [f"python -m tests.simulation --seed {options.seed} --seconds {options.fault_seconds}"]
     if options.masters:
         words.append(f"--masters {options.masters}")
+    if options.disks:
+        words.append(f"--disks --nodes {options.nodes}")
     if options.faults != KINDS:
         words.append(f"--faults={','.join(options.faults)}")
     return " ".join(words)

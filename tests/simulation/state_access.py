@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repair_queue
-from kvstore.master.state.grants import CopyGrant, ObjectGrant, PutGrant
+from kvstore.master.state.grants import CopyGrant, DiskGrant, ObjectGrant, PutGrant
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
@@ -38,8 +38,14 @@ def mounted(state: MasterState, uuid: bytes) -> MountedSegment | None:
 
 
 def mounted_uuids(state: MasterState | None) -> set[bytes]:
-    segments = () if state is None else state.pool.segments.values()
-    return {segment.offer.uuid for segment in segments}
+    if state is None:
+        return set()
+    disks = [disk.segment for disk in state.common.disks.disks.values()]
+    return {segment.offer.uuid for segment in (*state.pool.segments.values(), *disks)}
+
+
+def is_on_disk(state: MasterState, name: Name) -> bool:
+    return state.common.disks.has(*name)
 
 
 def newest_mark(state: MasterState | None) -> Version:
@@ -133,7 +139,7 @@ def owner_of(
         if its_segment is segment and offset < stop and start < offset + size:
             put = state.pending.get(token)
             written = Version(state.epoch, token)
-            if isinstance(put, CopyGrant) and put.repairs:
+            if isinstance(put, DiskGrant) or (isinstance(put, CopyGrant) and put.repairs):
                 written = put.copied
             mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"

@@ -14,12 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import MasterWipe, PutOutcome
+from kvstore.calls import CopyOutcome, MasterWipe, PutOutcome, Version
 from kvstore.master.state.effects import DeferredReply
 from kvstore.master.state.master_state import MasterState
+from kvstore.memory.header import HEADER_BYTES, pack_into, unpack
 from tests.simulation.cluster import Options, SimulatedCluster
+from tests.simulation.disk import SimDisk
+from tests.simulation.memory import Memory
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
 from tests.simulation.workload import WorkloadMix
@@ -49,6 +53,21 @@ def test_safety_under_faults_and_liveness_after_them(seed: int) -> None:
 def test_more_of_the_same(first: int) -> None:
     """``make sim`` goes on where this ends."""
     is_safe_and_alive(*range(first, first + TOGETHER))
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_disks_that_are_slow_and_fail_and_hosts_that_lose_their_power(seed: int) -> None:
+    result = run_seed(Options(seed=seed, nodes=2, disks=True, fault_seconds=FAULT_SECONDS))
+    assert not result.failure, result.failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(5, 65, TOGETHER))
+def test_more_disks(first: int) -> None:
+    for seed in range(first, first + TOGETHER):
+        result = run_seed(Options(seed=seed, nodes=2, disks=True, fault_seconds=4))
+        if result.failure:
+            pytest.fail(f"seed {seed}: {result.failure}", pytrace=False)
 
 
 @pytest.mark.parametrize("masters", [1, 2, 3])
@@ -196,8 +215,8 @@ class NodeKeepingConnections(Node):
 class NodeWithoutWiping(Node):
     """Says that headers are wiped, and leaves them."""
 
-    def _wipe(self, message: MasterWipe) -> None:
-        del message
+    def _wipe(self, message: MasterWipe, epoch: int = 0) -> None:
+        del message, epoch
 
 
 def test_finds_headers_that_are_not_wiped() -> None:
@@ -207,6 +226,28 @@ def test_finds_headers_that_are_not_wiped() -> None:
     )
     options = Options(seed=0, new_node=NodeWithoutWiping, faults=(), mix=mix)
     found(options, "removed_read", within_steps=SOON, each=5_000)
+
+
+class DiskWithoutVerification(SimDisk):
+    """Brings what it finds, as it is."""
+
+    def bring(
+        self, memory: Memory, source: int, target: int, size: int, version: Version
+    ) -> CopyOutcome:
+        header = unpack(self.memory[source : source + HEADER_BYTES], self.seed, source)
+        if header is not None:
+            start = source + HEADER_BYTES
+            checksum = xxh3_64_intdigest(self.memory[start : start + header.payload_size])
+            header = header._replace(payload_checksum=checksum)
+            pack_into(self.memory[source : source + HEADER_BYTES], header, self.seed, source)
+        return super().bring(memory, source, target, size, version)
+
+
+@pytest.mark.slow
+def test_finds_objects_torn_on_a_disk_that_are_not_verified() -> None:
+    faults = "power_cut", "break_stream"
+    options = Options(seed=0, nodes=2, disks=True, new_disk=DiskWithoutVerification, faults=faults)
+    found(options, "wrong_bytes", "foreign", "served_unverified", within_steps=10**6)
 
 
 class NodeWithoutFencing(Node):

@@ -37,6 +37,7 @@ class WorkloadMix:
     overwrite: float
     replicas: float
     hold_s: float
+    size_bytes_min: int = 0
 
     @classmethod
     def draw(cls, random: Random, size_bytes_max: int) -> WorkloadMix:
@@ -371,7 +372,8 @@ class Worker:
 
     def _payload(self, namespace: Namespace, key: Key, *, least: int = 0) -> bytes:
         size = self.random.choice((0, 1, 100, 1024, 3000, self.mix.size_bytes_max))
-        data = self.random.randbytes(max(least, min(size, self.mix.size_bytes_max)))
+        size = max(least, self.mix.size_bytes_min, min(size, self.mix.size_bytes_max))
+        data = self.random.randbytes(size)
         self.client.oracle.putting(namespace, key, data)
         return data
 
