@@ -45,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-engines bench-vllm proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm demo-hints demo-disk bench bench-engines bench-vllm proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,6 +138,12 @@ bench-vllm: $(VENV)/.vllm $(VENV)/.bench ## The same of vLLM without a store, wi
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m examples.demo_vllm $(ARGS)
+
+demo-hints: $(VENV)/.vllm ## Watch agents wait for their tools, with and without hints (ARGS='--eviction lru')
+	$(BIN)/python -m examples.demo_hints $(ARGS)
+
+demo-disk: $(VENV)/.vllm ## Watch a disk keep what memory cannot hold, and what a power failure leaves
+	$(BIN)/python -m examples.demo_disk $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from kvstore/calls and proto/
 	$(BIN)/python proto/generate.py

@@ -182,7 +182,7 @@ def act(
         first = len(outcomes)
         for number, prompt in enumerate(prompts):
             what = f"prompt {number} of {len(prompts) - 1}" if number else "warming up"
-            with _step(console, what):
+            with step(console, what):
                 outcome = ask_three_ways(running, number, prompt)
             if number:  # the first prompt warms up engines and connections, and is not counted
                 outcomes.append(outcome)
@@ -198,14 +198,14 @@ def start(
         ChildError: a package is not installed, or a process did not start.
     """
     require_modules("`make demo-vllm` installs it", "vllm", "aiohttp", "transformers")
-    with _step(console, "making a model"):
+    with step(console, "making a model"):
         directory = make_model(children, seed=seed, hidden=HIDDEN, layers=LAYERS, kind=model.kind)
     console.print(f"model      {model.name}, random weights, {model.layers}")
     memory = memory_mib(prompts, prompt_tokens)
-    with _step(console, "starting master and node"):
+    with step(console, "starting master and node"):
         master = start_store(children, memory * MIB).address()
     console.print(f"store      master {master}, a node with {memory} MiB of memory")
-    with _step(console, "starting two vLLM servers (a minute on two cores)"):
+    with step(console, "starting two vLLM servers (a minute on two cores)"):
         prefiller, decoder = (
             start_engine(
                 children, name, directory, fleet.transfer_config(master, role),
@@ -217,7 +217,7 @@ def start(
             fleet.engine_ready(children, engine)
     console.print(f"prefiller  vLLM {prefiller.address}, kv_producer")
     console.print(f"decoder    vLLM {decoder.address}, kv_consumer")
-    with _step(console, "starting the proxy"):
+    with step(console, "starting the proxy"):
         proxy = fleet.start_proxy(children, master, [prefiller.address], [decoder.address])
     console.print(f"proxy      {proxy.address}\n")
     return RunningFleet(model, proxy=proxy.address, decoder=decoder.address)
@@ -294,7 +294,7 @@ def _summary_of(model: str, outcomes: Sequence[PromptOutcome]) -> str:
 
 
 @contextmanager
-def _step(console: Console, what: str) -> Iterator[None]:
+def step(console: Console, what: str) -> Iterator[None]:
     """On a terminal, show a spinner while the block runs."""
     if not console.is_terminal:
         yield

@@ -178,14 +178,16 @@ class Completion:
 
 
 def complete(
-    address: str, prompt: list[int], tokens: int, *, params: Mapping[str, object] | None = None
-) -> Completion:
+    address: str, prompt: list[int], tokens: int, *, params: Mapping[str, object] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Completion:  # fmt: skip
     """Request a streamed completion of greedy tokens, over a new connection.
 
     Args:
         prompt: token ids.
         tokens: number of tokens to generate.
         params: ``kv_transfer_params`` of the request.
+        headers: more headers of the request.
 
     Raises:
         RequestError: no response, a status that is not 200, or no tokens.
@@ -201,7 +203,7 @@ def complete(
     cached = 0
     first = 0.0
     start = time.perf_counter()
-    with closing(_stream(address, body)) as events:
+    with closing(_stream(address, body, headers or {})) as events:
         for event in events:
             for choice in event.get("choices") or ():
                 found += choice.get("token_ids") or ()
@@ -250,9 +252,11 @@ def ask(address: str, method: str, path: str) -> str:
         return answer.read().decode(errors="replace")
 
 
-def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
+def _stream(
+    address: str, body: dict[str, object], headers: Mapping[str, str]
+) -> Generator[dict[str, Any]]:
     """Yield the JSON of each server-sent event. Closing the generator ends the request."""
-    with _answer(address, "POST", "/v1/completions", json.dumps(body)) as answer:
+    with _answer(address, "POST", "/v1/completions", json.dumps(body), headers) as answer:
         for line in answer:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 event = json.loads(line[6:])
@@ -263,13 +267,15 @@ def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
 
 @contextmanager
 def _answer(
-    address: str, method: str, path: str, body: str | None = None
-) -> Iterator[http.client.HTTPResponse]:
+    address: str, method: str, path: str, body: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
     """Return the response to a request over a new connection. Raises RequestError, also for the
     block."""
     connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise RequestError(f"{address}{path} answered {answer.status}: {answer.read(500)!r}")

@@ -152,6 +152,15 @@ class Children:
                 raise child.error(f"ended with status {status}")
         return child.stdout.read_text()
 
+    def kill(self, child: Program) -> None:
+        """Kill a child (SIGKILL) and remove its shared memory, as a power failure does."""
+        memory = _shared_memory_of(child.process.pid)
+        child.process.kill()
+        child.process.wait()
+        self._running.remove(child)
+        for path in memory:
+            path.unlink(missing_ok=True)
+
     def _polls(self, child: Program, seconds: float, what: str) -> Iterator[None]:
         """Yield every few milliseconds, as long as time is left and all other children live."""
         deadline = time.monotonic() + seconds

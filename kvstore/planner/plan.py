@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Final, NamedTuple
@@ -153,10 +153,18 @@ def sampling_rate(blocks: int) -> float:
 
 def as_svg(rows: Sequence[PlanRow], names: Sequence[str]) -> str:
     """Draw hits over memory, on a logarithmic axis."""
+    labels = [size_text(row.memory_bytes) for row in rows]
+    lines = {name: [row.hits[name] for row in rows] for name in names}
+    return line_chart("blocks found, by memory", labels, lines)
+
+
+def line_chart(title: str, labels: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
+    """Return an SVG of parts of one, as lines over equally spaced labels, of which there is at
+    least one."""
     width, height, left, top = 720, 400, 60, 24
     colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d")
-    step = (width - left - 190) / max(1, len(rows) - 1)
-    highest = max(max(row.hits.values()) for row in rows) or 1.0
+    step = (width - left - 190) / max(1, len(labels) - 1)
+    highest = max(map(max, lines.values())) or 1.0
 
     def point(index: int, part: float) -> str:
         return f"{left + index * step:.1f},{top + (height - top - 48) * (1 - part / highest):.1f}"
@@ -164,20 +172,19 @@ def as_svg(rows: Sequence[PlanRow], names: Sequence[str]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
         ' font-family="sans-serif" font-size="12">',
-        f'<text x="{left}" y="14">blocks found, by memory</text>',
+        f'<text x="{left}" y="14">{title}</text>',
     ]
-    for index, row in enumerate(rows):
+    for index, label in enumerate(labels):
         x = left + index * step
-        label = size_text(row.memory_bytes)
         parts.append(f'<text x="{x:.1f}" y="{height - 24}" text-anchor="middle">{label}</text>')
     for tick in range(5):
         part = highest * tick / 4
         y = point(0, part).partition(",")[2]
         parts.append(f'<text x="{left - 8}" y="{y}" text-anchor="end">{100 * part:.0f} %</text>')
         parts.append(f'<line x1="{left}" x2="{width - 190}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-    for number, name in enumerate(names):
+    for number, (name, values) in enumerate(lines.items()):
         colour = colours[number % len(colours)]
-        points = " ".join(point(index, row.hits[name]) for index, row in enumerate(rows))
+        points = " ".join(point(index, part) for index, part in enumerate(values))
         parts.append(
             f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
             f'<text x="{width - 180}" y="{top + 16 * number + 8}" fill="{colour}">{name}</text>'
