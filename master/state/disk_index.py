@@ -82,14 +82,18 @@ class DiskCopy:
 class WriteBudget:
     """Bytes that may be written to a disk: at a rate, and on average over days."""
 
-    def __init__(self, capacity: int, per_s: int, per_day: int, now_ms: int) -> None:
+    def __init__(
+        self, capacity: int, per_s: int, per_day: int, now_ms: int, *, first_fill: bool = False
+    ) -> None:
+        """``first_fill``: of a new file, whose first fill is free; one that was used before may be
+        written by half at once, whenever its node starts."""
         self._per_s = per_s
         self._per_day = per_day
         self._capacity = max(capacity, 1)
         self._second = float(per_s)
         """Bytes that the rate allows now."""
-        self._days = float(self._capacity)
-        """Bytes that the average allows now: the first fill is free."""
+        self._days = self._capacity * (2.0 if first_fill else 0.5)
+        """Bytes that the average allows now."""
         self._filled_ms = now_ms
 
     def _fill(self, now_ms: int) -> None:
@@ -97,7 +101,7 @@ class WriteBudget:
         self._filled_ms = now_ms
         self._second = min(float(self._per_s), self._second + self._per_s * passed_ms / 1_000)
         earned = self._per_day * passed_ms / MS_PER_DAY
-        self._days = min(float(self._capacity), self._days + earned)
+        self._days = max(self._days, min(float(self._capacity), self._days + earned))
 
     def may_write(self, now_ms: int) -> bool:
         """Whether the rate allows a write now."""
@@ -107,7 +111,7 @@ class WriteBudget:
     def level(self) -> float:
         """The part of the disk's size that may still be written: 1 at first, and if nothing limits
         the days."""
-        return 1.0 if not self._per_day else max(0.0, self._days / self._capacity)
+        return 1.0 if not self._per_day else min(1.0, max(0.0, self._days / self._capacity))
 
     def spend(self, size: int) -> None:
         self._second -= size
@@ -129,8 +133,9 @@ class Disk:
         self.objects = 0
         self.payload_bytes = 0
         self.budget = WriteBudget(
-            segment.capacity, limits.write_bytes_per_s, limits.write_bytes_per_day, now_ms
-        )
+            segment.capacity, limits.write_bytes_per_s, limits.write_bytes_per_day, now_ms,
+            first_fill=segment.offer.fresh,
+        )  # fmt: skip
         self.writing_bytes = 0
         self.bringing_bytes = 0
         self.bring_bytes_per_ms = 0.0
