@@ -20,7 +20,7 @@ from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.page import Advance, Found, in_words, microseconds, table_of, verdict
 from kvstore.bench.processes import Children
 from kvstore.bench.rows import ComparisonCase, Table, memory_needed
-from kvstore.bench.session import GET_VIEW, PUT_FULL
+from kvstore.bench.session import GET_DISK, GET_VIEW, PUT_FULL
 from kvstore.bench.timing import Spread, percentile
 from kvstore.runtime import interpreter
 
@@ -299,7 +299,7 @@ def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
 
 def _found(row: ComparisonCase, samples: Sequence[Sample]) -> str:
     found = statistics.median(sample.found for sample in samples)
-    return f", {found:.0%} found" if row.op == PUT_FULL else ""
+    return f", {found:.0%} found" if row.op in (PUT_FULL, GET_DISK) else ""
 
 
 def _summary(results: Sequence[Result]) -> str:

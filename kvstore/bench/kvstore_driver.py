@@ -132,6 +132,15 @@ class KVStoreDriver(StoreDriver):
         while not self._is_free() and time.monotonic() < end:
             time.sleep(PAUSE_SECONDS)
 
+    def wait_until_written(self) -> None:
+        last = -1
+        while last != (written := self._written()):
+            last = written
+            time.sleep(PAUSE_SECONDS)
+
+    def _written(self) -> int:
+        return sum(disk.written for node in self.plain.status().nodes for disk in node.disks)
+
     def close(self) -> None:
         self._clients.close()
 

@@ -23,6 +23,9 @@ GET_AGAIN: Final = "get_again"
 PUT_FULL: Final = "put_full"
 """A put into a full pool. Each batch is read once, some puts later, as a decoder reads the blocks
 of a prefiller."""
+GET_DISK: Final = "get_disk"
+"""A get of objects that are on a disk only: each batch is read in turn, and all of them take three
+times the memory of the store."""
 EXIST: Final = "exist"
 MATCH: Final = "match_prefix"
 MEMCPY: Final = "memcpy"
@@ -48,6 +51,8 @@ READ_BATCHES_MAX = 20
 FULL_PART = 1.3
 """Bytes put before ``PUT_FULL`` is measured, as a share of the pool."""
 FULL_BATCHES_MAX = 5_000
+DISK_PART = 3.0
+"""Bytes that are put before ``GET_DISK`` is measured, as a share of the pool."""
 READ_AFTER = 1 / 8
 """Bytes put between a batch of ``PUT_FULL`` and its read, as a share of the pool."""
 
@@ -90,6 +95,9 @@ class StoreDriver:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove these objects now."""
+
+    def wait_until_written(self) -> None:
+        """Wait until nothing is being written to a disk."""
 
     def wait_until_free(self) -> None:
         """Wait until the memory of all removed objects is free."""
@@ -170,6 +178,8 @@ class Session:
             return self._timed(self.driver.work(op, [keys], 0), seconds)
         if op == PUT_FULL:
             return self._put_full(size, batch, seconds)
+        if op == GET_DISK:
+            return self._get_from_disk(size, batch, seconds)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} cannot be measured on this system")
         return self._move(op, size, batch, seconds)
@@ -206,11 +216,15 @@ class Session:
             self.driver.target[: batch * size] = 1
             samples = self._timed(work, seconds)
             if op == GET:
-                same = self.driver.target[: batch * size] == self.driver.source[: batch * size]
-                require(bool(same.all()), "came back with other bytes")
+                self._check_bytes(batch * size)
             return samples
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
+
+    def _check_bytes(self, count: int) -> None:
+        """Raise InternalError: the last get did not return what was put."""
+        same = self.driver.target[:count] == self.driver.source[:count]
+        require(bool(same.all()), "came back with other bytes")
 
     def _put_full(self, size: int, batch: int, seconds: float) -> list[float]:
         """Count a rejected batch as not found."""
@@ -240,6 +254,33 @@ class Session:
         samples = self._timed(work, seconds, FULL_BATCHES_MAX)
         self.found = sum(found) / batch / len(found)
         return samples
+
+    def _get_from_disk(self, size: int, batch: int, seconds: float) -> list[float]:
+        self._rows += 1
+        count = int(self._pool * DISK_PART) // size // batch
+        batches = [
+            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
+            for number in range(count)
+        ]
+        putting = self.driver.work(PUT, batches, size)
+        try:
+            for number in range(count):
+                putting.check(putting.call(number))
+                self.driver.wait_until_written()
+            getting = self.driver.work(GET, batches, size)
+            found: list[float] = []
+
+            def read(result: Any) -> None:
+                results = result if isinstance(result, list) else [result is not False]
+                found.append(sum(map(bool, results)) / len(results))
+                if found[-1] == 1.0:
+                    self._check_bytes(batch * size)
+
+            samples = self._timed(Work(getting.call, read), seconds)
+            self.found = sum(found) / len(found)
+            return samples
+        finally:
+            self.driver.remove([key for keys in batches for key in keys])
 
     def _timed(self, work: Work, seconds: float, limit: int = CALLS_MAX) -> list[float]:
         self._prepared()

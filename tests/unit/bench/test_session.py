@@ -11,6 +11,7 @@ from kvstore.bench.session import (
     CHAIN_BLOCKS,
     EXIST,
     GET,
+    GET_DISK,
     MEMCPY,
     PUT,
     PUT_FULL,
@@ -147,3 +148,13 @@ def test_one_memcpy_asks_nobody() -> None:
     Session(shelf, POOL).measure(MEMCPY, SIZE, 64, 0.0)
     assert (shelf.source == shelf.target).all()
     assert not shelf.most
+
+
+def test_three_times_the_memory_is_put_and_read_in_turn() -> None:
+    shelf = Shelf()
+    with_disk = Session(shelf, 64 * SIZE)
+    assert with_disk.measure(GET_DISK, SIZE, 8, 0.01)
+    assert shelf.most == 3 * 64
+    shelf.damaged = True
+    with pytest.raises(InternalError, match="other bytes"):
+        with_disk.measure(GET_DISK, SIZE, 8, 0.01)
