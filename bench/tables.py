@@ -72,8 +72,8 @@ FULL = (
 BARE = (
     "Not the same work, and ours does more: the master finds and leases the objects, the node reads"
     " them into its memory and verifies them, and the client copies and verifies them again. A"
-    " batch takes 16 MiB, and all of them three times the memory. The ratios are of the times per object"
-    " found: one that the disk does not deliver in time is a miss."
+    " batch takes 16 MiB, and all of them three times the memory. The ratios are of the times per"
+    " object found: one that the disk does not deliver in time is a miss."
 )
 COUNTED = (
     "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
