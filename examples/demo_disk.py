@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -158,7 +159,7 @@ def run(
         flags = disk if part == "with a disk" else ()
         node = children.start(
             "node", "kvstore.cli.node", f"--master={address}", f"--memory={memory}",
-            "--name=node-1", *flags,
+            f"--name=demo-{os.getpid()}", *flags,
         )  # fmt: skip
         children.ready(node, r"^kvstore-node .+", READY_SECONDS)
         return node
