@@ -29,7 +29,7 @@ class SimDisk(Memory):
         super().__init__(node, host, size, random)
         self.shm_name = ""
         self.fails = False
-        self.delay_us = QUICK_US
+        self.delay_us: tuple[int, int] = QUICK_US
         """Of a copy or a wipe, from and to."""
         self._random = random
         self._unsynced: list[tuple[int, bytes]] = []

@@ -64,7 +64,6 @@ def test_a_slow_disk_is_left_alone_and_tried_again_from_time_to_time() -> None:
     assert rule.choose(0, 2_000, 2_000) == 2_000
     assert rule.choose(0, 500, 2_000) == 500, "what is in memory"
     assert rule.choose(0, 0, 2_000) == 0
-    assert not rule.loads_disks
     chosen = [rule.choose(0, 0, 2_000) for _ in range(2 * PROBE_DECISIONS)]
     assert chosen.count(2_000) == 2
     probes = 0

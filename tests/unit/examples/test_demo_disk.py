@@ -29,22 +29,12 @@ class Fleet:
         self.killed = 0
         self.other_tokens: list[int] = []
 
-        class Started(FakeChildren):
-            def __init__(self) -> None:
-                self.directory = directory
-
-            def start(fake, name: str, module: str, *flags: str) -> str:  # noqa: N805
-                if name == "node":
-                    self.nodes.append([flag for flag in flags if flag.startswith("--disk")])
-                return name
-
-            def ready(self, *args: object) -> Any:
-                return SimpleNamespace(groups=lambda: ("127.0.0.1:1",))
-
-            def kill(fake, node: str) -> None:  # noqa: N805
-                self.killed += 1
-
-        monkeypatch.setattr(demo, "Children", lambda *args: Started())
+        children: Any = FakeChildren()
+        children.directory = directory
+        children.start, children.kill = self.start, self.kill
+        children.ready = lambda *args: SimpleNamespace(groups=lambda: ("127.0.0.1:1",))
+        children_type: Any = type("Started", (FakeChildren,), {"__enter__": lambda _: children})
+        monkeypatch.setattr(demo, "Children", lambda *args: children_type())
         monkeypatch.setattr(demo, "require_modules", lambda *args: None)
         monkeypatch.setattr(demo, "make_model", lambda *args, **named: directory)
         for name in ("wait_until_written", "wait_until_joined", "forget"):
@@ -53,6 +43,14 @@ class Fleet:
         monkeypatch.setattr(fleets, "start_engine", lambda _, name, *more: engine(address=name))
         monkeypatch.setattr(fleets, "engine_ready", lambda *args: None)
         monkeypatch.setattr(demo, "complete", self.complete)
+
+    def start(self, name: str, module: str, *flags: str) -> str:
+        if name == "node":
+            self.nodes.append([flag for flag in flags if flag.startswith("--disk")])
+        return name
+
+    def kill(self, node: str) -> None:
+        self.killed += 1
 
     def complete(self, address: str, ids: list[int], tokens: int) -> Completion:
         has_disk = bool(self.nodes[-1])
