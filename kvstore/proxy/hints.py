@@ -3,7 +3,8 @@
 * ``X-KV-Hint`` of a request becomes an action in ``kv_transfer_params.kv_hint``, which the engine's
   connector carries out when the request has ended.
 * If an answer ends in tool calls, the proxy has the store retain its chain.
-* ``DELETE /v1/sessions/ID`` releases the chain of the session's last answer.
+* ``DELETE /v1/sessions/ID`` releases the chain of the session's last answer, as does an hour
+  without an answer.
 
 The last two need the store (``--master``), and the last key of the chain: from the answer, or, for
 a stream, computed from the prompt's token ids. They are sent after the answer.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +47,10 @@ HINT: Final = "X-KV-Hint"
 SESSIONS_MAX: Final = 65_536
 """Remembered sessions, the latest ones: some 20 MiB."""
 
+SESSION_IDLE_S: Final = 3_600.0
+"""A session without an answer for that long is over, as its client is gone for good: no chain is
+retained for longer."""
+
 HINTS_MAX: Final = 1_024
 """Answers whose hints are being sent; those of further ones are not."""
 
@@ -63,6 +69,8 @@ class SessionTip(NamedTuple):
 
     model: str
     key: bytes
+    at: float
+    """Time of the answer."""
 
 
 class SessionHints:
@@ -100,7 +108,7 @@ class SessionHints:
         if key is None:
             return
         if context.session:
-            self._tips[context.session] = SessionTip(model, key)
+            self._tips[context.session] = SessionTip(model, key, time.monotonic())
             self._tips.move_to_end(context.session)
             if len(self._tips) > SESSIONS_MAX:
                 self._tips.popitem(last=False)
@@ -110,6 +118,15 @@ class SessionHints:
             if result is not None and result.outcome == HintOutcome.MISSING:
                 await asyncio.sleep(SAVED_AFTER_S)
                 await lookup.hint(model, action)
+        await self._end_idle(time.monotonic() - SESSION_IDLE_S)
+
+    async def _end_idle(self, before: float) -> None:
+        """End the sessions whose last answer was earlier."""
+        while self._tips:
+            session, tip = next(iter(self._tips.items()))
+            if tip.at >= before:
+                break
+            await self.end(session)
 
     async def end(self, session: tuple[str, str]) -> ActionResult | None:
         """Release the chain of a session and forget it; None: it is unknown, or the store is."""

@@ -75,11 +75,21 @@ def test_the_latest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     async def scenario() -> None:
         store: Any = Lookup()
         sessions = SessionHints(store)
-        for name in ("old", "alice", "bob"):
+
+        async def answer(name: str) -> None:
             context = RequestContext(CHAT, "id", b"", {"model": "m"}, CIMultiDict(), 0)
             context.session, context.token_ids = ("caller", name), [1]
             sessions.on_answer(context)
-        await asyncio.wait(sessions._sending)
+            await asyncio.wait(sessions._sending)
+
+        for name in ("old", "alice", "bob"):
+            await answer(name)
+        assert sent == []
+        alice = ("caller", "alice")
+        sessions._tips[alice] = sessions._tips[alice]._replace(at=-hints.SESSION_IDLE_S)
+        await answer("bob")
+        assert sent == [("m", "session_end", "computed")], "she is gone for good"
+        assert await sessions.end(alice) is None
         assert await sessions.end(("caller", "old")) is None
         assert await sessions.end(("another", "bob")) is None, "callers do not share sessions"
         ended = await sessions.end(("caller", "bob"))
@@ -89,4 +99,4 @@ def test_the_latest_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
         await sessions.close()
 
     asyncio.run(scenario())
-    assert sent == [("m", "session_end", "computed")]
+    assert sent == 2 * [("m", "session_end", "computed")]
