@@ -85,14 +85,13 @@ class WriteBudget:
     def __init__(
         self, capacity: int, per_s: int, per_day: int, now_ms: int, *, first_fill: bool = False
     ) -> None:
-        """``first_fill``: of a new file, whose first fill is free; one that was used before may be
-        written by half at once, whenever its node starts."""
+        """``first_fill``: of a new file, whose first fill is free."""
         self._per_s = per_s
         self._per_day = per_day
         self._capacity = max(capacity, 1)
         self._second = float(per_s)
         """Bytes that the rate allows now."""
-        self._days = self._capacity * (2.0 if first_fill else 0.5)
+        self._days = self._capacity * (2.0 if first_fill else 1.0)
         """Bytes that the average allows now."""
         self._filled_ms = now_ms
 

@@ -98,7 +98,7 @@ ROWS: dict[str, Row | str] = {
     "lease": Row(view=BUFFER),
     "match_prefix": Row(keys=KEYS, namespace=None, hint="retain", retain=60),
     "matches": Row(keys=KEYS, namespaces=["default"]),
-    "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
+    "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"], bring=True),
     "lookup": Row(keys=KEYS, namespace=None),
     "release": Row(keys=KEYS, namespace=None),
     "release_match": "takes what match_all returned",
