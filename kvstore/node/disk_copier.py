@@ -76,8 +76,9 @@ class DiskCopier:
             ) -> None:
                 if self._copies.get(place) is copy:
                     del self._copies[place]
-                    for each in self._disks.values():
-                        each.abandon(place[1], abandoned=False)
+                    if place[0] == self._memory.uuid:
+                        for each in self._disks.values():
+                            each.abandon(place[1], abandoned=False)
                 self._done.append((token, int(self._outcome(copy, disk))))
                 self._has_done.set()
 

@@ -35,8 +35,7 @@ class HangingDisk:
         return self._do("bring")
 
     def abandon(self, target: int, *, abandoned: bool = True) -> None:
-        if abandoned:
-            self.done.append(f"abandoned {target}")
+        self.done.append(f"{'abandoned' if abandoned else 'not abandoned'} {target}")
 
     def keep_removal_watermark(self, *_: object) -> None:
         pass
