@@ -233,12 +233,13 @@ class SchedulerLogic:
             return 0, False
         tracked.in_memory = min(lookup.in_memory, tokens)
         if tracked.choice[0] != tokens:
-            tracked.choice = tokens, self.load_rule.choose(computed, tracked.in_memory, tokens)
+            loaded = self.load_rule.choose(computed, tracked.in_memory, tokens)
+            if loaded < tokens:
+                self.counters["computed_stored_tokens"] += tokens - loaded
+            tracked.choice = tokens, loaded
         loaded = tracked.choice[1]
-        if loaded < tokens:
-            self.counters["computed_stored_tokens"] += tokens - max(loaded, computed)
-            if loaded <= computed:
-                return 0, False
+        if loaded <= computed:
+            return 0, False
         tracked.external_tokens = loaded
         return loaded - computed, True
 
@@ -389,8 +390,8 @@ class SchedulerLogic:
 
     def _measure_prefills(self) -> None:
         """Record prefills that have ended, and begin to measure those that start with this step."""
-        for tracked in list(self._prefills.values()):
-            self._measure_prefill(tracked.request)
+        for prefill in list(self._prefills.values()):
+            self._measure_prefill(prefill.request)
         now = time.monotonic()
         for request in self._starting:
             first, started = request.num_computed_tokens, self._prefills.get(request.request_id)

@@ -117,6 +117,7 @@ def test_tokens_on_a_slow_disk_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
     engine.side.arrived(["loaded"])
     request = engine.add("slow", 401, there=400, seed=1)
     engine.asked.on_disk["slow"] = 300
+    assert engine.matched(request) == 100, "asked again while it waits for blocks"
     assert engine.load(request) == 100, "what is in memory"
     request = engine.add("all in memory", 401, there=400, seed=1)
     assert engine.load(request) == 400
