@@ -19,9 +19,8 @@ import numpy as np
 from kvstore.bench.processes import Children, Servers
 from kvstore.bench.session import GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import fill_randomly, require
+from kvstore.memory.disk_file import THREADS
 
-THREADS: Final = 16
-"""As many as a node has for each disk."""
 DISK_PARTS: Final = 4
 """Size of the disk, in sizes of the pool."""
 

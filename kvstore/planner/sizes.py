@@ -155,14 +155,13 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
     reads_s = found / load.block_tokens * objects * readers
     stored_objects = memory / stored_block * objects
     read_host = read_s / nodes
-    on_disk = load.disk_bytes / extents_s
+    disk_objects = load.disk_bytes / stored_block * objects
     disks = {
         "disk_bytes_per_node": load.disk_bytes / nodes,
-        "disk_objects": load.disk_bytes / stored_block * objects,
-        "disk_reuse_s": on_disk,
-        "disk_writes_per_day": 86_400 / on_disk,
+        "disk_objects": disk_objects,
+        "disk_reuse_s": load.disk_bytes / extents_s,
+        "disk_writes_per_day": 86_400 * extents_s / load.disk_bytes,
     } if load.disk_bytes else {}  # fmt: skip
-    stored_bytes = stored_objects * MASTER_OBJECT_BYTES
     return {
         "bytes_per_token": token,
         "bytes_per_block": block,
@@ -177,7 +176,8 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
         "memory_bytes_per_node": memory / nodes,
         "objects": stored_objects,
         **disks,
-        "master_memory_bytes": stored_bytes + disks.get("disk_objects", 0) * DISK_OBJECT_BYTES,
+        "master_memory_bytes": stored_objects * MASTER_OBJECT_BYTES
+        + disk_objects * DISK_OBJECT_BYTES,
         "puts_per_s": puts_s,
         "reads_per_s": reads_s,
         "master_core": puts_s / BATCH * PUT_BATCH_S + reads_s / BATCH * LOOKUP_BATCH_S

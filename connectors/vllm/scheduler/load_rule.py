@@ -100,20 +100,15 @@ class LoadRule:
         in_memory = max(computed, min(in_memory, tokens))
         for what in self._unmeasured:
             self._unmeasured[what] += 1
-        has_prefills = self._prefills.points >= PREFILLS_MIN
         load_s = self._load_s(computed, in_memory, tokens)
-        compute_s = self._prefills.at(tokens - computed, tokens**2 - computed**2)
         if load_s <= LOAD_S_MIN:
             return tokens
-        if has_prefills:
-            best = self._best(computed, in_memory, tokens)
-        else:
-            best = tokens
+        has_prefills = self._prefills.points >= PREFILLS_MIN
+        best = self._best(computed, in_memory, tokens) if has_prefills else tokens
         if best < tokens:
-            return (
-                tokens if self._should_probe("disk" if tokens > in_memory else "memory") else best
-            )
-        is_close = not has_prefills or load_s > compute_s / 2
+            rejected = "disk" if tokens > in_memory else "memory"
+            return tokens if self._should_probe(rejected) else best
+        is_close = not has_prefills or load_s > self._compute_s(computed, tokens) / 2
         return computed if is_close and self._should_probe("computing") else best
 
     def _best(self, computed: int, in_memory: int, tokens: int) -> int:
@@ -123,8 +118,7 @@ class LoadRule:
         def cost(end: int) -> float:
             load_s = self._load_s(computed, in_memory, end)
             was_worth_it = self.loads_disks if end > in_memory else self._loads_memory
-            rest_s = self._prefills.at(tokens - end, tokens**2 - end**2)
-            return (load_s if was_worth_it else load_s / SWITCH) + rest_s
+            return (load_s if was_worth_it else load_s / SWITCH) + self._compute_s(end, tokens)
 
         ends = (computed, tokens) if self._all_or_none else (computed, in_memory, tokens)
         best = min(reversed(ends), key=cost)
@@ -159,6 +153,9 @@ class LoadRule:
         if end - first >= PREFILL_TOKENS_MIN:
             self._unmeasured["computing"] = 0
             self._prefills.add(end - first, end**2 - first**2, seconds)
+
+    def _compute_s(self, first: int, end: int) -> float:
+        return self._prefills.at(end - first, end**2 - first**2)
 
     def _load_s(self, computed: int, in_memory: int, end: int) -> float:
         if end <= computed:

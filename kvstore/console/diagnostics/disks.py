@@ -12,10 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvstore.console.diagnostics.findings import Finding, of_row, ok
+from kvstore.memory.disk_file import THREADS
 from kvstore.runtime.formatting import size_text
-
-THREADS: Final = 16
-"""As many as a node has for each disk."""
 
 PIECE_BYTES: Final = 1 << 20
 PIECES: Final = 128

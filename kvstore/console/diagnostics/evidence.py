@@ -223,10 +223,10 @@ def _disk_notes(status: ClusterStatus) -> list[str]:
     """Return the note on what disks did not keep, or not return in time; none: no note."""
     counters = Counter(dict(status.counters))
     texts = {
-        "disk_refused_objects": "{:,} objects evicted without a copy, for lack of a budget of "
-        "writes (--disk-writes-per-day), or with a TTL",
-        "disk_bring_refused_objects": "{:,} objects on disks were misses, because the disk was "
-        "too slow for what was ahead of them",
+        "disk_refused_objects": "{:,} objects evicted without a copy, because the budget for "
+        "writes was too small (--disk-writes-per-day) or they had a TTL",
+        "disk_bring_refused_objects": "{:,} objects on disks were misses, because too many others "
+        "were on their way into memory",
         "disk_bring_timeouts": "{:,} queries did not wait any longer for objects on disks",
     }
     found = [text.format(counters[name]) for name, text in texts.items() if counters[name]]
