@@ -88,8 +88,8 @@ _REQUEST: Final = struct.Struct("<BIH")
 Answers = Mapping[str, Callable[..., Mapping[str, object]]]
 """Functions by query name; called in the loop's thread with the numbers that follow the name."""
 
-Event = tuple[str, bytes, bytes, int, int]
-"""Namespace, key, parent, size, depth, as in ``kvstore.master.state.object_events``."""
+Event = tuple[str, bytes, bytes, int, int, bool]
+"""Namespace, key, parent, size, depth, on disk, as in ``kvstore.master.state.object_events``."""
 
 REMOVED_SIZE: Final = -1
 

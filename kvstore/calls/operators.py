@@ -157,6 +157,8 @@ class NamespaceStatus(NamedTuple):
     """Pinned objects: those named by a pin, and their ancestors."""
     pinned_bytes: int = 0
     """Memory of the pinned objects, with headers and replicas."""
+    disk_objects: int = 0
+    """Objects that have a copy on a disk."""
 
 
 class TenantStatus(NamedTuple):
@@ -179,9 +181,13 @@ class TenantStatus(NamedTuple):
     evicted_by_others: int
     """Objects evicted by puts of other tenants, drains and repairs."""
     refused: int
-    """Puts and pins rejected by a quota."""
+    """Puts, pins and writes to disks rejected by a quota."""
     namespaces: Sequence[str] = ()
     """Patterns."""
+    disk_bytes: int = 0
+    """Bytes on disks."""
+    disk_limit_bytes: int = 0
+    """0: no limit."""
 
 
 class WhatIfEstimate(NamedTuple):
@@ -269,7 +275,7 @@ class ObjectRow(NamedTuple):
     depth: int
     leased_ms: int
     state: str
-    """complete, detached or being_written."""
+    """complete, detached (an ancestor is missing), being_written or on_disk (only there)."""
 
 
 class ListObjectsReply(NamedTuple):
@@ -295,6 +301,8 @@ class ObjectDetail(NamedTuple):
     placements: Placements
     epoch: int = 0
     """The epoch of the segment ids in ``placements``."""
+    disk: str = ""
+    """The node with a copy on a disk; empty: none."""
 
 
 class DrainStep(enum.IntEnum):

@@ -19,7 +19,7 @@ UNBOUNDED: Final = 1 << 62
 
 
 class TenantRule(NamedTuple):
-    """The quotas of a tenant, in bytes of memory, headers and replicas included."""
+    """The quotas of a tenant, in bytes, headers and replicas included."""
 
     name: str
     namespaces: tuple[str, ...] = ()
@@ -32,6 +32,8 @@ class TenantRule(NamedTuple):
     """Maximum memory of pinned objects."""
     put_share: float = 1.0
     """Fraction of the puts that may be in progress, and that may wait, at the same time."""
+    disk_limit_bytes: int = UNBOUNDED
+    """Maximum bytes on disks."""
 
 
 def tenant_text(name: str) -> str:

@@ -188,8 +188,8 @@ class Blocks(NamedTuple):
 class BlockStatus(NamedTuple):
     key: Key
     state: str
-    """complete, being_written, missing (its node in the prefix tree is kept for descendants) or
-    absent."""
+    """complete, on_disk (only there), being_written, missing (its node in the prefix tree is kept
+    for descendants) or absent."""
     parent: bytes
     """Empty: a root, or unknown."""
     children: int

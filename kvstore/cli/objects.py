@@ -60,7 +60,7 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
 
 @command(
     epilog="\b\nExample:\n  kvstore stat greeting",
-    help="Show one object: size, location, lease, parent.",
+    help="Show one object: size, location, lease, parent, node with a copy on a disk.",
 )
 @client_command(namespace="Namespace of the object.")
 @click.argument("key")
@@ -80,6 +80,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
         "children": detail.children,
         "version": f"{detail.version.epoch}.{detail.version.counter}",
         "idle_ms": detail.idle_ms,
+        "disk": detail.disk or None,
         "content": content_of(header.descriptor) if header is not None else None,
         "locations": [
             {"node": nodes.get(segment, ""), "segment": segment, "offset": offset}

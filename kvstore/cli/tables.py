@@ -108,8 +108,8 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         yield namespaces_of(found.namespaces)
 
     if found.tenants:
-        right = ("bytes", "guaranteed", "at most", "pinned", "objects", "evicted", "by others",
-                 "refused")  # fmt: skip
+        right = ("bytes", "guarantee", "limit", "on disks", "limit", "pinned", "objects",
+                 "evicted", "by others", "refused")  # fmt: skip
         tenants = table_of("\ntenant", right=tuple(f"\n{each}" for each in right))
         for tenant in found.tenants:
             tenants.add_row(
@@ -117,6 +117,8 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
                 size_text(tenant.bytes),
                 size_text(tenant.guarantee_bytes),
                 size_text(tenant.limit_bytes) if tenant.limit_bytes else "-",
+                size_text(tenant.disk_bytes),
+                size_text(tenant.disk_limit_bytes) if tenant.disk_limit_bytes else "-",
                 size_text(tenant.pinned),
                 str(tenant.objects),
                 str(tenant.evicted_by_own),
@@ -186,11 +188,13 @@ def nodes_of(found: ClusterStatus) -> Table | str:
 
 def namespaces_of(rows: Sequence[NamespaceStatus]) -> Table:
     are_pinned = any(row.pinned_objects for row in rows)
-    also = ["\npinned"] if are_pinned else []
+    on_disks = any(row.disk_objects for row in rows)
+    also = ["\npinned"] * are_pinned + ["\non disks"] * on_disks
     table = table_of("\nnamespace", right=("\nobjects", "\nbytes", *also))
     for row in rows:
         cells = [name_text(row.name), str(row.objects), size_text(row.size)]
-        table.add_row(*cells, *([size_text(row.pinned_bytes)] if are_pinned else []))
+        cells += [size_text(row.pinned_bytes)] * are_pinned + [str(row.disk_objects)] * on_disks
+        table.add_row(*cells)
     return table
 
 

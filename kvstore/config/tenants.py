@@ -6,6 +6,7 @@ guarantee = "20GiB"   # what nobody else can take from it; 0 by default
 limit = "60GiB"      # what it can never exceed; no bound by default
 pin_limit = "10GiB"       # what its pins may hold; no bound of its own by default
 put_share = 0.5             # share of the puts under way, and of those that wait; 1.0 by default
+disk_limit = "2TiB"         # what it may hold on disks; no bound by default
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Tenant(Config):
     guarantee: Limit = Field(default=0, lt=UNBOUNDED)
     limit: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
     pin_limit: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
+    disk_limit: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
     put_share: float = Field(default=1.0, gt=0, le=1)
 
     @field_validator("namespaces")
@@ -77,5 +79,9 @@ def _rule(name: str, fields: object) -> TenantRule:
     if given.guarantee > given.limit:
         raise InvalidArgumentError(f"guarantee ({given.guarantee}) is above limit ({given.limit})")
     # A limit of 0 becomes 1 byte, because 0 means no limit in the status.
-    limit, pin_limit = max(1, given.limit), max(1, given.pin_limit)
-    return TenantRule(name, given.namespaces, given.guarantee, limit, pin_limit, given.put_share)
+    limit, pin_limit, disk_limit = (
+        max(1, each) for each in (given.limit, given.pin_limit, given.disk_limit)
+    )
+    return TenantRule(
+        name, given.namespaces, given.guarantee, limit, pin_limit, given.put_share, disk_limit
+    )

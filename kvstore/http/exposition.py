@@ -210,7 +210,7 @@ def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
     for name in (family.name for family in STORE if family.labels == ("tenant",)):
         field = name.removeprefix("kvstore_tenant_").removesuffix("_total")
         field = field if field in TenantStatus._fields else field.removesuffix("_bytes")
-        rows = [row for row in tenants if field != "limit_bytes" or row.limit_bytes]
+        rows = [row for row in tenants if "limit" not in field or getattr(row, field)]
         of[name] = {(row.name,): getattr(row, field) for row in rows}
     return of | {
         "kvstore_tenant_evicted_objects_total": {

@@ -313,6 +313,7 @@ class NamespaceStatus(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     PINNED_OBJECTS_FIELD_NUMBER: _builtins.int
     PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_OBJECTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     objects: _builtins.int
     size: _builtins.int
@@ -321,6 +322,8 @@ class NamespaceStatus(_message.Message):
     """Pinned objects: those named by a pin, and their ancestors."""
     pinned_bytes: _builtins.int
     """Memory of the pinned objects, with headers and replicas."""
+    disk_objects: _builtins.int
+    """Objects that have a copy on a disk."""
     def __init__(
         self,
         *,
@@ -329,10 +332,11 @@ class NamespaceStatus(_message.Message):
         size: _builtins.int = ...,
         pinned_objects: _builtins.int = ...,
         pinned_bytes: _builtins.int = ...,
+        disk_objects: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_objects", b"disk_objects", "name", b"name", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +359,8 @@ class TenantStatus(_message.Message):
     EVICTED_BY_OTHERS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Empty: everything that belongs to no other tenant."""
     bytes: _builtins.int
@@ -373,7 +379,11 @@ class TenantStatus(_message.Message):
     evicted_by_others: _builtins.int
     """Objects evicted by puts of other tenants, drains and repairs."""
     refused: _builtins.int
-    """Puts and pins rejected by a quota."""
+    """Puts, pins and writes to disks rejected by a quota."""
+    disk_bytes: _builtins.int
+    """Bytes on disks."""
+    disk_limit_bytes: _builtins.int
+    """0: no limit."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Patterns."""
@@ -392,10 +402,12 @@ class TenantStatus(_message.Message):
         evicted_by_others: _builtins.int = ...,
         refused: _builtins.int = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        disk_bytes: _builtins.int = ...,
+        disk_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "evicted_by_others", b"evicted_by_others", "evicted_by_own", b"evicted_by_own", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "name", b"name", "namespaces", b"namespaces", "objects", b"objects", "pinned", b"pinned", "pinned_max", b"pinned_max", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "disk_bytes", b"disk_bytes", "disk_limit_bytes", b"disk_limit_bytes", "evicted_by_others", b"evicted_by_others", "evicted_by_own", b"evicted_by_own", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "name", b"name", "namespaces", b"namespaces", "objects", b"objects", "pinned", b"pinned", "pinned_max", b"pinned_max", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,7 +596,7 @@ class ObjectRow(_message.Message):
     depth: _builtins.int
     leased_ms: _builtins.int
     state: _builtins.str
-    """complete, detached or being_written."""
+    """complete, detached (an ancestor is missing), being_written or on_disk (only there)."""
     def __init__(
         self,
         *,
@@ -661,6 +673,7 @@ class ObjectDetail(_message.Message):
     IDLE_MS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     parent: _builtins.bytes
     """Empty: a root."""
     children: _builtins.int
@@ -668,6 +681,8 @@ class ObjectDetail(_message.Message):
     """Time since the last match, lookup or put."""
     epoch: _builtins.int
     """The epoch of the segment ids in `placements`."""
+    disk: _builtins.str
+    """The node with a copy on a disk; empty: none."""
     @_builtins.property
     def row(self) -> Global___ObjectRow:
         """Absent: no such object."""
@@ -686,10 +701,11 @@ class ObjectDetail(_message.Message):
         idle_ms: _builtins.int = ...,
         placements: _common_pb2.Placements | None = ...,
         epoch: _builtins.int = ...,
+        disk: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "epoch", b"epoch", "idle_ms", b"idle_ms", "parent", b"parent", "placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "disk", b"disk", "epoch", b"epoch", "idle_ms", b"idle_ms", "parent", b"parent", "placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1288,8 +1304,8 @@ class BlockStatus(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     state: _builtins.str
-    """complete, being_written, missing (its node in the prefix tree is kept for descendants) or
-    absent.
+    """complete, on_disk (only there), being_written, missing (its node in the prefix tree is kept for
+    descendants) or absent.
     """
     parent: _builtins.bytes
     """Empty: a root, or unknown."""

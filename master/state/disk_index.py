@@ -1,21 +1,30 @@
 """The copies of objects on the disks of nodes, and the order in which they are evicted.
 
 A copy is not a replica of an ``ObjectRecord``: clients cannot read it, and it stays when the record
-is evicted from memory. So the forest describes memory alone, and a copy costs less than a record.
+is evicted from memory. So the records describe memory alone, and a copy costs less than a record.
 
 Copies are evicted in the order in which their objects left memory, where leaves leave before their
 ancestors, with a second chance for those that were used since. The copy of an object in memory is
-not evicted.
+not evicted. Each tenant has a queue on each disk.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 from typing import Final, final
 
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.records import HITS_MAX, MountedSegment, ObjectRecord, StaleExtents
+from kvstore.master.state.object_events import Event, removed
+from kvstore.master.state.records import (
+    HITS_MAX,
+    MountedSegment,
+    Namespaces,
+    NamespaceTable,
+    ObjectRecord,
+    StaleExtents,
+)
 
 DISK_RESERVE_SHIFT: Final = 6
 DISK_RESERVE_BYTES_MAX: Final = 4 << 30
@@ -78,6 +87,14 @@ class DiskCopy:
         self.brought_by = 0
         """Token of the grant that brings it to memory; 0: none."""
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether its object is in memory, too."""
+        return self in self.disk.in_memory
+
+    def stored_event(self) -> Event:
+        return self.namespace, self.key, self.parent or b"", self.size, 0, True
+
 
 class WriteBudget:
     """Bytes that may be written to a disk: at a rate, and on average over days."""
@@ -124,9 +141,9 @@ class Disk:
         limits = segment.offer.disk
         assert limits is not None
         self.segment = segment
-        self.queue: deque[DiskCopy] = deque()
-        """The copies of objects that are not in memory, the next to evict first. Dropped ones stay
-        until they are met."""
+        self.queues: dict[int, deque[DiskCopy]] = {}
+        """By number of the tenant (0: there are no tenants): the copies of objects that are not in
+        memory, the next to evict first. Dropped ones stay until they are met."""
         self.in_memory: dict[DiskCopy, None] = {}
         """Those of objects in memory."""
         self.objects = 0
@@ -179,23 +196,29 @@ class Disk:
         return self.segment.alive and self.segment.inventory_complete and not self.is_failed
 
     @property
-    def reserve_bytes(self) -> int:
-        return min(self.segment.capacity >> DISK_RESERVE_SHIFT, DISK_RESERVE_BYTES_MAX)
+    def lacks_reserve(self) -> bool:
+        segment = self.segment
+        free = segment.allocator.free_bytes + segment.wiping_bytes
+        reserve = min(segment.capacity >> DISK_RESERVE_SHIFT, DISK_RESERVE_BYTES_MAX)
+        return self.usable and free < reserve
 
 
 class DiskIndex:
-    """All copies on disks that are alive."""
+    """All copies on disks that are alive, in the tables of their namespaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Namespaces) -> None:
+        self._namespaces = namespaces
         self.disks: dict[int, Disk] = {}
         """By segment id."""
         self._of_node: dict[str, list[Disk]] = {}
-        self._tables: dict[Namespace, dict[Key, DiskCopy]] = {}
         self._dead: deque[Disk] = deque()
         """Disks whose copies are still in the tables, where they count as absent."""
+        self._count = 0
+        self.events: list[Event] | None = None
+        """That of the forest."""
 
     def __bool__(self) -> bool:
-        return bool(self._tables)
+        return self._count > 0
 
     def mount(self, segment: MountedSegment, now_ms: int) -> Disk:
         disk = self.disks[segment.segment_id] = Disk(segment, now_ms)
@@ -222,97 +245,146 @@ class DiskIndex:
         """Drop up to ``count`` copies of dead disks."""
         while self._dead and count > 0:
             disk = self._dead[0]
-            while count > 0 and (disk.queue or disk.in_memory):
+            while count > 0 and (disk.queues or disk.in_memory):
                 count -= 1
-                copy = disk.queue.popleft() if disk.queue else disk.in_memory.popitem()[0]
+                if disk.in_memory:
+                    self.drop(next(iter(disk.in_memory)))
+                    continue
+                number, queue = next(iter(disk.queues.items()))
+                copy = queue.popleft()
+                if not queue:
+                    del disk.queues[number]
                 if self.holds(copy):
                     self.drop(copy)
-            if not disk.queue and not disk.in_memory:
+            if not disk.queues and not disk.in_memory:
                 self._dead.popleft()
 
-    def get(self, namespace: Namespace, key: Key) -> DiskCopy | None:
+    def get(self, namespace: str, key: Key) -> DiskCopy | None:
         """The copy of an object, on a disk that is mounted."""
-        table = self._tables.get(namespace)
-        copy = None if table is None else table.get(key)
+        table = self._namespaces.tables.get(namespace)
+        copy: DiskCopy | None = None if table is None else table.copies.get(key)
         return copy if copy is not None and copy.disk.segment.alive else None
 
-    def has(self, namespace: Namespace, key: Key) -> bool:
-        """Whether there is a copy on a disk that can be read."""
+    def usable(self, namespace: str, key: Key) -> DiskCopy | None:
+        """The copy of an object, on a disk that can be read."""
         copy = self.get(namespace, key)
-        return copy is not None and copy.disk.usable
+        return copy if copy is not None and copy.disk.usable else None
 
-    def table(self, namespace: Namespace) -> dict[Key, DiskCopy]:
-        """The copies of a namespace by key, with those of dead disks; read-only."""
-        return self._tables.get(namespace, {})
-
-    def some_of(self, namespace: str, count: int) -> list[DiskCopy]:
-        """Up to ``count`` copies of a namespace; "": of any."""
-        tables = [self.table(Namespace(namespace))] if namespace else self._tables.values()
+    def some_of(self, tables: Iterable[NamespaceTable], count: int) -> list[DiskCopy]:
+        """Up to ``count`` copies of these namespaces."""
         found: list[DiskCopy] = []
         for table in tables:
-            found += islice(table.values(), count - len(found))
+            if table.copies.count and len(found) < count:
+                found += islice(table.copies, count - len(found))
         return found
 
     def holds(self, copy: DiskCopy) -> bool:
         """Whether the copy was not dropped."""
-        return self.table(copy.namespace).get(copy.key) is copy
+        table = self._namespaces.tables.get(copy.namespace)
+        return table is not None and table.copies.get(copy.key) is copy
 
-    def add(self, copy: DiskCopy) -> None:
-        """Add the copy of an object in memory that has no other one."""
-        table = self._tables.setdefault(copy.namespace, {})
-        assert copy.key not in table, "a second copy"
-        table[copy.key] = copy
-        disk = copy.disk
-        disk.objects += 1
-        disk.payload_bytes += copy.size
-        disk.in_memory[copy] = None
+    def add(self, copy: DiskCopy, table: NamespaceTable) -> None:
+        """Add the copy of an object in memory that has no other one, to the table of its
+        namespace."""
+        other: DiskCopy | None = table.copies.get(copy.key)
+        if other is not None:
+            assert not other.disk.segment.alive, "a second copy"
+            self.drop(other)
+        table.copies.add(copy.key, copy)
+        self._count_copy(table, copy, 1)
+        copy.disk.in_memory[copy] = None
 
     def drop(self, copy: DiskCopy) -> None:
         """Forget a copy, whose extent stays allocated."""
-        table = self._tables[copy.namespace]
-        del table[copy.key]
-        if not table:
-            del self._tables[copy.namespace]
+        table = self._namespaces.tables[copy.namespace]
+        table.copies.drop(copy.key)
+        self._count_copy(table, copy, -1)
+        disk, events = copy.disk, self.events
+        if copy.in_memory:
+            del disk.in_memory[copy]
+        elif events is not None:
+            events.append(removed(copy.namespace, copy.key))
+        queue = disk.queues.get(_number_of(table))
+        if queue is not None and len(queue) > 2 * disk.objects + 1_024:
+            del disk.queues[_number_of(table)]
+            if valid := [each for each in queue if not self._is_void(each)]:
+                disk.queues[_number_of(table)] = deque(valid)
+        self._namespaces.drop_if_empty(table)
+
+    def _count_copy(self, table: NamespaceTable, copy: DiskCopy, by: int) -> None:
         disk = copy.disk
-        disk.objects -= 1
-        disk.payload_bytes -= copy.size
-        disk.in_memory.pop(copy, None)
-        if len(disk.queue) > 2 * disk.objects + 1_024:
-            disk.queue = deque([each for each in disk.queue if not self._is_void(each)])
+        self._count += by
+        disk.objects += by
+        disk.payload_bytes += by * copy.size
+        length = by * disk.segment.extent_bytes(copy.size)
+        table.disk_bytes += length
+        if table.tenant is not None:
+            table.tenant.disk_bytes += length
 
-    def left_memory(self, copy: DiskCopy, used_ms: int, *, first: bool = False) -> None:
-        """Give the copy a place in the queue, by default the last one."""
-        copy.used_ms = copy.queued_ms = used_ms
-        del copy.disk.in_memory[copy]
-        if first:
-            copy.disk.queue.appendleft(copy)
-        else:
-            copy.disk.queue.append(copy)
+    def found_alone(self, copy: DiskCopy, used_ms: int) -> None:
+        """Called when an inventory has an added copy whose object is not in memory. It is the next
+        to evict: nodes report the newest objects first."""
+        self._leave(copy, used_ms, first=True)
+        if self.events is not None:
+            self.events.append(copy.stored_event())
 
-    def object_left(self, record: ObjectRecord) -> None:
-        """Called when an object leaves memory, before its record loses its bytes."""
-        copy = self.table(record.namespace).get(record.key)
-        if copy is not None and copy in copy.disk.in_memory:
+    def object_left(self, record: ObjectRecord) -> bool:
+        """Called when an object leaves memory, before its record loses its bytes. Return whether
+        there is a copy."""
+        copy = self.get(record.namespace, record.key)
+        if copy is None:
+            return False
+        if copy.in_memory:
             copy.hits = record.hits & HITS_MAX
-            self.left_memory(copy, record.last_used_ms)
+            self._leave(copy, record.last_used_ms)
+        return True
 
-    def entered_memory(self, copy: DiskCopy) -> None:
-        if copy not in copy.disk.in_memory:
+    def object_entered(self, namespace: str, key: Key) -> None:
+        """Called when an object is stored in memory."""
+        copy: DiskCopy | None = self._namespaces.tables[namespace].copies.get(key)
+        if copy is not None and not copy.in_memory:
             copy.disk.in_memory[copy] = None
             copy.voids += 1
 
-    def next_victim(self, disk: Disk, steps: int) -> DiskCopy | None:
-        """Take the next copy to evict from the queue of a disk; None: none, or not within so many
-        steps. The caller drops it."""
-        queue = disk.queue
-        for _ in range(min(steps, len(queue))):
+    def _leave(self, copy: DiskCopy, used_ms: int, *, first: bool = False) -> None:
+        copy.used_ms = copy.queued_ms = used_ms
+        del copy.disk.in_memory[copy]
+        self._queue(copy, first=first)
+
+    def _queue(self, copy: DiskCopy, *, first: bool = False) -> None:
+        number = _number_of(self._namespaces.tables[copy.namespace])
+        queue = copy.disk.queues.setdefault(number, deque())
+        if first:
+            queue.appendleft(copy)
+        else:
+            queue.append(copy)
+
+    def next_victim(self, disk: Disk, steps: int, tenant: int = -1) -> DiskCopy | None:
+        """Take the next copy to evict from the queues of a disk. None: none, or not within so many
+        steps. The caller drops it.
+
+        Args:
+            tenant: number of the tenant whose copy to evict. -1: the one whose next copy left
+                memory first.
+        """
+        queues = disk.queues
+        for _ in range(steps):
+            number = tenant
+            if tenant < 0 and queues:
+                number = min([(queue[0].queued_ms, of) for of, queue in queues.items()])[1]
+            queue = queues.get(number)
+            if queue is None:
+                return None
             copy = queue.popleft()
+            if not queue:
+                del queues[number]
             if self._is_void(copy):
                 continue
-            if copy.used_ms == copy.queued_ms and not copy.brought_by:
+            is_misplaced = number != _number_of(self._namespaces.tables[copy.namespace])
+            if not is_misplaced and copy.used_ms == copy.queued_ms and not copy.brought_by:
                 return copy
             copy.queued_ms = copy.used_ms
-            queue.append(copy)
+            self._queue(copy)
         return None
 
     def _is_void(self, copy: DiskCopy) -> bool:
@@ -323,6 +395,10 @@ class DiskIndex:
             copy.voids -= 1
             return True
         return False
+
+
+def _number_of(table: NamespaceTable) -> int:
+    return 0 if table.tenant is None else table.tenant.number
 
 
 def stale_extents(copy: DiskCopy) -> StaleExtents:

@@ -34,6 +34,7 @@ from kvstore.master.state.records import (
 )
 from kvstore.master.state.space_allocation import EVICT, KEEP, STOP
 from kvstore.master.state.state_context import StateContext
+from kvstore.master.state.tenant import Tenant
 
 PAYLOAD_BYTES_MIN: Final = 4_096
 """Smaller objects are not written to disks, where an extent takes at least 8 KiB."""
@@ -122,45 +123,57 @@ class DiskTier:
         return [s for s in self._common.membership.segments.get(node.name, ()) if not s.is_disk]
 
     def work(self, now_ms: int) -> None:
-        """Drop copies of dead disks, and evict from full ones."""
+        """Drop copies of dead disks, and evict from full ones and of tenants above their limit."""
+        del now_ms
         self._index.drop_dead(SECOND_CHANCES)
         is_due = self._index.has_dead
         for disk in self._index.disks.values():
-            if self._lacks_reserve(disk):
-                is_due |= self._evict_some(disk, now_ms)
+            evicted = 0
+            while evicted < VICTIMS_PER_STEP and disk.lacks_reserve and self._evict_from(disk):
+                evicted += 1
+            is_due |= evicted == VICTIMS_PER_STEP
+        for tenant in self._pool.tenants:
+            is_due |= self._make_room(tenant, 0) == VICTIMS_PER_STEP
         self._common.jobs.note(DISK, is_due)
 
-    def _lacks_reserve(self, disk: Disk) -> bool:
-        segment = disk.segment
-        free = segment.allocator.free_bytes + segment.wiping_bytes
-        return disk.usable and free < disk.reserve_bytes
+    def _evict_from(self, disk: Disk, tenant: int = -1) -> bool:
+        """Evict the next copy, of this tenant if one is given. Return whether there was one."""
+        copy = self._index.next_victim(disk, SECOND_CHANCES, tenant)
+        if copy is None:
+            return False
+        self._forget(copy)
+        self._common.counters["disk_evicted_objects"] += 1
+        return True
 
-    def _evict_some(self, disk: Disk, now_ms: int) -> bool:
-        """Return whether more is to be evicted."""
-        victims: list[DiskCopy] = []
-        while len(victims) < VICTIMS_PER_STEP and self._lacks_reserve(disk):
-            copy = self._index.next_victim(disk, SECOND_CHANCES)
-            if copy is None:
-                return False
-            victims.append(copy)
-            self._forget(copy)
-        self._common.counters["disk_evicted_objects"] += len(victims)
-        return self._lacks_reserve(disk)
+    def _make_room(self, tenant: Tenant, length: int) -> int:
+        """Evict some copies of a tenant while ``length`` bytes more would exceed its limit. Return
+        their number."""
+        evicted = 0
+        for disk in self._index.disks.values():
+            while (
+                tenant.disk_bytes + length > tenant.disk_limit
+                and evicted < VICTIMS_PER_STEP
+                and self._evict_from(disk, tenant.number)
+            ):
+                evicted += 1
+        return evicted
+
+    def _needs_evictions(self) -> bool:
+        if any(disk.lacks_reserve for disk in self._index.disks.values()):
+            return True
+        return any(tenant.disk_bytes > tenant.disk_limit for tenant in self._pool.tenants)
 
     def _forget(self, copy: DiskCopy) -> None:
         """Drop a copy, and free its extent once its header is wiped."""
         self._index.drop(copy)
         self._common.wipe_ahead(stale_extents(copy))
 
-    def replaced(self, record: ObjectRecord) -> list[StaleExtents]:
-        """Drop the copy of another version than the one that was stored."""
-        copy = self._index.get(record.namespace, record.key)
-        if copy is None or (copy.epoch, copy.counter) == (record.epoch, record.counter):
+    def take(self, namespace: str, key: Key) -> list[StaleExtents]:
+        """Drop the copy, if any, of an object that will be removed or replaced. The caller has the
+        extent wiped."""
+        copy = self._index.get(namespace, key)
+        if copy is None:
             return []
-        return self.take(copy)
-
-    def take(self, copy: DiskCopy) -> list[StaleExtents]:
-        """Drop a copy of a removed or replaced object. The caller has the extent wiped."""
         self._index.drop(copy)
         return [stale_extents(copy)]
 
@@ -215,10 +228,21 @@ class DiskTier:
         for above, uses_min in ADMISSION:
             if level > above:
                 if uses >= uses_min and not (is_over and uses_min):
-                    return True
+                    return self._has_room(disk, record)
                 break
         self._common.counters["disk_refused_objects"] += 1
         return False
+
+    def _has_room(self, disk: Disk, record: ObjectRecord) -> bool:
+        """Whether the tenant may have the object on disks, instead of its oldest ones."""
+        tenant = self._pool.tenants.of_record(record)
+        if tenant is not None:
+            length = disk.segment.extent_bytes(record.size)
+            self._make_room(tenant, length)
+            if tenant.disk_bytes + length > tenant.disk_limit:
+                tenant.refused += 1
+                return False
+        return True
 
     def _path(self, record: ObjectRecord) -> list[ObjectRecord]:
         """List the object and its ancestors on the same node without a copy, the root first."""
@@ -260,7 +284,7 @@ class DiskTier:
             disk.budget.spend(put.length)
             puts.setdefault(segment, []).append(put)
             begun = True
-        if self._lacks_reserve(disk):
+        if self._needs_evictions():
             self._common.jobs.due |= DISK
         for segment, of_segment in puts.items():
             self._order(segment, target, of_segment)
@@ -335,7 +359,7 @@ class DiskTier:
             copy = None if key is None else self._index.get(namespace, key)
             if copy is None:
                 break
-            if copy not in copy.disk.in_memory:
+            if not copy.in_memory:
                 copies.append(copy)
             key = copy.parent
         copies.reverse()
@@ -431,7 +455,7 @@ class DiskTier:
                     disk.note_late(now_ms)
                 self._common.counters["disk_bring_timeouts"] += 1
                 self._arrive(wait)
-        if any(map(self._lacks_reserve, self._index.disks.values())):
+        if self._needs_evictions():
             self._common.jobs.due |= DISK
         for segment in self._pool.segments.values():
             if segment.has_disk:  # the rate of writes may have paused the eviction ahead of need
@@ -469,15 +493,13 @@ class DiskTier:
         elif outcome != CopyOutcome.DONE or not is_current or self._has_copy(record):
             self._common.wipe_ahead(put.stale_extents(self._common.epoch))
         else:
-            for stale in self.replaced(record):
-                self._common.wipe_ahead(stale)
             parent = record.parent
             copy = DiskCopy(
                 disk, put.extents[0][1], record.namespace, record.key,
                 None if parent is None else parent.key, record.size, *put.copied,
                 record.last_used_ms,
             )  # fmt: skip
-            self._index.add(copy)
+            self._index.add(copy, self._forest.namespaces.of(record))
             disk.written_objects += 1
             disk.written_bytes += record.size
         if is_current:
@@ -500,7 +522,6 @@ class DiskTier:
             version = copy.epoch, copy.counter
             self._pool.store(record, put.extents, copy.size, version, now_ms)
             record.hits = copy.hits
-            self._index.entered_memory(copy)
             record.keep_until(now_ms + BROUGHT_MS)
             self._common.counters["disk_brought_objects"] += 1
             disk.note_brought(now_ms, copy.size)
@@ -526,28 +547,25 @@ class DiskTier:
     def following(
         self,
         now_ms: int,
-        namespace: Namespace,
-        records: NamespaceTable,
+        table: NamespaceTable,
         keys: Sequence[Key],
         first: int,
     ) -> tuple[int, list[DiskCopy]]:
         """Return the number of keys from ``first`` on that are in memory or on a disk, and the
         copies of those that are on a disk only. Memory that has just joined, or whose node is
-        draining or suspect, cannot take a copy: its disks do not count.
-
-        ``records``: of memory, where a block may follow one that is on a disk only.
+        draining or suspect, cannot take a copy: its disks do not count. A block in memory may
+        follow one that is on a disk only.
         """
-        table = self._index.table(namespace)
         copies: list[DiskCopy] = []
-        if not table:
+        if not table.copies.count:
             return 0, copies
         alive = self._common.membership.alive_segments(now_ms)
         nodes = {segment.node.name for segment in alive if segment.usable(now_ms)}
         for index in range(first, len(keys)):
-            record = records.get(keys[index])
+            record = table.get(keys[index])
             if record is not None and record.complete:
                 continue
-            copy = table.get(keys[index])
+            copy: DiskCopy | None = table.copies.get(keys[index])
             if copy is None or not copy.disk.usable or copy.disk.segment.node.name not in nodes:
                 return index - first, copies
             copy.used_ms = now_ms

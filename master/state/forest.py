@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state.disk_index import DiskIndex
 from kvstore.master.state.missing_objects import MissingObjects
-from kvstore.master.state.object_events import Event, SnapshotScan, removed, stored
+from kvstore.master.state.object_events import Event, removed, stored
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
+from kvstore.master.state.snapshot_scan import SnapshotScan
 from kvstore.master.state.tenants import UnlimitedTenancy
 
 RING_STEPS = 150_000
@@ -56,8 +58,13 @@ class Forest:
         """Records with bytes, in all namespaces."""
         self.missing = MissingObjects(Counter() if counters is None else counters)
         self.tenants = UnlimitedTenancy()
+        self.disks = DiskIndex(self.namespaces)
+        """The copies on disks, which are told of the objects that leave and enter memory."""
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None without subscribers."""
+
+    def collect_events(self) -> None:
+        self.events = self.disks.events = []
 
     def begin_step(self) -> None:
         """Reset the budget for cycle checks."""
@@ -174,9 +181,9 @@ class Forest:
 
     def scan(self, namespace: str) -> SnapshotScan:
         if not namespace:
-            return SnapshotScan(self.namespaces.values())
+            return SnapshotScan(self.namespaces.values(), self.disks)
         table = self.namespaces.tables.get(namespace)
-        return SnapshotScan([] if table is None else [table])
+        return SnapshotScan([] if table is None else [table], self.disks)
 
     # --- changing -----------------------------------------------------------------------------
 
@@ -246,6 +253,8 @@ class Forest:
             table.tenant.objects += 1
         if record.children:
             self.mends += 1
+        if self.disks:
+            self.disks.object_entered(record.namespace, record.key)
         events = self.events
         if events is not None:
             events.append(stored(record))
@@ -254,6 +263,7 @@ class Forest:
         """Drop the record's bytes, which detaches its descendants. Return whether that is a break.
         ``end_ms``: the expiry that it loses; 0: it keeps it or has none."""
         breaks = False
+        on_disk = bool(self.disks) and self.disks.object_left(record)
         if record.lost:  # its segment's death counted as the break
             self.missing.on_object_departed(record, end_ms)
         elif record.children:
@@ -270,7 +280,10 @@ class Forest:
             table.tenant.objects -= 1
         events = self.events
         if events is not None:
-            events.append(removed(record))
+            if on_disk:
+                events.append(stored(record, on_disk=True))
+            else:
+                events.append(removed(record.namespace, record.key))
         return breaks
 
     def forget(self, record: ObjectRecord) -> ObjectRecord | None:
@@ -281,8 +294,7 @@ class Forest:
         self.steps += 1
         table = self.namespaces.of(record)
         table.drop(record)
-        if not table.records:
-            self.namespaces.drop(table.name)
+        self.namespaces.drop_if_empty(table)
         parent = record.parent
         record.parent = None
         if parent is not None:

@@ -186,9 +186,9 @@ class InventoryLoader:
             disks.drop(copy)
             self._common.effects += self._common.reclaim.clean([stale_extents(copy)])
         copy = DiskCopy(disk, offset, namespace, key, parent, size, *version, used_ms)
-        disks.add(copy)
+        disks.add(copy, self._forest.ensure_table(namespace))
         if record is None:
-            disks.left_memory(copy, used_ms, first=True)
+            disks.found_alone(copy, used_ms)
         inventory.claim_range(offset, size)
         return copy
 
@@ -236,9 +236,7 @@ class InventoryLoader:
                 return None
             self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
-        if copy is not None and (copy.epoch, copy.counter) == version:
-            common.disks.entered_memory(copy)
-        elif copy is not None:
+        if copy is not None and (copy.epoch, copy.counter) != version:
             common.disks.drop(copy)
             common.effects += common.reclaim.clean([stale_extents(copy)])
         inventory.claim_range(offset, size)

@@ -32,7 +32,7 @@ from kvstore.master.state.hints import HintHandler
 from kvstore.master.state.inventory_loading import InventoryLoader
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.nodes import NodeMessageHandler
-from kvstore.master.state.object_events import Event, SnapshotScan
+from kvstore.master.state.object_events import Event
 from kvstore.master.state.put_queue import WaitingPuts
 from kvstore.master.state.puts import PutHandler
 from kvstore.master.state.queries import QueryHandler
@@ -42,6 +42,7 @@ from kvstore.master.state.repair_queue import RepairQueue
 from kvstore.master.state.replication import ReplicationPlanner
 from kvstore.master.state.retention import RetentionManager
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.snapshot_scan import SnapshotScan
 from kvstore.master.state.state_context import StateContext
 from kvstore.master.state.views.chains import ChainQueries
 from kvstore.master.state.views.operator_queries import OperatorQueries
@@ -87,7 +88,7 @@ class MasterState:
         self.pool = common.pool
         self.forest = common.forest
         if events:
-            self.forest.events = []
+            self.forest.collect_events()
         self.counters = common.counters
         self.traffic = common.traffic
         self.membership = common.membership

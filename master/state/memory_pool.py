@@ -13,7 +13,6 @@ from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repair_queue, turnover
 from kvstore.master.state.background_jobs import DELETE_UNUSED, SWEEP, BackgroundJobs
 from kvstore.master.state.candidates import EvictionCandidates, SweepCursor
-from kvstore.master.state.disk_index import DiskIndex
 from kvstore.master.state.eviction import NewPolicy
 from kvstore.master.state.expiry_index import ExpiryIndex
 from kvstore.master.state.forest import Forest
@@ -86,8 +85,6 @@ class MemoryPool:
         """By the number of missing replicas: what stands for them in ``more``, shared by all."""
         self.has_replicas = False
         """Whether any object ever had, or should have had, more than one replica."""
-        self.disks = DiskIndex()
-        """The copies on disks, which are told of the objects that leave memory."""
         self.short_objects = 0
         """Objects that lack replicas: the count of the last pass over all objects, corrected by
         each change since, except for the death of nodes."""
@@ -228,8 +225,6 @@ class MemoryPool:
         if record.queue:
             self._candidates_of(record).discard(record)
         self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
-        if self.disks:
-            self.disks.object_left(record)
         if self.forest.drop_bytes(record, end_ms):
             self._jobs.due |= SWEEP
 

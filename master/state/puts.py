@@ -160,18 +160,15 @@ class PutHandler:
         stored_count = 0
         known = [None] * len(keys) if table is None else table.get_many(keys)
         disks = self._common.disks
-        on_disk = disks.table(request.namespace) if disks and not request.overwrite else None
+        looks_on_disk = bool(disks) and not request.overwrite
         for index, found in enumerate(known):
-            if (
-                on_disk
-                and keys[index] in on_disk
-                and (found is None or not found.complete)
-                and disks.has(request.namespace, keys[index])
-            ):
-                outcomes[index] = PutOutcome.FOUND
-                stored_count += 1
-                on_disk[keys[index]].used_ms = now_ms
-                continue
+            if looks_on_disk and (found is None or not found.complete):
+                copy = disks.usable(request.namespace, keys[index])
+                if copy is not None:
+                    outcomes[index] = PutOutcome.FOUND
+                    stored_count += 1
+                    copy.used_ms = now_ms
+                    continue
             if found is None:
                 granted.append(index)
                 continue
@@ -397,7 +394,7 @@ class PutHandler:
         common.changing = True
         self._keeping.expire_before_put(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
-        if not request.overwrite and common.disks.has(namespace, key):
+        if not request.overwrite and common.disks.usable(namespace, key) is not None:
             outcome = PutOutcome.FOUND
         alive = [extent for extent in allocation.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
@@ -467,7 +464,7 @@ class PutHandler:
         """Set the extents of the put's record. Return the stale ones of the replaced version, still
         allocated. The caller then calls ``MemoryPool.delete_if_unused``."""
         record = put.record
-        replaced: list[StaleExtents] = []
+        replaced = self._tier.take(record.namespace, record.key)
         if record.segment is not None:
             replaced.append(StaleExtents.of(record))
             self._pool.take_extents(record, replaced=True)
@@ -478,7 +475,6 @@ class PutHandler:
         missing_replicas = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
         self._pool.store(record, extents, put.size, version, now_ms, missing_replicas)
-        replaced += self._tier.replaced(record)
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # an object was removed during the put

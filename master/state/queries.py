@@ -41,9 +41,6 @@ _ABSENT: Final = 0
 _COMPLETE: Final = 1
 """Values of ``Presence``, without an attribute lookup per call."""
 
-_EMPTY: Final = NamespaceTable(Namespace(""))
-"""Never changed."""
-
 Query = calls.MatchPrefix | calls.Lookup | calls.Exists
 QueryReply = calls.MatchPrefixReply | calls.LookupReply | calls.ExistsReply
 
@@ -130,8 +127,6 @@ class QueryHandler:
         matches = []
         for namespace in request.namespaces:
             table = self._forest.table(namespace)
-            if table is None and self._disks.table(namespace):
-                table = _EMPTY  # all of its objects are on disks
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 common.counters["missed_objects"] += count
@@ -147,9 +142,7 @@ class QueryHandler:
             self._lease(now_ms, request.lease, holding)
             on_disk = 0
             if self._disks:
-                following, copies = self._tier.following(
-                    now_ms, namespace, table, live_keys, matched
-                )
+                following, copies = self._tier.following(now_ms, table, live_keys, matched)
                 if request.placements and not self._is_final:
                     self._wanted += copies
                 elif not request.placements:
@@ -219,7 +212,8 @@ class QueryHandler:
             if record is not None and self._pool.is_stored(record, now_ms):
                 stored.append(record)
                 continue
-            found = self._tier.following(now_ms, namespace, _EMPTY, [key], 0)[1]
+            table = self._forest.table(namespace)
+            found = [] if table is None else self._tier.following(now_ms, table, [key], 0)[1]
             if not found:
                 break
             copies += found
@@ -272,8 +266,8 @@ class QueryHandler:
     ) -> list[DiskCopy]:
         copies: list[DiskCopy] = []
         for key, record in zip(request.keys, records, strict=True):
-            copy = None if record is not None else self._disks.get(request.namespace, key)
-            if copy is not None and copy.disk.usable:
+            copy = None if record is not None else self._disks.usable(request.namespace, key)
+            if copy is not None:
                 copy.used_ms = now_ms
                 copies.append(copy)
         return copies
@@ -289,11 +283,10 @@ class QueryHandler:
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
         if self._disks and _ABSENT in presence:
-            on_disk = self._disks.table(request.namespace)
             known = bytearray(presence)
             for index, key in enumerate(keys):
-                if known[index] == _ABSENT and key in on_disk:
-                    known[index] = _COMPLETE * self._disks.has(request.namespace, key)
+                if known[index] == _ABSENT and self._disks.usable(request.namespace, key):
+                    known[index] = _COMPLETE
             presence = bytes(known)
         if request.lease and table is not None:
             records = zip(table.get_many(keys), presence, strict=True)

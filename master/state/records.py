@@ -11,7 +11,7 @@ a dropped record is freed at once. So a record has its namespace's name, not its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.limits import Key, Namespace
@@ -255,13 +255,58 @@ class StaleExtents(NamedTuple):
         return cls(name, record.size, *version, record.extents(), until_ms, forbid=forbid)
 
 
+Value = TypeVar("Value")
+
+
+class KeyTable(Generic[Value]):
+    """Values by key, in several dictionaries once there are many, as in ``NamespaceTable``."""
+
+    __slots__ = ("_mask", "count", "shards")
+
+    def __init__(self) -> None:
+        self.shards: list[dict[Key, Value]] = [{}]
+        self._mask = 0
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def get(self, key: Key) -> Value | None:
+        return self.shards[hash(key) & self._mask].get(key)
+
+    def add(self, key: Key, value: Value) -> None:
+        """Add a value whose key has none."""
+        self.shards[hash(key) & self._mask][key] = value
+        self.count += 1
+        if self.count > ONE_SHARD_RECORDS and not self._mask:
+            self.shards = _split(self.shards[0])
+            self._mask = TABLE_SHARDS - 1
+
+    def drop(self, key: Key) -> None:
+        del self.shards[hash(key) & self._mask][key]
+        self.count -= 1
+
+    def __iter__(self) -> Iterator[Value]:
+        for shard in self.shards:
+            yield from shard.values()
+
+
+def _split(single: dict[Key, Value]) -> list[dict[Key, Value]]:
+    shards: list[dict[Key, Value]] = [{} for _ in range(TABLE_SHARDS)]
+    for key, value in single.items():
+        shards[hash(key) & TABLE_SHARDS - 1][key] = value
+    return shards
+
+
 class NamespaceTable:
-    """The records of one namespace by key, and its counts."""
+    """The records of one namespace by key, the copies on disks, and their counts."""
 
     __slots__ = (
         "_mask",
         "_searched",
         "bent",
+        "copies",
+        "disk_bytes",
         "held",
         "name",
         "objects",
@@ -290,6 +335,10 @@ class NamespaceTable:
         """Records with bytes. Lost ones count until the background work has seen them."""
         self.size = 0
         """Payload bytes of these objects, replicas not counted."""
+        self.copies: KeyTable[Any] = KeyTable()
+        """The copies on disks (``DiskIndex``), those of dead disks included."""
+        self.disk_bytes = 0
+        """Bytes of their extents."""
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
@@ -315,7 +364,8 @@ class NamespaceTable:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)
         self.records += 1
         if self.records > ONE_SHARD_RECORDS and not self._mask:
-            self._split()
+            self.shards = _split(self.shards[0])
+            self._mask = TABLE_SHARDS - 1
         return record
 
     def drop(self, record: ObjectRecord) -> None:
@@ -335,13 +385,6 @@ class NamespaceTable:
                 if record.segment is not None:
                     yield record
             self._searched += 1
-
-    def _split(self) -> None:
-        (whole,) = self.shards
-        self._mask = TABLE_SHARDS - 1
-        self.shards = [{} for _ in range(TABLE_SHARDS)]
-        for key, record in whole.items():
-            self.shards[hash(key) & self._mask][key] = record
 
 
 def with_bytes(tables: Iterable[NamespaceTable]) -> Iterator[ObjectRecord]:
@@ -365,24 +408,27 @@ class Namespaces:
             last = self._last = self.tables[record.namespace]
         return last
 
-    def drop(self, name: str) -> None:
-        self._last = None
-        del self.tables[name]
+    def drop_if_empty(self, table: NamespaceTable) -> None:
+        if not table.records and not table.copies.count:
+            self._last = None
+            del self.tables[table.name]
 
     def values(self) -> list[NamespaceTable]:
         """All tables: 2 ms for 300,000."""
         return list(self.tables.values())
 
 
-def shards_from(tables: Iterable[NamespaceTable], first: int) -> Iterator[dict[Key, ObjectRecord]]:
-    """All dictionaries of these tables but the ``first`` ones."""
+def shards_from(
+    tables: Iterable[NamespaceTable], first: int, *, copies: bool = False
+) -> Iterator[dict[Key, Any]]:
+    """All dictionaries of these tables but the ``first`` ones: those of records, and, with
+    ``copies``, of copies on disks."""
     for table in tables:
-        count = len(table.shards)
-        if first < count:
-            yield from table.shards[first:]
-            first = 0
-        else:
-            first -= count
+        shards: list[dict[Key, Any]] = [*table.shards]
+        if copies:
+            shards += table.copies.shards
+        yield from shards[first:]
+        first = max(0, first - len(shards))
 
 
 def presence_of(record: ObjectRecord | None) -> int:

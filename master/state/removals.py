@@ -63,14 +63,13 @@ class RemovalHandler:
             self._granting.end_copies(now_ms, (request.namespace, key))
             readers = self._reclaim.still_read(record)
             self._reclaim.add_reader(readers, (request.namespace, key))  # ``_earlier`` finds them
+            copies = self._tier.take(request.namespace, key)
+            removed[index] = bool(copies)
+            stale += copies
             if record is not None and record.segment is not None:
-                removed[index] = self._pool.is_stored(record, now_ms)
+                removed[index] |= self._pool.is_stored(record, now_ms)
                 stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
-            copy = self._common.disks.get(request.namespace, key)
-            if copy is not None:
-                removed[index] = 1
-                stale += self._tier.take(copy)
             self._common.add_tombstone(request.namespace, key)
         self._common.counters["removed_objects"] += len({each.name for each in stale})
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
@@ -96,15 +95,16 @@ class RemovalHandler:
             if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
                 self._reclaim.add_reader(readers, (record.namespace, record.key))
+                stale += self._tier.take(record.namespace, record.key)
                 stale.append(StaleExtents.of(record))
                 self._pool.remove(record, steps_max)
-        copies = self._common.disks.some_of(namespace, max(1, CLEARED_PER_STEP - len(stale)))
-        for copy in copies:
-            stale += self._tier.take(copy)
+        disks = self._common.disks
+        for copy in disks.some_of(tables, max(1, CLEARED_PER_STEP - len(stale))):
+            stale += self._tier.take(copy.namespace, copy.key)
         cleared = len({each.name for each in stale})
         self._common.counters["removed_objects"] += cleared
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
-        remaining += len(self._common.disks.some_of(namespace, 1))
+        remaining += len(disks.some_of(tables, 1))
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
         self._common.add_tombstone(namespace, None)
         earlier = [*self._reclaim.for_namespace(namespace), *self._elsewhere()]

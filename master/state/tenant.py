@@ -22,6 +22,8 @@ class Tenant:
         """Bytes of memory that it holds."""
         self.bytes_on: dict[int, int] = {}
         """The same by segment id."""
+        self.disk_bytes = 0
+        """Bytes of its copies on disks."""
         self.objects = 0
         self.pending = 0
         """Puts and allocations under way."""
@@ -34,7 +36,7 @@ class Tenant:
         """Objects that made room for puts of others, and for copies."""
         self.turnover = TurnoverClock()
         self.refused = 0
-        """Puts and pins that were refused because of a quota."""
+        """Puts, pins and writes to disks that were refused because of a quota."""
         self.name = rule.name
         self.follow(rule)
 
@@ -42,6 +44,7 @@ class Tenant:
         self.namespaces = rule.namespaces
         self.guarantee = rule.guarantee_bytes
         self.limit_bytes = rule.limit_bytes
+        self.disk_limit = rule.disk_limit_bytes
         self.pinned_max = rule.pin_limit_bytes
         self.puts = rule.put_share
         self.retired = False

@@ -272,6 +272,8 @@ class TenantAccounting(UnlimitedTenancy):
                 if number in self._segments:
                     _add(before, number, -size)
                     _add(now, number, size)
+            before.disk_bytes -= table.disk_bytes
+            now.disk_bytes += table.disk_bytes
             before.objects -= table.objects
             now.objects += table.objects
             before.pending -= table.pending

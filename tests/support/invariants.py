@@ -211,7 +211,8 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
         name = table.name
         records = list(table)
         assert it.namespaces.tables.get(name) is table
-        assert table.records == len(records) > 0
+        assert table.records == len(records)
+        assert records or table.copies.count
         assert table.objects == sum(record.segment is not None for record in records)
         assert table.size == sum(r.size for r in records if r.segment is not None)
         for record in records:
@@ -433,6 +434,8 @@ def _(
         assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
         assert tenant.waiting == sum(each is tenant for each in waiting)
         assert tenant.pinned_bytes >= 0
+        tables = [table for table in it._tables.values() if table.tenant is tenant]
+        assert tenant.disk_bytes == sum(table.disk_bytes for table in tables)
     assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
     for table in it._tables.values():
         if not it._to_move:
@@ -514,15 +517,17 @@ def _(it: DiskIndex, pending: PendingGrants, others: Iterable[Range]) -> None:
     used: dict[MountedSegment, list[tuple[int, int]]] = {d.segment: [] for d in it.disks.values()}
     objects: Counter[Disk] = Counter()
     size: Counter[Disk] = Counter()
-    for namespace, table in it._tables.items():
-        assert table
-        for key, copy in table.items():
-            assert (copy.namespace, copy.key) == (namespace, key)
+    for namespace, table in it._namespaces.tables.items():
+        assert len(list(table.copies)) == table.copies.count
+        assert table.disk_bytes == sum(c.disk.segment.extent_bytes(c.size) for c in table.copies)
+        for copy in table.copies:
+            assert copy.namespace == namespace
+            assert it.holds(copy)
             disk = copy.disk
             objects[disk] += 1
             size[disk] += copy.size
-            places = sum(each is copy for each in disk.queue)
-            assert places == copy.voids + (copy not in disk.in_memory), "places in the queue"
+            places = sum(each is copy for queue in disk.queues.values() for each in queue)
+            assert places == copy.voids + (not copy.in_memory), "places in the queue"
             if disk.segment.alive:
                 used[disk.segment].append((copy.offset, disk.segment.extent_bytes(copy.size)))
     for segment, offset, length in others:
@@ -546,7 +551,7 @@ def _(it: DiskIndex, pending: PendingGrants, others: Iterable[Range]) -> None:
 @check_invariants.register
 def _(it: DiskTier) -> None:
     bringing: Counter[Disk] = Counter()
-    copies = {copy for table in it._index._tables.values() for copy in table.values()}
+    copies = {copy for table in it._forest.namespaces.values() for copy in table.copies}
     for copy in copies | set(it._to_bring):
         if copy.brought_by:
             bringing[copy.disk] += copy.size
@@ -556,9 +561,9 @@ def _(it: DiskTier) -> None:
         found = it._index.get(record.namespace, record.key)
         if found is not None and record.complete:
             assert (found.epoch, found.counter) == (record.epoch, record.counter), "two versions"
-            assert found in found.disk.in_memory
+            assert found.in_memory
     for copy in copies:
-        if copy in copy.disk.in_memory and copy.disk.segment.alive:
+        if copy.in_memory and copy.disk.segment.alive:
             known = it._forest.get(copy.namespace, copy.key)
             assert known is not None
             assert known.segment is not None, "not in memory"
@@ -571,12 +576,12 @@ def _(it: MasterState) -> None:
     check_invariants(it.reclaim)
     ranges = [*granted_ranges(it.pending), *removed_ranges(it.reclaim), *_gaps(it.returning)]
     check_invariants(it.pool, [each for each in ranges if not each[0].is_disk])
-    check_invariants(it.pool.disks, it.pending, ranges)
+    check_invariants(it.common.disks, it.pending, ranges)
     check_invariants(it.tier)
     held: Counter[MountedSegment] = Counter()
     for segment, _, length in (*granted_ranges(it.pending), *removed_ranges(it.reclaim)):
         held[segment] += length
-    disks = [disk.segment for disk in it.pool.disks.disks.values()]
+    disks = [disk.segment for disk in it.common.disks.disks.values()]
     for segment in (*it.pool.segments.values(), *disks):
         counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
         assert min(counted) >= 0

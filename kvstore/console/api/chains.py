@@ -219,7 +219,7 @@ class ChainsAPI:
 
 
 def _is_there(row: calls.BlockStatus) -> bool:
-    return row.state == "complete"
+    return row.state in ("complete", "on_disk")
 
 
 def _found_in(

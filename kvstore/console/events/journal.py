@@ -292,12 +292,13 @@ def _lines(
 
 
 def _data(event: Event) -> str:
-    namespace, key, parent, size, depth = event
+    namespace, key, parent, size, depth, on_disk = event
     name = f'{{"namespace":{_quoted(namespace)},"key":"{key.hex()}"'
     if size == REMOVED_SIZE:
         return name + "}"
     above = f'"{parent.hex()}"' if parent else "null"
-    return f'{name},"parent":{above},"size":{size},"depth":{depth}}}'
+    medium = "disk" if on_disk else "memory"
+    return f'{name},"parent":{above},"size":{size},"depth":{depth},"medium":"{medium}"}}'
 
 
 @lru_cache(maxsize=1_024)

@@ -252,7 +252,7 @@ class ZmqPublisher:
 
 def described(event: Event, model: Model) -> dict[str, Any]:
     """Return an event as a map for both vLLM (``type`` ...) and Mooncake (``event_type`` ...)."""
-    namespace, key, parent, size, depth = event
+    namespace, key, parent, size, depth, on_disk = event
     group = _GROUP.search(namespace)
     both: dict[str, Any] = {
         "block_hashes": [_hash(key)],
@@ -276,6 +276,7 @@ def described(event: Event, model: Model) -> dict[str, Any]:
         "lora_id": None,
         "lora_name": None,
         "size": size,
+        "store_medium": "disk" if on_disk else "memory",
     }
 
 

@@ -150,23 +150,25 @@ class ChainQueries:
         return spaces[0].tips.items() if spaces else []
 
     def blocks(self, now_ms: int, request: calls.Blocks) -> calls.BlocksReply:
-        table = self._forest.table(request.namespace)
-        found: list[calls.BlockStatus] = []
-        record: ObjectRecord | None = None
-        for key in request.keys:
-            record = None if table is None else table.get(key)
-            found.append(self._block(now_ms, key, record))
+        found = [self._block(now_ms, request.namespace, key) for key in request.keys]
         for _ in range(request.above):
-            record = None if record is None else record.parent
-            if record is None:
+            if not found or not found[-1].parent:
                 break
-            found.append(self._block(now_ms, record.key, record))
+            found.append(self._block(now_ms, request.namespace, Key(found[-1].parent)))
         return calls.BlocksReply(found)
 
-    def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.BlockStatus:
+    def _block(self, now_ms: int, namespace: str, key: Key) -> calls.BlockStatus:
+        record = self._forest.get(namespace, key)
+        is_stored = record is not None and self._pool.is_stored(record, now_ms)
+        copy = None if is_stored else self._common.disks.usable(namespace, key)
+        if copy is not None:
+            parent, idle_ms = copy.parent or b"", max(0, now_ms - copy.used_ms)
+            children = 0 if record is None else record.children
+            return calls.BlockStatus(
+                key, "on_disk", parent, children, 0, copy.size, idle_ms, 0, 0, []
+            )
         if record is None:
             return calls.BlockStatus(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
-        is_stored = self._pool.is_stored(record, now_ms)
         segments: list[int] = []
         if is_stored:
             segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]

@@ -8,7 +8,7 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
 from kvstore.calls.tenants import UNBOUNDED
 from kvstore.master.state import liveness
-from kvstore.master.state.disk_index import Disk
+from kvstore.master.state.disk_index import Disk, DiskCopy
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
@@ -81,16 +81,21 @@ class OperatorQueries:
         limit = max(1, min(request.limit, LIST_ROWS_MAX))
         rows: list[calls.ObjectRow] = []
         steps_max = common.forest.steps + LIST_STEPS_MAX
-        for index, shard in enumerate(shards_from(tables, first), first):
-            for record in islice(shard.values(), position, None):
+        for index, shard in enumerate(shards_from(tables, first, copies=True), first):
+            for each in islice(shard.values(), position, None):
                 if len(rows) == limit or common.forest.steps >= steps_max:
                     return calls.ListObjectsReply(rows, index << _POSITION_BITS | position)
                 position += 1
                 common.forest.steps += 1
-                if record.key.startswith(request.prefix) and (
-                    record.writer or common.pool.is_stored(record, now_ms)
-                ):
-                    rows.append(_row(common, record, now_ms))
+                row = None
+                if not each.key.startswith(request.prefix):
+                    continue
+                if isinstance(each, DiskCopy):
+                    row = None if each.in_memory else _copy_row(each)
+                elif each.writer or common.pool.is_stored(each, now_ms):
+                    row = _row(common, each, now_ms)
+                if row is not None:
+                    rows.append(row)
             position = 0
         return calls.ListObjectsReply(rows, 0)
 
@@ -99,6 +104,19 @@ class OperatorQueries:
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
         is_stored = record is not None and common.pool.is_stored(record, now_ms)
+        copy = common.disks.usable(request.namespace, request.key)
+        disk = "" if copy is None else copy.disk.segment.node.name
+        if copy is not None and not is_stored:
+            return calls.ObjectDetail(
+                row=_copy_row(copy),
+                parent=copy.parent or b"",
+                children=0,
+                version=Version(copy.epoch, copy.counter),
+                idle_ms=now_ms - copy.used_ms,
+                placements=NO_PLACEMENTS,
+                epoch=common.epoch,
+                disk=disk,
+            )
         if record is None or not (is_stored or record.writer):
             return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
@@ -109,6 +127,7 @@ class OperatorQueries:
             idle_ms=now_ms - record.last_used_ms,
             placements=common.placements([record if is_stored else None], now_ms),
             epoch=common.epoch,
+            disk=disk,
         )
 
     def traffic(self, now_ms: int, request: calls.Traffic) -> calls.TrafficReport:
@@ -144,6 +163,8 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
             bytes=tenant.size,
             guarantee_bytes=tenant.guarantee,
             limit_bytes=0 if tenant.limit_bytes == UNBOUNDED else tenant.limit_bytes,
+            disk_bytes=tenant.disk_bytes,
+            disk_limit_bytes=0 if tenant.disk_limit == UNBOUNDED else tenant.disk_limit,
             pinned=tenant.pinned_bytes,
             pinned_max=0 if tenant.pinned_max == UNBOUNDED else tenant.pinned_max,
             objects=tenant.objects,
@@ -153,7 +174,7 @@ def _tenants(common: StateContext) -> list[calls.TenantStatus]:
             namespaces=tenant.namespaces,
         )
         for tenant in common.pool.tenants
-        if not tenant.retired or tenant.size
+        if not tenant.retired or tenant.size or tenant.disk_bytes
     ]
     return sorted(rows)
 
@@ -178,8 +199,8 @@ def _namespaces(
     """Add up to ``remaining`` rows. Return the next cursor; 0: none."""
     known, pins = common.forest.namespaces.tables, common.pool.pins
     for table in islice(known.values(), position, min(position + remaining, len(known))):
-        pinned = pins.pinned_in(table.name)
-        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *pinned))
+        pinned, copies = pins.pinned_in(table.name), table.copies.count
+        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *pinned, copies))
     return _NAMESPACES | position + remaining if position + remaining < len(known) else 0
 
 
@@ -250,6 +271,13 @@ def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.Objec
         leased_ms=max(0, record.lease_until_ms - now_ms),
         state=state,
     )
+
+
+def _copy_row(copy: DiskCopy) -> calls.ObjectRow | None:
+    """The row of an object on a disk only; None: it cannot be read."""
+    if not copy.disk.usable:
+        return None
+    return calls.ObjectRow(copy.namespace, copy.key, copy.size, 0, 0, 0, "on_disk")
 
 
 def _node(common: StateContext, node: JoinedNode, now_ms: int) -> calls.NodeStatus:

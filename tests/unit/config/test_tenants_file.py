@@ -21,12 +21,13 @@ guarantee = "20GiB"
 limit = "60GiB"
 pin_limit = "10GiB"
 put_share = 0.5
+disk_limit = "2TiB"
 """
 
 
 def test_a_tenant_as_it_is_written() -> None:
     assert parse_tenants(ACME.encode(), "t") == [
-        TenantRule("acme", ("acme/*", "acme"), 20 << 30, 60 << 30, 10 << 30, 0.5)
+        TenantRule("acme", ("acme/*", "acme"), 20 << 30, 60 << 30, 10 << 30, 0.5, 2 << 40)
     ]
     small = b'[small]\nnamespaces = ["small"]\n'
     assert parse_tenants(small, "t") == [TenantRule("small", ("small",), 0, UNBOUNDED, UNBOUNDED)]

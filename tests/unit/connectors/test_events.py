@@ -16,9 +16,9 @@ def test_vllm_decodes_our_events() -> None:
     model = "org/model", 16
     events = [
         CLEARED,
-        described(("vllm/f/g2/p0t0", key, parent, 4096, 3), model),
-        described(("vllm/f/g2/p0t0", parent, b"", 4096, 0), model),
-        described(("vllm/f/g2/p0t0", key, b"", REMOVED_SIZE, 0), model),
+        described(("vllm/f/g2/p0t0", key, parent, 4096, 3, False), model),
+        described(("vllm/f/g2/p0t0", parent, b"", 4096, 0, True), model),
+        described(("vllm/f/g2/p0t0", key, b"", REMOVED_SIZE, 0, False), model),
     ]
     payload = msgpack.packb([1.5, events, 0])
     batch = msgspec.msgpack.Decoder(KVEventBatch).decode(payload)

@@ -72,14 +72,14 @@ class Term:
     def store(self, count: int, key: int | None = None) -> None:
         for _ in range(count):
             self.made += 1
-            event = ("n", b"%d" % (self.made if key is None else key), b"", 1, 0)
+            event = ("n", b"%d" % (self.made if key is None else key), b"", 1, 0, False)
             self.visible[event[1]] = event
             self.events.append(event)
 
     def remove(self, key: int) -> None:
         self.made += 1
         del self.visible[b"%d" % key]
-        self.events.append(("n", b"%d" % key, b"", REMOVED_SIZE, 0))
+        self.events.append(("n", b"%d" % key, b"", REMOVED_SIZE, 0, False))
 
 
 class Pair:

@@ -106,7 +106,7 @@ def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
 def test_tenants_have_rows() -> None:
     tenants = [
         TenantStatus("", 9, 0, 0, 0, 0, 1, 0, 0, 0),
-        TenantStatus("acme", 8, 7, 60, 3, 0, 2, 4, 5, 6),
+        TenantStatus("acme", 8, 7, 60, 3, 0, 2, 4, 5, 6, disk_bytes=9),
     ]
     found = page(measured(), status()._replace(tenants=tenants))
     of_acme = {
@@ -117,6 +117,7 @@ def test_tenants_have_rows() -> None:
         "kvstore_tenant_bytes": 8,
         "kvstore_tenant_guarantee_bytes": 7,
         "kvstore_tenant_limit_bytes": 60,
+        "kvstore_tenant_disk_bytes": 9,
         "kvstore_tenant_pinned_bytes": 3,
         "kvstore_tenant_objects": 2,
         "kvstore_tenant_refused_total": 6,

@@ -15,9 +15,11 @@ from kvstore.calls import (
     PutOutcome,
     Version,
 )
+from kvstore.calls.tenants import TenantRule
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.inventory import Claim
+from kvstore.master.state.object_events import REMOVED_SIZE
 from kvstore.master.state.rules import MasterRules
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import EXTENT, NAMESPACE, NO_LIMITS, Cluster, keys_of
@@ -114,11 +116,11 @@ def test_a_state_on_a_disk_is_matched_and_brought_if_asked_to() -> None:
     cluster.put(ALL[:4], size=SIZE)
     cluster.put([ALL[3]], size=SIZE, namespace="states")
     fill(cluster, ALL[4:])
-    assert cluster.state.forest.table(Namespace("states")) is None, "it is on the disk only"
+    assert cluster.state.forest.get("states", Key(ALL[3].encode())) is None, "on the disk only"
     states = [Namespace("states")]
     match = calls.MatchPrefix([NAMESPACE], keys_of(ALL[:4]), placements=False, states=states)
     assert cluster.state.asking.match_prefix(cluster.now_ms, match).state == 4
-    assert not cluster.state.forest.table(states[0])
+    assert cluster.state.forest.get("states", Key(ALL[3].encode())) is None
     cluster.state.asking.match_prefix(cluster.now_ms, match._replace(bring=True))
     cluster.work()
     table = cluster.state.forest.table(states[0])
@@ -277,7 +279,7 @@ def test_a_full_disk_evicts_the_oldest_and_has_them_wiped() -> None:
     present = [name for name in names if cluster.present([name])]
     assert len(present) > DISK
     assert present[-DISK:] == names[-DISK:]
-    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    disk = next(iter(cluster.state.common.disks.disks.values()))
     assert len(cluster.on_disk) == disk.objects
     check_invariants(cluster.state)
 
@@ -286,7 +288,7 @@ def test_an_object_that_is_replaced_loses_its_copy() -> None:
     cluster = with_disk()
     fill(cluster)
     [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
-    before = cluster.state.pool.disks.get(NAMESPACE, Key(gone.encode()))
+    before = cluster.state.common.disks.get(NAMESPACE, Key(gone.encode()))
     assert before is not None
     cluster.put([gone], size=SIZE, overwrite=True)
     assert Version(before.epoch, before.counter) not in versions_on_disk(cluster)
@@ -309,7 +311,7 @@ def test_what_is_removed_from_a_failed_disk_is_wiped() -> None:
     fill(cluster)
     [gone, *_] = [name for name in ALL if name not in in_memory(cluster)]
     [claim] = [claim for claim in claims_of(cluster) if claim.name[1] == gone.encode()]
-    next(iter(cluster.state.pool.disks.disks.values())).is_failed = True
+    next(iter(cluster.state.common.disks.disks.values())).is_failed = True
     assert cluster.present([gone]) == ""
     cluster.remove([gone])
     assert claim.version not in versions_on_disk(cluster)
@@ -318,7 +320,7 @@ def test_what_is_removed_from_a_failed_disk_is_wiped() -> None:
 def test_a_short_budget_keeps_out_what_was_used_least() -> None:
     day = 8 * 2 * EXTENT
     cluster = with_disk(DiskLimits(0, day))
-    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    disk = next(iter(cluster.state.common.disks.disks.values()))
     disk.budget._days = 0.4 * disk.budget._capacity
     fill(cluster)
     assert not disk.written_objects, "nothing was used twice"
@@ -331,7 +333,7 @@ def test_a_limited_rate_is_kept() -> None:
     per_s = 4 * 2 * EXTENT
     cluster = with_disk(DiskLimits(per_s, 0))
     fill(cluster)
-    disk = next(iter(cluster.state.pool.disks.disks.values()))
+    disk = next(iter(cluster.state.common.disks.disks.values()))
     assert disk.written_objects <= 5
     for name in ALL:
         cluster.put([f"later-{name}"], size=SIZE)
@@ -422,3 +424,53 @@ def test_whatever_happens_no_byte_is_lost_and_nothing_removed_returns(seed: int)
     check_invariants(cluster.state)
     lose_memory(cluster)
     assert not removed & versions_on_disk(cluster)
+
+
+def test_events_and_lists_name_the_medium_of_each_object() -> None:
+    cluster = with_disk()
+    cluster.state.forest.collect_events()
+    fill(cluster)
+    on_disk = {event[1].decode(): event[5] for event in cluster.state.take_events(1_000)}
+    gone = [name for name in ALL if name not in in_memory(cluster)]
+    assert on_disk == {name: name in gone for name in ALL}
+    lose_memory(cluster)
+    assert {event[5] for event in cluster.state.take_events(1_000)} == {False, True}
+    rows = cluster.state.report.list_objects(
+        cluster.now_ms, calls.ListObjects(NAMESPACE, b"", 0, 9)
+    )
+    assert {row.state for row in rows.objects} == {"on_disk"}
+    survey = cluster.state.snapshot("")
+    found = survey.take(1_000)
+    stored = {claim.name[1].decode() for claim in claims_of(cluster)}
+    assert {event[1].decode(): event[5] for event in found} == dict.fromkeys(sorted(stored), True)
+    [name, *_] = gone
+    detail = cluster.stat(name)
+    assert detail.row is not None
+    assert (detail.row.state, detail.row.size, detail.disk) == ("on_disk", SIZE, "one")
+    blocks = calls.Blocks(NAMESPACE, keys_of([name]), 0)
+    assert [row.state for row in cluster.state.chains.blocks(0, blocks).blocks] == ["on_disk"]
+    cluster.remove([name])
+    [removed] = cluster.state.take_events(1_000)
+    assert (removed[1].decode(), removed[3]) == (name, REMOVED_SIZE)
+    assert cluster.stat(name).row is None
+
+
+def test_a_tenant_stays_within_its_part_of_the_disks() -> None:
+    def rules(objects: int) -> list[TenantRule]:
+        limit = objects * 2 * EXTENT
+        return [TenantRule("small", (NAMESPACE,), disk_limit_bytes=limit), TenantRule("b", ("b",))]
+
+    cluster = Cluster({}, MasterRules(), tenants=rules(16))
+    cluster.join("one", 2 * MEMORY, disk=2 * DISK * EXTENT)
+    fill(cluster, [f"b{index}" for index in range(40)], namespace=Namespace("b"))
+    fill(cluster, [f"k{index}" for index in range(60)])
+    fill(cluster, [f"c{index}" for index in range(40)], namespace=Namespace("b"))
+    cluster.after(1_000)
+    small, other = [t for t in cluster.state.pool.tenants if t.name]
+    assert 14 <= small.disk_bytes / (2 * EXTENT) <= 16
+    assert other.disk_bytes >= 40 * 2 * EXTENT
+    assert cluster.present([f"k{index}" for index in range(44, 60)]).count("k") >= 14, "the newest"
+    cluster.state.set_tenants(rules(4))
+    cluster.after(1_000)
+    assert small.disk_bytes <= 4 * 2 * EXTENT
+    check_invariants(cluster.state)

@@ -205,7 +205,7 @@ function showTenants(tenants) {
     [escapeText(row.name) || "all others", "name"], [row.namespaces.map(escapeText).join("\n"), "name"],
     number(bytes(row.bytes), row.limit_bytes && row.bytes > 0.95 * row.limit_bytes ? "warning" : ""),
     number(row.guarantee_bytes ? bytes(row.guarantee_bytes) : ""), number(row.limit_bytes ? bytes(row.limit_bytes) : ""),
-    number(of(row.pinned, row.pinned_max)), number(row.objects.toLocaleString("en")),
+    number(of(row.disk_bytes, row.disk_limit_bytes)), number(of(row.pinned, row.pinned_max)), number(row.objects.toLocaleString("en")),
     number(row.evicted_by_own.toLocaleString("en")), number(row.evicted_by_others.toLocaleString("en")), number(row.refused.toLocaleString("en")),
   ]));
 }
