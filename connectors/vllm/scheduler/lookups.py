@@ -352,19 +352,21 @@ class LookupThread:
         being_written = False
         for _ in range(ENDS_MAX):
             tokens, more, in_memory = self._match_end(hashes, reaches)
-            end, missing = self._match_windows(hashes, tokens, reaches)
+            end, missing, window = self._match_windows(hashes, tokens, reaches)
             being_written |= more | missing
             if end == tokens:
-                return tokens, being_written, in_memory
+                return tokens, being_written, min(in_memory, window)
             hashes = hashes[: end // self._groups.hash_block_tokens]
         return 0, being_written, 0
 
     def _match_windows(
         self, hashes: list[bytes], tokens: int, reaches: list[EngineMatchResult]
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, bool, int]:
         """Return ``tokens`` if the store has the window before them of every window group;
-        otherwise the tokens before a missing block, and whether such a block is being written."""
+        otherwise the tokens before a missing block. Also whether such a block is being written,
+        and the tokens before the first block of a window on a disk only."""
         groups, end, being_written = self._groups, tokens, False
+        in_memory = tokens
         alike: dict[tuple[int, int], list[int]] = {}
         for group, window in groups.windows.items() if tokens else ():
             alike.setdefault((groups.tokens_of(group), window), []).append(group)
@@ -379,7 +381,10 @@ class LookupThread:
                     found = (len(keys) - len(last) + reach.matched) * size
                     end = min(end, groups.aligned(found))
                     being_written |= reach.being_written
-        return end, being_written
+                elif reach.on_disk:
+                    found = (len(keys) - reach.on_disk) * size
+                    in_memory = min(in_memory, groups.aligned(found))
+        return end, being_written, in_memory
 
     def _match_end(
         self, hashes: list[bytes], reaches: list[EngineMatchResult]
