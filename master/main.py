@@ -24,8 +24,7 @@ from kvstore.calls.tenants import TenantMatcher, TenantRule
 from kvstore.config import MasterConfig
 from kvstore.config.servers import EVICTION_POLICIES
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
-from kvstore.http.access_control import load_security
-from kvstore.http.serving import bind
+from kvstore.http.ports import bind, load_security
 from kvstore.limits import plausible_epoch_max
 from kvstore.master import grpc_server, http_child, times
 from kvstore.master.authorizer import Access, Authorizer

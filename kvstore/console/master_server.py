@@ -24,8 +24,9 @@ from kvstore.console.dashboard.master import ParentMaster
 from kvstore.console.dashboard.routes import Dashboard
 from kvstore.console.events.journal import Journal
 from kvstore.console.events.paths import EventsAPI, disabled_endpoints
-from kvstore.http.access_control import AccessControl, AllowedHosts, HttpSecurity
+from kvstore.http.access_control import AccessControl, AllowedHosts, access_control
 from kvstore.http.operations import OpenApiDocument, endpoints_of
+from kvstore.http.ports import HttpSecurity
 from kvstore.http.serving import ProcessStatus, Route, request_limiter, serving
 from kvstore.master.ipc_channel import SERVED, ChildChannel
 from kvstore.runtime import logs, memory_protection, tasks
@@ -90,7 +91,7 @@ async def serve(served: HttpChildOptions) -> None:
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        access = secured.access(AllowedHosts([*served.names, MASTER_NAME]))
+        access = access_control(secured, AllowedHosts([*served.names, MASTER_NAME]))
         routes = _routes(access, master, dashboard, events, nodes)
         async with serving(
             served.listener, answers, routes, access=access, secured=secured, requests=requests

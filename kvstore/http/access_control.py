@@ -12,7 +12,6 @@ or ``Authorization``, nor read responses."""
 from __future__ import annotations
 
 import hmac
-import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -21,17 +20,16 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.http.connection_limiter import Handler
+from kvstore.http.ports import HttpSecurity
 from kvstore.runtime import host
 from kvstore.runtime.addresses import is_address, split_address
-from kvstore.security.credentials import Credentials, shown_identity
+from kvstore.security.credentials import shown_identity
 from kvstore.security.identity import ADMIN, UNAUTHENTICATED, Identity, validated_identity
 from kvstore.security.impersonation import impersonate
 from kvstore.security.permissions import check_numbers
 from kvstore.security.revocation_list import RevocationList
-from kvstore.security.tls import Certificate, HttpsContext, load_chain, reloading_context
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -63,67 +61,6 @@ OF_MASTER: Final = AccessHints(
     "or have the master know the name: kvstore-master --http-names NAME",
     "kvstore-master --http-token-file FILE",
 )
-
-
-class HttpSecurity(NamedTuple):
-    """The protection of a port."""
-
-    token: str = ""
-    reads: str = "all"
-    cert: str = ""
-    key: str = ""
-    auth: str = ""
-    """The file of this process's identity, if the port uses it."""
-    revoked: str = ""
-    """File with the numbers of revoked identities."""
-
-    @property
-    def scheme(self) -> str:
-        """The scheme of the port's URLs."""
-        return "https" if self.cert or self.auth else "http"
-
-    def tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context; None: plain HTTP. Raises ConfigError."""
-        if self.auth:
-            own = {"cert": self.cert, "key": self.key} if self.cert else {}
-            return Credentials(self.auth).server(is_optional=True, **own)
-        if not self.cert:
-            return None
-        shown = Certificate(self.cert, self.key)
-        return reloading_context(lambda: shown.value, _loaded)
-
-    def access(self, hosts: AllowedHosts | None) -> AccessControl:
-        """Raises ConfigError."""
-        if self.auth:
-            return IdentityAccessControl(hosts, RevocationList(self.revoked), token=self.token)
-        return AccessControl(hosts, token=self.token, reads=self.reads)
-
-
-NOT_SECURED: Final = HttpSecurity()
-
-
-def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
-    context = HttpsContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    load_chain(context, *pair)
-    return context
-
-
-def load_security(config: HttpConfig) -> HttpSecurity:
-    """Read the files of the settings.
-
-    Raises:
-        ConfigError: a file cannot be read or is invalid.
-    """
-    token = read_token(config.http_token_file) if config.http_token_file else ""
-    secured = HttpSecurity(
-        token, config.http_reads, config.http_cert, config.http_key, config.auth,
-        config.auth_revoked,
-    )  # fmt: skip
-    secured.tls()
-    secured.access(None)
-    return secured
 
 
 class AllowedHosts:
@@ -358,3 +295,11 @@ def _refusal(status: int, text: str) -> web.Response:
 def _unauthorized(text: str = LOCKED, scheme: str = "Bearer") -> web.Response:
     headers = {**HEADERS, "WWW-Authenticate": f'{scheme} realm="kvstore"'}
     return web.Response(status=401, text=text, headers=headers)
+
+
+def access_control(secured: HttpSecurity, hosts: AllowedHosts | None) -> AccessControl:
+    """Return the access control of a port. Raises ConfigError."""
+    if secured.auth:
+        revoked = RevocationList(secured.revoked)
+        return IdentityAccessControl(hosts, revoked, token=secured.token)
+    return AccessControl(hosts, token=secured.token, reads=secured.reads)

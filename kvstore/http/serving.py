@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
-import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -23,8 +21,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvstore.errors import AddressInUseError, BusyError, StartupError, UnavailableError
-from kvstore.http.access_control import HEADERS, NOT_SECURED, AccessControl, HttpSecurity
+from kvstore.errors import BusyError, UnavailableError
+from kvstore.http.access_control import HEADERS, AccessControl
 from kvstore.http.connection_limiter import (
     BUFFER_BYTES,
     RETRY_AFTER_S,
@@ -33,11 +31,9 @@ from kvstore.http.connection_limiter import (
     connections_max,
     serving_connections,
 )
+from kvstore.http.ports import NOT_SECURED, HttpSecurity
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
-from kvstore.runtime.addresses import join_address
 from kvstore.runtime.limiter import Limiter, WaitPreemptedError
-from kvstore.runtime.listeners import listen
-from kvstore.wire.port_probe import identify_service
 
 log = logging.getLogger("kvstore.console")
 
@@ -48,12 +44,6 @@ AT_WORK_MAX: Final = 8
 
 _BODIES: Final = web.AppKey("bodies", Limiter[asyncio.Timeout])
 _WORK: Final = web.AppKey("work", asyncio.Semaphore)
-
-PORTS: Final = 16
-"""Ports to try, from the default one: several processes may run on one host."""
-
-TAKEN_S: Final = 2.0
-"""Time for which the child of a killed master may still use a port."""
 
 REQUESTS_MAX: Final = 128
 """Requests in progress, including event streams; further ones are refused. Health and readiness do
@@ -87,44 +77,6 @@ class ProcessStatus(NamedTuple):
 
     readiness: Callable[[], Awaitable[Readiness]]
     metrics: Callable[[], Awaitable[bytes]]
-
-
-def bind(host: str, port: int, *, is_given: bool, flag: str = "--http-port") -> socket.socket:
-    """Return a socket that listens on ``port``, or on the next free one unless ``is_given``. Blocks
-    for up to ``TAKEN_S``. ``flag``: that of the port.
-
-    Raises:
-        AddressInUseError, StartupError
-    """
-    patience = time.monotonic() + TAKEN_S
-    while True:
-        for candidate in range(port, port + (1 if is_given else PORTS)):
-            try:
-                listener = listen(host, candidate)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
-                raise StartupError(
-                    f"HTTP cannot listen on {join_address(host, candidate)}: "
-                    f"{error.strerror or error}",
-                    advice="Give --host an address of this host.",
-                ) from None
-            if candidate != port:
-                log.warning(
-                    "http_port_taken wanted=%d port=%d: choose one with --http-port",
-                    port,
-                    candidate,
-                )
-            return listener
-        if time.monotonic() >= patience:
-            by = identify_service(join_address(host, port))
-            said = f": {by} answers there" if by else ""
-            raise AddressInUseError(
-                f"port {port} for HTTP is taken on {host}{said}",
-                advice=f"Give another one with {flag}.",
-                port=port,
-            )
-        time.sleep(0.05)
 
 
 Routes = Mapping[str, Handler]

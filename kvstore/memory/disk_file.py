@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.calls import HEADER_MAC_BYTES, CopyOutcome, DiskLimits, SegmentOffer, Version
@@ -80,7 +79,7 @@ class DiskFile(RangeMedium):
         """As offered to the master; set before the node joins."""
         self._extents = _FileRanges(fd)
         self._map_mapped = mmap.mmap(fd, map_bytes(self.size), offset=self.size)
-        self._map = np.frombuffer(self._map_mapped, "u1")
+        self._map = memoryview(self._map_mapped)
         self._direct = _open_direct(path)
         self._scratch = threading.local()
         self._bringing = threading.Lock()
@@ -166,7 +165,7 @@ class DiskFile(RangeMedium):
 
     def _end_access(self) -> None:
         self.threads.shutdown()
-        del self._map
+        self._map.release()
         self._map_mapped.close()
         os.close(self._direct)
 
@@ -285,8 +284,11 @@ class DiskFile(RangeMedium):
 
     def offsets(self) -> list[int]:
         """List where extents begin by the map, those used most recently first."""
-        blocks = np.flatnonzero(self._map)
-        values = self._map[blocks].astype(np.int64) - 1
+        import numpy as np  # slow to import, and a node without disks does not need it
+
+        uses = np.frombuffer(self._map, np.uint8)
+        blocks = np.flatnonzero(uses)
+        values = uses[blocks].astype(np.int64) - 1
         ages = (int(time.time() // 3600) - values // 2) % HOURS
         places = blocks * MAP_BLOCK + values % 2 * DISK_ALIGN
         found: list[int] = places[np.argsort(ages, kind="stable")].tolist()

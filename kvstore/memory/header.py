@@ -54,7 +54,6 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.calls import HEADER_MAC_BYTES
@@ -89,7 +88,7 @@ OWNER_BYTES_MAX: Final = 2048
 ALIVE_OFFSET: Final = 3072
 
 _MAGIC: Final = b"KVextnt\x01"
-_MAGIC_WORD: Final = np.uint64(int.from_bytes(_MAGIC, "little"))
+_MAGIC_WORD: Final = int.from_bytes(_MAGIC, "little")
 _FIXED: Final = struct.Struct("<8sQHHHHHHIQQQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_FROM: Final = 16
@@ -243,6 +242,8 @@ def scan_part(
     part: memoryview, start: int, size: int, seed: int, accepts: HeaderFilter | None = None
 ) -> Iterator[tuple[int, Header]]:
     """As ``scan``, for a part of a segment of ``size`` bytes, from the aligned offset ``start``."""
+    import numpy as np  # slow to import, and the master does not need it
+
     magics = np.frombuffer(part, dtype="<u8")[:: EXTENT_ALIGN // 8]
     for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
         at = index * EXTENT_ALIGN

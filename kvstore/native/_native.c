@@ -162,6 +162,28 @@ irregular:
     Py_RETURN_NONE;
 }
 
+static PyObject *unpack_keys(PyObject *self, PyObject *args) {
+    Py_ssize_t stride;
+    Py_buffer data;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*n", &data, &stride))
+        return NULL;
+    PyObject *keys = NULL;
+    if (stride < 1)
+        PyErr_SetString(PyExc_ValueError, "no stride");
+    else
+        keys = PyList_New(data.len / stride);
+    for (Py_ssize_t index = 0; keys && index < data.len / stride; index++) {
+        PyObject *key = PyBytes_FromStringAndSize((char *)data.buf + index * stride, stride);
+        if (key)
+            PyList_SET_ITEM(keys, index, key);
+        else
+            Py_CLEAR(keys);
+    }
+    PyBuffer_Release(&data);
+    return keys;
+}
+
 #if PY_VERSION_HEX < 0x030E0000
 #define Py_HashBuffer(data, size) _Py_HashBytes(data, size) /* its older name */
 #endif
@@ -369,6 +391,7 @@ static PyMethodDef METHODS[] = {
     {"compute_header_macs", compute_header_macs, METH_VARARGS, NULL},
     {"tcp_read", tcp_read, METH_VARARGS, NULL},
     {"tcp_write", tcp_write, METH_VARARGS, NULL},
+    {"unpack_keys", unpack_keys, METH_VARARGS, NULL},
     {"xxh3_64", xxh3_64, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import cast, overload
 
-import numpy as np
-
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REQUEST_KEY_BYTES_MAX, Key, check_keys
 from kvstore.native import steps
-
-_SLICING_KEYS_MAX = 24
-"""Up to this number of keys, slicing key by key is faster than one numpy call."""
 
 
 class PackedKeys(Sequence[Key]):
@@ -52,10 +47,7 @@ class PackedKeys(Sequence[Key]):
 
     def unpack(self) -> list[Key]:
         """Return all keys at once: much faster than one by one."""
-        data, stride = self.data, self.stride
-        if self._count <= _SLICING_KEYS_MAX:
-            return [cast(Key, data[at : at + stride]) for at in range(0, len(data), stride)]
-        return cast(list[Key], np.frombuffer(data, np.dtype((np.void, stride))).tolist())
+        return steps.unpack_keys(self.data, self.stride)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, PackedKeys) and other.stride == self.stride:

@@ -183,14 +183,20 @@ def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
     return b"".join(packable), sizes.pop()
 
 
+def unpack_keys(data: bytes, stride: int, /) -> list[Key]:
+    """Return the keys of ``data``, each of ``stride`` bytes."""
+    if stride < 1:
+        raise ValueError("no stride")
+    return [Key(data[at : at + stride]) for at in range(0, len(data) - stride + 1, stride)]
+
+
 def get_many(
     shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
 ) -> list[AnyRecord | None]:
     """Return the record of each key of ``data``, from ``shards[hash(key) & mask]``."""
     if stride < 1 or not 0 <= mask < len(shards):
         raise ValueError("no stride, or a mask for more shards")
-    keys = [Key(data[at : at + stride]) for at in range(0, len(data), stride)]
-    return [shards[hash(key) & mask].get(key) for key in keys]
+    return [shards[hash(key) & mask].get(key) for key in unpack_keys(data, stride)]
 
 
 def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:

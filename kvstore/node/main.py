@@ -25,8 +25,9 @@ from kvstore.errors import (
     NodeNameTakenError,
     StartupError,
 )
-from kvstore.http.access_control import AccessControl, HttpSecurity, load_security
-from kvstore.http.serving import bind, request_limiter, serving
+from kvstore.http.access_control import AccessControl, access_control
+from kvstore.http.ports import HttpSecurity, bind, load_security
+from kvstore.http.serving import request_limiter, serving
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.disk_file import DiskFile
@@ -35,7 +36,6 @@ from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import free_node_name, group_id, socket_name, unlink_own
 from kvstore.node.agent import NodeAgent
-from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.http_status import answers_of
 from kvstore.node.inventory import enable_header_macs
 from kvstore.node.master_discovery import LOCATE_S
@@ -129,7 +129,7 @@ def run(
                 stack.callback(listener.close)
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
-            access = secured.access(None)
+            access = access_control(secured, None)
             starting = StartupProgress(config.memory)
             with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)
@@ -356,6 +356,8 @@ def _medium(
 ) -> _Medium:
     """Selects the medium by the settings."""
     if config.device:
+        from kvstore.node.device_segment import DeviceSegment  # slow to import
+
         on = partial(
             DeviceSegment.on, config.device, size=config.memory, group=config.shm_group,
             owner=owner, discard=config.discard,

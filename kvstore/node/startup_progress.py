@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstore.http import exposition
-from kvstore.http.access_control import AccessControl, HttpSecurity
+from kvstore.http.access_control import AccessControl
 from kvstore.http.families import NODE
+from kvstore.http.ports import HttpSecurity
 from kvstore.http.serving import ProcessStatus, Readiness, serving
 from kvstore.runtime import sd_notify
 from kvstore.runtime.formatting import duration_text, size_text

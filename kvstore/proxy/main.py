@@ -18,7 +18,7 @@ from kvstore.http.connection_limiter import (
     connections_max,
     serving_connections,
 )
-from kvstore.http.serving import bind
+from kvstore.http.ports import bind
 from kvstore.proxy import bodies, metrics, serving
 from kvstore.proxy.admin import AdminHandlers, rows
 from kvstore.proxy.cache_salts import salts_by

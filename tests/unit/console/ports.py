@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 from kvstore.http import serving
-from kvstore.http.access_control import NOT_SECURED, AccessControl, HttpSecurity
+from kvstore.http.access_control import AccessControl
+from kvstore.http.ports import NOT_SECURED, HttpSecurity
 from kvstore.http.serving import ProcessStatus, Readiness, Route
 from kvstore.runtime.limiter import Limiter
 from kvstore.security.credentials import MASTER_NAME

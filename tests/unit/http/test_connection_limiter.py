@@ -14,8 +14,9 @@ import pytest
 from aiohttp import web
 
 from kvstore.http import serving
-from kvstore.http.access_control import HttpSecurity
+from kvstore.http.access_control import access_control
 from kvstore.http.connection_limiter import BUFFER_BYTES
+from kvstore.http.ports import HttpSecurity
 from kvstore.http.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
 from tests.support.limiters import check_limiter
@@ -135,7 +136,7 @@ def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
     secured = HttpSecurity(auth=credentials(tmp_path, signer, MASTER).path)
     mine, theirs = (credentials(tmp_path, signer, who).client() for who in (ENGINE, NODE))
     requests = serving.request_limiter()
-    access = secured.access(None)
+    access = access_control(secured, None)
 
     async def test(port: Port) -> None:
         held = [asyncio.create_task(port.ask("/never", tls=mine)) for _ in range(6)]

@@ -260,6 +260,7 @@ def test_nonsense_raises_and_releases(steps: Any, memory: memoryview, row: objec
 def test_keys_packed_as_python_packs_them(steps: Any) -> None:
     keys = [b"%031d" % i for i in range(1_000)]
     assert steps.pack_keys(keys) == (b"".join(keys), 31)
+    assert steps.unpack_keys(b"".join(keys), 31) == keys
     assert packed_keys(keys) == keys
     for irregular in (
         [],

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from kvstore.http.access_control import NOT_SECURED, AccessControl
+from kvstore.http.access_control import AccessControl
+from kvstore.http.ports import NOT_SECURED
 from kvstore.node import startup_progress as module
 from kvstore.node.startup_progress import StartupProgress, serve_startup_health
 from tests.support.http import get, metric
