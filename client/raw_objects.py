@@ -20,36 +20,26 @@ class RawObject(NamedTuple):
     payload: memoryview
 
 
-def get_raw(client: Client, namespace: str, keys: Sequence[Key]) -> list[RawObject | None]:
-    """Return the objects, verified as by ``Client.get``; None: a miss."""
+def get_raw(client: Client, namespace: str, keys: Sequence[Key]) -> list[RawObject]:
+    """Return those of the objects that exist, verified as by ``Client.get``."""
     targets = [ReadTarget(key) for key in keys]
     client._run(read(client._context, client._namespace(namespace), targets))
     return [
-        None
-        if target.descriptor is None or target.data is None
-        else RawObject(target.key, target.descriptor, memoryview(target.data))  # type: ignore[arg-type]
+        RawObject(target.key, target.descriptor, memoryview(target.data))  # type: ignore[arg-type]
         for target in targets
+        if target.descriptor is not None and target.data is not None
     ]
 
 
 def put_raw(
-    client: Client,
-    namespace: str,
-    objects: Sequence[RawObject],
-    *,
-    parent: Key | None,
-    chain: bool,
+    client: Client, namespace: str, objects: Sequence[RawObject], *, parent: bytes, chain: bool
 ) -> list[PutOutcome]:
-    """Store objects as ``Client.put_chain`` (``chain``) or ``Client.put_many`` does, those that
-    fit."""
+    """Store those that fit, as ``Client.put_chain`` (``chain``) or ``Client.put_many`` does."""
     options = client._put_options(
-        namespace=namespace, parent=parent, chain=chain, partial=True,
+        namespace=namespace, parent=parent or None, chain=chain, partial=True,
         replicas=None, wait_ms=None, ttl=None, timeout_ms=None,
     )  # fmt: skip
-    items = Items(
-        [row.key for row in objects],
-        [len(row.payload) for row in objects],
-        [[row.payload] if len(row.payload) else [] for row in objects],
-        [row.descriptor for row in objects],
-    )
-    return client._run(write(client._context, items, options))
+    keys, descriptors, payloads = zip(*objects, strict=True)
+    sizes = [len(payload) for payload in payloads]
+    parts = [[payload] if len(payload) else [] for payload in payloads]
+    return client._run(write(client._context, Items(keys, sizes, parts, descriptors), options))

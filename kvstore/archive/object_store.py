@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib
 import os
-import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvstore.errors import ArchiveError, ConfigError
 from kvstore.runtime.formatting import sanitize
+from kvstore.runtime.tasks import start_thread
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import LocalStore, from_url
+except ModuleNotFoundError:
+    raise ConfigError(
+        "archives need obstore, which is not installed here",
+        advice="pip install 'obstore>=0.12', or install kvstore with its extra [archive].",
+    ) from None
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore import ListResult, ObjectMeta
+    from obstore.store import ObjectStore
 
 ResultT = TypeVar("ResultT")
 
 RETRIES: Final = 5
-CONNECT_S: Final = 5.0
-BACKOFF_S: Final = 2.0
-FILE_S: Final = 10.0
-"""Time for writes of files to end after an interruption: they cannot be cancelled."""
-DROP_S: Final = 0.1
-"""Time for requests to be dropped after they were cancelled."""
+CLOSE_S: Final = 10.0
+"""Time for calls to end after an interruption: files are complete or absent then."""
 REASON_MAX: Final = 300
 
 PLAIN_HTTP: Final = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
@@ -34,147 +39,99 @@ PLAIN_HTTP: Final = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 
 class ArchiveStore:
-    """An object store below a URL, whose calls run on a thread and return futures.
-
-    A future fails with an ``ArchiveError`` that names the archive object, at the latest after
-    ``timeout_s``. ``close`` cancels all of them.
-    """
+    """An object store below a URL, whose calls run on threads. They fail with an ``ArchiveError``
+    that names the archive object, at the latest after ``timeout_s`` (files: no limit)."""
 
     def __init__(self, url: str, timeout_s: float, *, create: bool = False) -> None:
         """Open the store. ``create``: also the folder of a ``file://`` URL.
 
         Raises:
-            ConfigError: obstore is missing, or does not accept the URL.
+            ConfigError: obstore does not accept the URL.
             FileNotFoundError: the folder does not exist.
         """
         self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._grace_s = FILE_S if url.startswith("file:") else 0.0
         self._store = _open(url, timeout_s, create)
-        self._api = importlib.import_module("obstore")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
-        self._thread.start()
+        self._running: set[Future[Any]] = set()
 
     def close(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.run_until_complete(_end_others(self._grace_s))
-        self._loop.close()
-
-    # --- calls ------------------------------------------------------------------------------
+        wait(self._running, CLOSE_S)
 
     def put(self, path: str, content: bytes) -> Future[object]:
         """Write one archive object, at once or not at all."""
         # One request: an upload of several parts that is interrupted leaves parts behind.
-        return self._submit(
-            path, "written",
-            lambda: self._api.put_async(self._store, path, content, use_multipart=False),
-        )  # fmt: skip
+        return self._start(
+            path, "written", lambda: obstore.put(self._store, path, content, use_multipart=False)
+        )
 
-    def get(self, path: str, start: int = 0, end: int | None = None) -> Future[memoryview | None]:
-        """Read one archive object, or some bytes of it (fewer if it is truncated); None: it does
-        not exist."""
+    def get(self, path: str, start: int = 0, end: int | None = None) -> Future[memoryview]:
+        """Read one archive object, or some bytes of it (fewer if it is truncated)."""
 
-        async def get() -> memoryview | None:
-            with contextlib.suppress(FileNotFoundError):
-                if end is None:
-                    found = await self._api.get_async(self._store, path)
-                    return memoryview(await found.bytes_async())
-                part = self._api.get_range_async(self._store, path, start=start, end=end)
-                return memoryview(await part)
-            return None
+        def get() -> memoryview:
+            if end is None:
+                return memoryview(obstore.get(self._store, path).bytes())
+            return memoryview(obstore.get_range(self._store, path, start=start, end=end))
 
-        return self._submit(path, "read", get)
+        return self._start(path, "read", get)
 
-    def folders(self) -> Future[list[str]]:
-        async def folders() -> list[str]:
-            found = await self._api.list_with_delimiter_async(self._store)
-            return sorted(found["common_prefixes"])
+    def folders(self) -> list[str]:
+        return sorted(self._list("")["common_prefixes"])
 
-        return self._submit("", "listed", folders)
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the archive objects in a folder; empty: there is none."""
+        return [row["path"].rpartition("/")[2] for row in self._list(folder)["objects"]]
 
-    def delete_others(self, folder: str, kept: set[str]) -> Future[int]:
-        """Delete what is in a folder except ``kept``; returns the number."""
+    def delete(self, paths: list[str]) -> None:
+        self._start(paths[0], "deleted", lambda: obstore.delete(self._store, paths)).result()
 
-        async def delete_others() -> int:
-            found = await self._api.list_with_delimiter_async(self._store, folder)
-            paths = [meta["path"] for meta in found["objects"]]
-            others = [path for path in paths if path.rpartition("/")[2] not in kept]
-            if others:
-                await self._api.delete_async(self._store, others)
-            return len(others)
-
-        return self._submit(folder, "cleaned", delete_others)
+    def _list(self, folder: str) -> ListResult[Sequence[ObjectMeta]]:
+        call = partial(obstore.list_with_delimiter, self._store, folder or None)
+        return self._start(folder, "listed", call).result()
 
     def path_text(self, path: str) -> str:
-        return f"{self.url}/{path}" if path else self.url
+        return f"{self.url}/{path}".rstrip("/")
 
-    def _submit(
-        self, path: str, done: str, call: Callable[[], Awaitable[ResultT]]
-    ) -> Future[ResultT]:
-        guarded = self._guarded(self.path_text(path), done, call)
-        return asyncio.run_coroutine_threadsafe(guarded, self._loop)
+    def _start(self, path: str, done: str, call: Callable[[], ResultT]) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
 
-    async def _guarded(
-        self, path: str, done: str, call: Callable[[], Awaitable[ResultT]]
-    ) -> ResultT:
-        from obstore.exceptions import BaseError
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - a panic of obstore, too
+                failure = ArchiveError(
+                    f"{self.path_text(path)} was not {done}: {_reason(error)}",
+                    advice="Check the object store and the credentials in the environment, or "
+                    "give more time: --timeout.",
+                    object=self.path_text(path),
+                )
+                future.set_exception(failure)
 
-        try:
-            return await asyncio.wait_for(call(), self._timeout_s)
-        except TimeoutError:
-            reason = f"it took longer than {self._timeout_s:g} s"
-            advice = "Check the object store, or give more time: --timeout."
-        except (BaseError, OSError, ValueError) as error:
-            reason = sanitize(str(error).partition("\n\nDebug source")[0].strip(), REASON_MAX)
-            advice = "Check the object store and the credentials in the environment."
-        raise ArchiveError(f"{path} was not {done}: {reason}", advice=advice, object=path)
-
-
-async def _end_others(grace_s: float) -> None:
-    """End all calls. A call that outlives the interpreter would panic (a text on stderr)."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    if tasks:
-        await asyncio.wait(tasks, timeout=grace_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(DROP_S)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        start_thread("archive", run)
+        return future
 
 
 def _open(url: str, timeout_s: float, create: bool) -> ObjectStore:
-    try:
-        from obstore.exceptions import BaseError
-        from obstore.store import LocalStore, from_url
-    except ImportError:
-        raise ConfigError(
-            "archives need obstore, which is not installed here",
-            advice="pip install 'obstore>=0.12', or install kvstore with its extra [archive].",
-        ) from None
+    half = timedelta(seconds=timeout_s / 2)  # the last retry begins in the first half
     try:
         if url.startswith("file:"):
             return LocalStore.from_url(url, mkdir=create)
-        client_options: ClientConfig = {
-            "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
-            "timeout": timedelta(seconds=timeout_s / 2),  # one more request after a silent one
-            "allow_http": any(os.environ.get(name, "") in ("1", "true") for name in PLAIN_HTTP),
-        }
-        retry_config: RetryConfig = {
-            "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=timeout_s),
-            "backoff": {"max_backoff": timedelta(seconds=BACKOFF_S)},
-        }
-        return from_url(url, client_options=client_options, retry_config=retry_config)
+        return from_url(
+            url,
+            client_options={
+                "timeout": half,
+                "allow_http": any(os.environ.get(name) in ("1", "true") for name in PLAIN_HTTP),
+            },
+            retry_config={"max_retries": RETRIES, "retry_timeout": half},
+        )
     except (BaseError, ValueError) as error:
-        reason = str(error).partition("\n\nDebug source")[0].strip()
-        if "Unable to canonicalize" in reason:
+        if "Unable to canonicalize" in str(error):
             raise FileNotFoundError(f"{url} does not exist") from error
         raise ConfigError(
-            f"{url} is not a URL of an object store: {sanitize(reason, REASON_MAX)}",
+            f"{url} is not a URL of an object store: {_reason(error)}",
             advice="Give s3://BUCKET/PREFIX, gs://..., az://... or file:///DIR.",
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return sanitize(str(error).partition("\n\nDebug source")[0].strip(), REASON_MAX)

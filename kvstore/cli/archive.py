@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import print_json
-from kvstore.cli.options import EXIT_FAILED, EXIT_NOT_FOUND, Duration, Group, print_json_error
+from kvstore.cli.options import EXIT_FAILED, Duration, Group, print_not_found
 from kvstore.cli.progress import progress
 from kvstore.runtime.formatting import key_from_text, name_text, size_text
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLE: Final = """\b
 Examples:
   kvstore archive export s3://bucket/kv --namespace llama
+  kvstore archive export file:///srv/kv --prefix hex:9f86 --pinned
   kvstore archive import s3://bucket/kv
 
 \b
@@ -28,6 +29,15 @@ URLs: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///DIR
 Credentials come from the environment: AWS_..., GOOGLE_..., AZURE_...
 Needs: pip install 'obstore>=0.12' (the extra "archive").
 """
+
+NOTES: Final = {
+    "missed": "objects were evicted or removed before",
+    "warning": "(the earlier archive remains, or a part of it)",
+    "stored_before": "were stored before",
+    "not_imported": "were not imported",
+    "evicted": "were evicted again: the pool is too small",
+}
+"""Texts that follow fields of an outcome, unless they are 0 or empty."""
 
 timeout_option: Final = click.option(
     "--timeout", "timeout_s", metavar="DURATION", type=Duration(min=0, min_open=True),
@@ -46,9 +56,6 @@ def archive() -> None:
 
 
 @archive.command(
-    "export",
-    epilog="\b\nExamples:\n  kvstore archive export s3://bucket/kv\n"
-    "  kvstore archive export file:///srv/kv --namespace llama --prefix hex:9f86 --pinned",
     help="""Write the objects of a namespace, or of all, to an object store.
 
     The archive of a namespace is replaced when all objects are written. An export that fails or is
@@ -71,29 +78,23 @@ def export(
     from kvstore.archive.transfer import blocks_of, export_namespace, namespaces_of
 
     starts = [key_from_text(prefix) for prefix in prefixes]
-    given = "namespace" in invocation.given
     is_any = False
     opened = ArchiveStore(url, timeout_s, create=True)
     with contextlib.closing(opened) as store, invocation.client() as client:
-        for namespace in [invocation.namespace] if given else namespaces_of(client):
+        given = _given_namespace(invocation)
+        for namespace in namespaces_of(client) if given is None else [given]:
             began = time.monotonic()
-            blocks = blocks_of(client, namespace, starts, pinned=pinned)
-            if not blocks:
-                continue
-            is_any = True
-            label = f"exporting {name_text(namespace)}"
-            with progress(label, wanted=not invocation.as_json) as report:
-                outcome = export_namespace(client, store, namespace, blocks, report)
-            _print_export(invocation, outcome, time.monotonic() - began)
-    if is_any:
-        return 0
-    return _exit_not_found(invocation, f"no object to export{_of(invocation)}")
+            if blocks := blocks_of(client, namespace, starts, pinned=pinned):
+                is_any = True
+                label = f"exporting {name_text(namespace)}"
+                with progress(label, wanted=not invocation.as_json) as report:
+                    outcome = export_namespace(client, store, namespace, blocks, report)
+                _print(invocation, "exported", outcome, began)
+    return 0 if is_any else print_not_found("no object to export", as_json=invocation.as_json)
 
 
 @archive.command(
     "import",
-    epilog="\b\nExamples:\n  kvstore archive import s3://bucket/kv\n"
-    "  kvstore archive import file:///srv/kv --namespace llama",
     help="""Store the objects of an archive, parents first, except those that are stored already.
 
     Every byte is verified first. Exit code 1: not all objects are stored.
@@ -109,83 +110,42 @@ def import_(invocation: Invocation, url: str, timeout_s: float) -> int:
     try:
         opened = ArchiveStore(url, timeout_s)
     except FileNotFoundError as error:
-        return _exit_not_found(invocation, str(error))
+        return print_not_found(str(error), as_json=invocation.as_json)
     is_complete = True
     with contextlib.closing(opened) as store:
-        given = invocation.namespace if "namespace" in invocation.given else None
-        indexes = indexes_of(store, given)
+        indexes = indexes_of(store, _given_namespace(invocation))
         if not indexes:
-            return _exit_not_found(invocation, f"no archive{_of(invocation)} in {url}")
+            return print_not_found(f"no such archive in {url}", as_json=invocation.as_json)
         with invocation.client() as client:
             for index in indexes:
                 began = time.monotonic()
-                outcome = ImportOutcome(index.namespace, index.objects)
+                outcome = ImportOutcome(index.namespace)
                 label = f"importing {name_text(index.namespace)}"
                 try:
                     with progress(label, wanted=not invocation.as_json) as report:
-                        import_namespace(client, store, index, outcome, report)
+                        import_namespace(client, store, index, report, outcome)
                 finally:
-                    _print_import(invocation, outcome, time.monotonic() - began)
-                is_complete &= not (outcome.missing or outcome.evicted)
+                    _print(invocation, "imported", outcome, began)
+                is_complete &= not (outcome.not_imported or outcome.evicted)
     return 0 if is_complete else EXIT_FAILED
 
 
-def _print_export(invocation: Invocation, outcome: ExportOutcome, seconds: float) -> None:
-    fields = {
-        "namespace": outcome.namespace,
-        "objects": outcome.objects,
-        "bytes": outcome.size,
-        "missed": outcome.missed,
-        "deleted": outcome.deleted,
-        "warning": outcome.warning,
-    }
-    notes = {
-        f"{outcome.missed:,} objects were evicted or removed before": outcome.missed,
-        f"the earlier archive remains, or a part of it: {outcome.warning}": outcome.warning,
-    }
-    _print(invocation, "exported", fields, seconds, notes)
-
-
-def _print_import(invocation: Invocation, outcome: ImportOutcome, seconds: float) -> None:
-    fields = {
-        "namespace": outcome.namespace,
-        "objects": outcome.objects,
-        "bytes": outcome.size,
-        "stored_before": outcome.found,
-        "not_imported": outcome.missing,
-        "evicted": outcome.evicted,
-    }
-    notes = {
-        f"{outcome.found:,} were stored before": outcome.found,
-        f"{outcome.missing:,} were not imported": outcome.missing,
-        f"{outcome.evicted:,} were evicted again: the pool is too small": outcome.evicted,
-    }
-    _print(invocation, "imported", fields, seconds, notes)
+def _given_namespace(invocation: Invocation) -> str | None:
+    return invocation.namespace if "namespace" in invocation.given else None
 
 
 def _print(
-    invocation: Invocation, verb: str, fields: dict[str, Any], seconds: float,
-    notes: Mapping[str, object],
-) -> None:  # fmt: skip
+    invocation: Invocation, verb: str, outcome: ExportOutcome | ImportOutcome, began: float
+) -> None:
+    seconds = time.monotonic() - began
+    fields = asdict(outcome)
     if invocation.as_json:
         print_json(fields | {"seconds": round(seconds, 3)})
         return
     click.echo(
-        f"{name_text(fields['namespace'])}: {verb} {fields['objects']:,} objects, "
-        f"{size_text(fields['bytes'])}, in {seconds:.1f} s"
+        f"{name_text(outcome.namespace)}: {verb} {outcome.objects:,} objects, "
+        f"{size_text(outcome.bytes)}, in {seconds:.1f} s"
     )
-    for note, applies in notes.items():
-        if applies:
-            click.echo(f"  {note}")
-
-
-def _of(invocation: Invocation) -> str:
-    return f" of {invocation.namespace}" if "namespace" in invocation.given else ""
-
-
-def _exit_not_found(invocation: Invocation, message: str) -> int:
-    if invocation.as_json:
-        print_json_error("not_there", message)
-    else:
-        click.echo(f"kvstore: {message}", err=True)
-    return EXIT_NOT_FOUND
+    for key, text in NOTES.items():
+        if fields.get(key):
+            click.echo(f"  {fields[key]} {text}")

@@ -14,7 +14,7 @@ from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import EXIT_NOT_FOUND, Duration, command, confirm, print_json_error
+from kvstore.cli.options import EXIT_NOT_FOUND, Duration, command, confirm, print_not_found
 from kvstore.cli.progress import progress
 from kvstore.errors import CorruptObjectError
 from kvstore.limits import BATCH_KEYS_MAX, Key
@@ -292,12 +292,9 @@ def _print_result(invocation: Invocation, what: str, keys: list[Key], done: list
 
 def exit_not_found(invocation: Invocation, keys: Iterable[bytes]) -> int:
     for key in keys:
+        fields = {"key": key_text(key), "namespace": invocation.namespace}
         message = f"{key_text(key)} is not in {invocation.namespace}"
-        if invocation.as_json:
-            fields = {"key": key_text(key), "namespace": invocation.namespace}
-            print_json_error("not_there", message, fields=fields)
-        else:
-            click.echo(f"kvstore: {message}", err=True)
+        print_not_found(message, as_json=invocation.as_json, fields=fields)
     return EXIT_NOT_FOUND
 
 

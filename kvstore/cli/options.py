@@ -305,6 +305,15 @@ def print_json_error(
     click.echo(json.dumps({"error": error}), err=True)
 
 
+def print_not_found(message: str, *, as_json: bool, fields: dict[str, Any] | None = None) -> int:
+    """Print the error on stderr; return its exit code."""
+    if as_json:
+        print_json_error("not_there", message, fields=fields)
+    else:
+        click.echo(f"kvstore: {message}", err=True)
+    return EXIT_NOT_FOUND
+
+
 def _forget(stream: TextIO | None) -> None:
     """Redirect an unwritable stream to /dev/null, for the interpreter's last flush."""
     if stream is not None:

@@ -97,7 +97,7 @@ class Child:
                     pass_fds=[theirs.fileno(), *pass_fds],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env=interpreter.environment(_inherited(os.environ) | dict(environ or {})),
+                    env=interpreter.environment(inherited_environment() | dict(environ or {})),
                     process_group=0,
                 )
             except OSError as error:
@@ -174,12 +174,12 @@ class Child:
             self._process.wait()
 
 
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without our supervisor's socket and without settings, except
+def inherited_environment() -> dict[str, str]:
+    """Return our environment without our supervisor's socket and without settings, except
     ``KVSTORE_NATIVE``: the child runs compiled code if we do."""
     return {
         variable: value
-        for variable, value in environ.items()
+        for variable, value in os.environ.items()
         if variable == "KVSTORE_NATIVE"
         or not (variable.startswith("KVSTORE_") or variable == sd_notify.SOCKET_VARIABLE)
     }
@@ -231,13 +231,19 @@ def start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 
-def _wake_on_parent_death() -> None:
-    """Make the kernel wake this process when its parent dies. If stopped (SIGSTOP, a debugger), it
-    would keep the port and the memory that the parent's successor needs."""
+def end_with_parent(pid: int) -> None:
+    """Make the kernel kill this process when the thread that started it ends. ``pid``: of the
+    parent, which may have ended before this call."""
+    _signal_on_parent_death(signal.SIGKILL)
+    if os.getppid() != pid:
+        raise SystemExit(f"the parent {pid} has ended")
+
+
+def _signal_on_parent_death(number: signal.Signals) -> None:
     import ctypes  # here, because few processes are children
 
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT), 0, 0, 0)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number), 0, 0, 0)
 
 
 class ParentLink:
@@ -246,7 +252,9 @@ class ParentLink:
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         if fd is not None:
-            _wake_on_parent_death()
+            # If stopped (SIGSTOP, a debugger), we would keep the port and the memory that the
+            # parent's successor needs.
+            _signal_on_parent_death(signal.SIGCONT)
         self.waits = fd is not None
         """Whether a parent waits for our report, and shows the user our errors."""
 

@@ -20,14 +20,14 @@ from kvstore.limits import NAMESPACE_BYTES_MAX, Key
 
 ROOT, LEAF = Key(b"\x00root"), Key(b"leaf")
 OBJECTS = [
-    (RawObject(ROOT, b'{"kind":"bytes"}', memoryview(b"payload")), None),
+    (RawObject(ROOT, b'{"kind":"bytes"}', memoryview(b"payload")), b""),
     (RawObject(LEAF, b"\xff", memoryview(b"")), ROOT),
 ]
 
 
-def read(content: bytes, bundle: Bundle) -> list[tuple[RawObject, Key | None]]:
+def read(content: bytes, bundle: Bundle) -> list[tuple[RawObject, bytes]]:
     view = memoryview(content)
-    verify(bundle, view, "name")
+    verify(view, bundle.checksum, "name")
     rows = parse_table(bundle, view[bundle.payload :], "name")
     return [(row.object_in(view), row.parent) for row in rows]
 
