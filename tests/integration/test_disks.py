@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,33 @@ def test_an_image_of_a_disk_in_use_has_only_whole_objects(cluster: Cluster, tmp_
     node.entry.unlink()
     restarted(cluster, node, image)
     assert len(found(cluster)) > 20
+
+
+@pytest.mark.parametrize("damage", ["size", "format"])
+def test_a_file_that_is_no_use_is_refused_or_discarded(
+    cluster: Cluster, tmp_path: Path, damage: str
+) -> None:
+    cluster.start(0)
+    node = start(cluster, tmp_path / "disk")
+    node.kill()
+    file = tmp_path / "disk" / f"kvstore.{node.name}"
+    given = {"name": node.name, "disk": file.parent, "disk_size": DISK}
+    why = "its format is version"
+    if damage == "size":
+        given["disk_size"] = "128MiB"
+        why = "it has 256 MiB, and 128 MiB were asked for"
+    else:
+        with file.open("r+b") as opened:
+            os.pwrite(opened.fileno(), b"\xff", 24)
+    refused = cluster.launch_node(**given)
+    assert refused.process.wait(20) != 0
+    assert f"{file} was left" in refused.errors
+    assert why in refused.errors
+    assert "--discard" in refused.errors
+    assert file.exists(), "nothing was thrown away"
+    cluster.prefix = ["env", "KVSTORE_NODE_DISCARD=1"]
+    cluster.node(**given)
+    assert [disk.objects for disk in disks(cluster)] == [0]
 
 
 @pytest.mark.parametrize("how", ["size", "directory", "none"])
