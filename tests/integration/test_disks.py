@@ -96,6 +96,39 @@ def test_a_master_that_is_killed_knows_the_disk_again(cluster: Cluster, tmp_path
     assert found(cluster) == present
 
 
+@pytest.mark.parametrize("next_master", [False, True])
+def test_a_disk_that_was_absent_shows_nothing_that_was_removed_or_replaced(
+    cluster: Cluster, tmp_path: Path, next_master: bool
+) -> None:
+    """The node is started without ``--disk``, and with it again."""
+    cluster.start(0)
+    node = start(cluster, tmp_path / "disk")
+    present = sorted(fill(cluster))
+    node.kill()
+    node = cluster.node(name=node.name)
+    until(lambda: not any(s.ready_ms for n in cluster.status().nodes for s in n.segments))
+    client = cluster.client()
+    removed, replaced, put, kept = (present[number::4] for number in range(4))
+    client.remove_many(removed)
+    for keys, overwrite in ((replaced[:20], True), (put[:20], False)):
+        values = [(key, content(f"new {key}", SIZE)) for key in keys]
+        client.put_many(values, overwrite=overwrite)
+    before = {key: client.get(key) for key in present}
+    assert all(before[key] for key in replaced[:20] + put[:20])
+    node.kill()
+    if next_master:
+        cluster.master_server.kill()
+        cluster.master()
+    restarted(cluster, node, tmp_path / "disk")
+    after = {key: client.get(key) for key in present}
+    for key in removed + replaced[:20] + put[:20]:
+        assert after[key] in (None, before[key])
+    for key in kept:
+        assert after[key] in (None, content(key, SIZE))
+    is_found_again = any(after[key] and not before[key] for key in kept)
+    assert is_found_again or next_master, "that master knows what was removed"
+
+
 def test_an_image_of_a_disk_in_use_has_only_whole_objects(cluster: Cluster, tmp_path: Path) -> None:
     """A copy of the file while it is written is what a power failure may leave."""
     cluster.start(0)
