@@ -342,7 +342,8 @@ def _open_disk(config: NodeConfig, directory: str, segment: Medium) -> DiskFile:
 
 def _close_disk(disk: DiskFile, served: Sequence[MasterAccepted]) -> None:
     """Keep the file, unless it is new and no master has accepted the node."""
-    disk.close(unlink=not (served or disk.attached))
+    with contextlib.suppress(OSError):  # the disk fails; checksums decide at the next start
+        disk.close(unlink=not (served or disk.attached))
 
 
 class _Medium(NamedTuple):
