@@ -101,8 +101,8 @@ def blocks_of(
             rows = client.blocks(parent, above=BLOCKS_MAX, namespace=namespace)
             blocks |= {row.key: row for row in rows}
             block = rows[-1]
-    complete = {key: row for key, row in blocks.items() if row.state == "complete"}
-    return list(_parents_first(complete))
+    stored = {key: row for key, row in blocks.items() if row.state in ("complete", "on_disk")}
+    return list(_parents_first(stored))
 
 
 def _parents_first(blocks: dict[bytes, BlockStatus]) -> Iterator[BlockStatus]:

@@ -128,18 +128,17 @@ class DiskFile(RangeMedium):
     @classmethod
     def attach(
         cls, path: str, name: str, size: int, *, owner: layout.SegmentOwner | None = None,
-        adopt: bool = False, discard: bool = False, private: bool | None = None,
+        adopt: bool = False, private: bool | None = None,
     ) -> DiskFile | None:  # fmt: skip
         """Attach the file of a previous process. Arguments, result and errors:
-        ``OwnedSegment.attach``. A file that is shorter than its superblock says is refused."""
+        ``OwnedSegment.attach``. A file that is shorter than its superblock says is refused. To
+        discard a file, ``create`` another one."""
         size = check_request(name, size)
         fd = open_left(path)
         if fd < 0:
             return None
         try:
-            superblock = leftover_superblock(
-                fd, path, name, size, None if adopt or discard else owner
-            )
+            superblock = leftover_superblock(fd, path, name, size, None if adopt else owner)
             if superblock is None:
                 os.close(fd)
                 return None
@@ -150,7 +149,7 @@ class DiskFile(RangeMedium):
                     path=path,
                 )
             mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
-            if should_discard(name, f"{path}.key", superblock.uuid, private) or discard:
+            if should_discard(name, f"{path}.key", superblock.uuid, private):
                 superblock = discard_objects(mapped, superblock)
             segment = cls(path, fd, mapped, superblock)
         except BaseException:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final
 
 from kvstore._version import __version__
@@ -272,16 +272,17 @@ class NodeAgent:
                     f"{master} was set back. Check the clock and kvstore status.",
                 )
             self._epoch_max = accepted.epoch
+            self._not_fresh()
             owner = self._owner._replace(cluster=accepted.cluster or join.cluster)
             for kept in (segment, *self._disks):
-                kept.keep_epoch(accepted.epoch)
-                if owner != kept.owner:
-                    kept.keep_owner(owner)
+                with self._without_failed(kept):
+                    kept.keep_epoch(accepted.epoch)
+                    if owner != kept.owner:
+                        kept.keep_owner(owner)
             self._masters.joined()
             self._reported_waiting = False
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
-            self._not_fresh()
             self._known = True
             log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
@@ -457,9 +458,10 @@ class NodeAgent:
         they are brought into memory."""
         offsets = await asyncio.to_thread(disk.offsets)
         for start in range(0, max(1, len(offsets)), HEADERS_PER_STEP):
-            headers = await asyncio.to_thread(
-                disk.headers, offsets[start : start + HEADERS_PER_STEP]
-            )
+            with self._without_failed(disk):
+                headers = await asyncio.to_thread(
+                    disk.headers, offsets[start : start + HEADERS_PER_STEP]
+                )
             found = inventory.sort_for_report(headers)
             is_end = start + HEADERS_PER_STEP >= len(offsets)
             for at in range(0, max(1, len(found)), CLAIMS_PER_MESSAGE_MAX):
@@ -514,18 +516,24 @@ class NodeAgent:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
     async def _wipe_disk(self, link: NodeStream, disk: DiskFile, request: MasterWipe) -> None:
-        """Wipes extents of a disk. One that cannot be wiped is not offered any more, because
-        removed objects would come back: the node joins again without it."""
-        try:
+        with self._without_failed(disk):
             await self._copier.wipe(disk, request)
-        except OSError as error:
-            log.error(  # noqa: TRY400  # not our error
-                "disk_failed node=%s path=%s reason=%s", self._name, disk.path, error
-            )
-            if disk in self._disks:
-                self._disks.remove(disk)
-            raise SegmentUnmountedError(f"{disk.path}: {error}") from error
         await self._send(link, NodeWipeDone(request.wipe_seq))
+
+    @contextlib.contextmanager
+    def _without_failed(self, kept: Medium) -> Iterator[None]:
+        """Have the node join again without a disk that fails here. It is not offered any more:
+        objects that it cannot wipe, or report, would come back after their removal."""
+        try:
+            yield
+        except OSError as error:
+            if kept is self._segment:
+                raise
+            log.error(  # noqa: TRY400  # not our error
+                "disk_failed node=%s path=%s reason=%s", self._name, kept.path, error
+            )
+            self._disks = [disk for disk in self._disks if disk is not kept]
+            raise SegmentUnmountedError(f"{kept.path}: {error}") from error
 
     async def _wipe_late(
         self, link: NodeStream, request: MasterWipe,

@@ -321,10 +321,11 @@ def _open_disk(config: NodeConfig, directory: str, segment: Medium) -> DiskFile:
     path = os.path.join(directory, f"kvstore.{segment.node}")
     started = time.monotonic()
     owner = segment.owner
-    disk = DiskFile.attach(
+    left = None if config.discard else DiskFile.attach(
         path, segment.node, config.disk_size, owner=owner, adopt=config.adopt,
-        discard=config.discard, private=bool(config.auth),
-    ) or DiskFile.create(path, segment.node, config.disk_size, owner=owner)  # fmt: skip
+        private=bool(config.auth),
+    )  # fmt: skip
+    disk = left or DiskFile.create(path, segment.node, config.disk_size, owner=owner)
     if config.auth:
         disk.keep_private()
     else:
@@ -341,7 +342,8 @@ def _open_disk(config: NodeConfig, directory: str, segment: Medium) -> DiskFile:
 
 def _close_disk(disk: DiskFile, served: Sequence[MasterAccepted]) -> None:
     """Keep the file, unless it is new and no master has accepted the node."""
-    disk.close(unlink=not (served or disk.attached))
+    with contextlib.suppress(OSError):  # the disk fails; checksums decide at the next start
+        disk.close(unlink=not (served or disk.attached))
 
 
 class _Medium(NamedTuple):

@@ -55,6 +55,8 @@ class Maker:
         return OwnedSegment.create(NAME, size, owner=owner)
 
     def attach(self, size: int = SIZE, **options: Any) -> Medium | None:
+        if self.kind == "file" and options.pop("discard", False):
+            return self.create(size, **options)
         if self.kind == "file":
             return DiskFile.attach(self.path, NAME, size, **options)
         return OwnedSegment.attach(NAME, size, **options)

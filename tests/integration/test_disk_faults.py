@@ -149,6 +149,26 @@ def test_what_could_not_be_wiped_does_not_come_back(
     assert not get(cluster, removed)[0]
 
 
+@pytest.mark.parametrize("fault", ["reads_fail", "syncs_fail"])
+def test_a_node_whose_disk_fails_when_it_joins_goes_on_without(
+    cluster: Cluster, faulty: FaultyDisk, fault: str
+) -> None:
+    node = start(cluster, faulty)
+    put(cluster)
+    faulty.set(**{fault: 1})
+    cluster.master_server.kill()
+    cluster.master()
+    until(lambda: "disk_failed" in node.errors)
+    until(lambda: cluster.state_of(node) == "alive" and not cluster.status().nodes[0].disks)
+    assert len(get(cluster)[0]) > IN_MEMORY / 2, "memory goes on"
+    cluster.client().remove_many(KEYS[:20])
+    assert node.terminate() == 0
+    faulty.set(**{fault: 0})
+    start(cluster, faulty, name=node.name)
+    until(lambda: not disk_of(cluster).reports)
+    assert not get(cluster, KEYS[:20])[0]
+
+
 def test_reads_and_writes_of_parts_are_continued(cluster: Cluster, faulty: FaultyDisk) -> None:
     node = start(cluster, faulty)
     faulty.set(halves=1)

@@ -28,6 +28,7 @@ BETWEEN_S: Final = 3.5
 """Faults begin so far apart on average; many overlap."""
 
 SHM: Final = Path("/dev/shm")
+LOSS: Final = "kill node and lose its memory"
 
 
 class Fault(NamedTuple):
@@ -45,6 +46,8 @@ KINDS: Final[dict[str, tuple[float, float, float]]] = {
     "kill node": (3, 0.1, 6),
     "restart node politely": (3, 0.1, 4),
     "restart node with discard": (1, 0.1, 3),
+    LOSS: (3, 0.1, 3),
+    "break a disk": (2, 1, 8),
     "stop node": (3, 0.1, 30),
     "kill leader": (3, 0.1, 6),
     "kill a standby": (1, 0.1, 6),
@@ -61,6 +64,15 @@ KINDS: Final[dict[str, tuple[float, float, float]]] = {
     "flip bytes": (2, 0.1, 0.2),
     "fill /dev/shm": (1, 1, 6),
 }
+
+DISK_FAULTS: Final[tuple[dict[str, int], ...]] = (
+    {"reads_fail": 1},
+    {"writes_fail": 1},
+    {"syncs_fail": 1},
+    {"halves": 1},
+    {"bytes_per_s": 4_000_000},
+    {"bytes_per_s": 50_000},
+)
 
 
 def schedule(seed: int, seconds: float, left_out: frozenset[str]) -> list[Fault]:
@@ -80,7 +92,9 @@ def schedule(seed: int, seconds: float, left_out: frozenset[str]) -> list[Fault]
         fault = Fault(at_s, kind, rng.randrange(1 << 30), length_s, rng.uniform(0.2, 3.0))
         faults.append(fault)
         at_s += rng.expovariate(1 / BETWEEN_S)
-    return faults
+    if LOSS in kinds:  # of the second node, when it has a full disk, and early enough to be seen
+        faults.append(Fault(max(FIRST_S, seconds - PEACE_S - 1), LOSS, 1, 0.5, 0))
+    return sorted(faults)
 
 
 class Nemesis:
@@ -145,6 +159,12 @@ class Nemesis:
                 self._away(node, now, length_s)
                 node.end(down_s=1e9)
                 self._in(length_s, lambda: self._start(node, "--discard"))
+            case _ if fault.kind == LOSS:
+                self._away(node, now, length_s)
+                node.end(down_s=1e9)
+                self._in(length_s, lambda: self._start_without_memory(node, fault.target))
+            case "break a disk":
+                self._break_disk(fault.target, length_s)
             case "stop node":
                 self._away(node, now, length_s)
                 node.stop_for(length_s)
@@ -195,7 +215,7 @@ class Nemesis:
                 # must not believe it.
                 self._in(length_s + fault.after_s, self._kill_leader)
             case "flip bytes":
-                self._flip(node, random.Random(fault.target))
+                self._flip(node.entry, random.Random(fault.target))
             case "fill /dev/shm":
                 self._fill(length_s)
                 self._away(node, now, length_s)
@@ -210,6 +230,24 @@ class Nemesis:
         node.wait(5)
         node.down_until = 0
         node.start(*flags)
+
+    def _start_without_memory(self, node: Node, target: int) -> None:
+        """As after a power failure, which also damaged some of what is on its disk."""
+        node.wait(5)
+        node.lose_memory()
+        if node.disk is not None:
+            self._flip(node.disk, random.Random(target))
+        self._start(node)
+
+    def _break_disk(self, target: int, length_s: float) -> None:
+        """Of the first node, which may have to join without it."""
+        if (disk := self._cluster.faulty_disk) is None:
+            return
+        faults = random.Random(target).choice(DISK_FAULTS)
+        self.tell(f"its disk: {faults}")
+        self._checker.away(time.monotonic(), time.monotonic() + length_s + 2)
+        disk.set(**faults)
+        self._in(length_s, lambda: disk.set(**dict.fromkeys(faults, 0)))
 
     def _away(self, node: Process, now: float, length_s: float) -> None:
         self._checker.away(now, now + length_s + 2)
@@ -236,8 +274,8 @@ class Nemesis:
 
         self._in(length_s, undo)
 
-    def _flip(self, node: Node, rng: random.Random) -> None:
-        with contextlib.suppress(OSError), node.entry.open("r+b") as file:
+    def _flip(self, path: Path, rng: random.Random) -> None:
+        with contextlib.suppress(OSError), path.open("r+b") as file:
             size = os.fstat(file.fileno()).st_size
             for _ in range(20):
                 at = rng.randrange(1 << 16, size)

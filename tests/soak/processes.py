@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.support.faulty_disk import FaultyDisk
 from tests.support.with_constants import arguments_of
 
 ROOT: Final = Path.cwd()
@@ -28,6 +29,7 @@ MASTER_CONSTANTS: Final = {
 }
 """Short promises: what takes half a minute by default happens every few seconds."""
 
+DISK_FLAGS: Final = ("--disk-size", "64MiB", "--disk-writes-per-day", "0")
 
 ETCD_PREFIX: Final = "kvstore"
 """Under which the masters meet, by default."""
@@ -173,10 +175,16 @@ class Node(Process):
     """A ``kvstore-node``."""
 
     port = 0
+    disk: Path | None = None
+    """Its file on a disk."""
 
     @property
     def entry(self) -> Path:
         return Path("/dev/shm", f"kvstore.{self.name}")
+
+    def lose_memory(self) -> None:
+        self.entry.unlink(missing_ok=True)
+        self.entry.with_name(f"kvstore-key.{self.name}").unlink(missing_ok=True)
 
 
 class SoakedCluster:
@@ -217,6 +225,8 @@ class SoakedCluster:
         self.master = "etcd://" + flags[1] if flags else places[0]
         self.places = places
         """The masters, as they announce themselves."""
+        self.faulty_disk = FaultyDisk(directory) if need("cc") else None
+        """Of the first node."""
         self.nodes: list[Node] = []
         for number in range(nodes):
             name = f"soak-{os.getpid()}-{number}"
@@ -226,8 +236,16 @@ class SoakedCluster:
                 "--port", str(port), "--memory", memory, "--keep" if number % 2 else "--no-keep",
             ]  # fmt: skip
             log = directory / f"node-{number}.log"
+            folder = directory / f"disk-{number}"
+            if self.faulty_disk is not None and not number:
+                folder = self.faulty_disk.files
+                command = [*self.faulty_disk.prefix, *command]
+            if has_disk := number < nodes - 1:  # one has memory alone
+                folder.mkdir(exist_ok=True)
+                command += ["--disk", str(folder), *DISK_FLAGS]
             node = Node(name, command, log, environ=environ)
             node.port = port
+            node.disk = folder / f"kvstore.{name}" if has_disk else None
             self.nodes.append(node)
 
     @property
@@ -284,9 +302,7 @@ class SoakedCluster:
         for server in self.servers:
             server.wait(5)
         for node in self.nodes:
-            node.entry.unlink(missing_ok=True)
-            key = node.entry.name.replace("kvstore.", "kvstore-key.", 1)
-            node.entry.with_name(key).unlink(missing_ok=True)
+            node.lose_memory()
 
 
 def free_ports(count: int) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from tests.soak.workloads import DISKS
+
 if TYPE_CHECKING:
     from tests.soak.run import Soak
 
@@ -17,6 +19,7 @@ def table(soak: Soak) -> str:
         by_verb[verb][outcome] += number
     lines = ["", "| operation | calls | good | what else |", "|---|---|---|---|"]
     calls = 0
+    disks = by_verb.pop(DISKS, Counter())
     for verb in sorted(by_verb, key=lambda verb: (verb.removeprefix("async "), verb)):
         outcomes = by_verb[verb]
         good = outcomes.pop("ok", 0)
@@ -29,6 +32,9 @@ def table(soak: Soak) -> str:
     lines += [f"| {kind} | {number} |" for kind, number in sorted(soak.nemesis.done.items())]
     if soak.left_out:
         lines += [f"| {kind} | left out: {why} |" for kind, why in soak.left_out.items()]
+    if disks:
+        lines += ["", "| disks | at least |", "|---|---|"]
+        lines += [f"| {what} | {number:,} |" for what, number in sorted(disks.items())]
     if checker.notes:
         lines += ["", "| allowed, and noted | times |", "|---|---|"]
         lines += [f"| {what} | {number} |" for what, number in sorted(checker.notes.items())]

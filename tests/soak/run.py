@@ -36,11 +36,11 @@ from kvstore.config.base import AUTH_VARIABLE
 from kvstore.errors import KVStoreError
 from tests.soak.checker import Checker, Violation
 from tests.soak.journal import Reader
-from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule
+from tests.soak.nemesis import KINDS, LOSS, Nemesis, filter_reason, schedule
 from tests.soak.processes import Forked, Process, SoakedCluster, need
 from tests.soak.recording_client import Settings
 from tests.soak.worker import work
-from tests.soak.workloads import ROLES
+from tests.soak.workloads import BROUGHT, DISKS, RECOVERED, ROLES, WRITTEN
 from tests.support.certificates import Identities
 
 INSIDE: Final = "SOAK_INSIDE"
@@ -199,6 +199,7 @@ class Soak:
         self._serves_again()
         for what in self.cluster.close():
             self._broken("hangs", what)
+        self._check_disks()
         self._look_at_logs()
 
     def _serves_again(self) -> None:
@@ -218,6 +219,17 @@ class Soak:
                 break
             self.cluster.supervise()
             time.sleep(0.1)
+
+    def _check_disks(self) -> None:
+        """They were used, or the run shows nothing about them."""
+        if "disks" not in self.options.roles.split(","):
+            return
+        for node in self.cluster.nodes:
+            objects = recovered(node.log.read_text(errors="replace"))
+            self.checker.counts[DISKS, RECOVERED] += objects
+        for what in (WRITTEN, BROUGHT, *([RECOVERED] if LOSS in self.nemesis.done else [])):
+            if not self.checker.counts[DISKS, what]:
+                self._broken("disks_unused", f"no {what}")
 
     def _wait_until_it_serves(self, seconds: float) -> None:
         asking = Forked("start", lambda: serves(self.cluster.master), self.directory / "start.log")
@@ -293,6 +305,8 @@ class Soak:
                 found[kind] = why
         if not inside:
             found["fill /dev/shm"] = "the host's own /dev/shm"
+        if not need("cc"):
+            found["break a disk"] = "there is no C compiler (Debian's gcc)"
         if self.options.masters > 1 and not need("etcd"):
             raise SystemExit(
                 "soak: there is no etcd (Debian's etcd-server); --masters 1 needs none"
@@ -348,6 +362,21 @@ def serves(master: str) -> int:
             except KVStoreError as error:
                 print(repr(error), flush=True)
             time.sleep(0.2)
+
+
+def recovered(log: str) -> int:
+    """Objects that a node found on its disk when it started without its memory."""
+    objects = 0
+    is_kept = is_lost = False
+    for line in log.splitlines():
+        if "memory_attached" in line:
+            is_kept = True
+        elif "disk_ready" in line:
+            is_lost, is_kept = not is_kept and "attached=True" in line, False
+        elif is_lost and (found := re.search(r"medium=disk objects=(\d+)", line)):
+            objects += int(found[1])
+            is_lost = False
+    return objects
 
 
 def is_healthy(http_port: int) -> bool:

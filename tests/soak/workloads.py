@@ -529,6 +529,82 @@ class ChainWorkload(Workload):
         await hands.rest(rng.uniform(0.0, 0.02))
 
 
+class DiskWorkload(Workload):
+    """Chains that do not fit into memory: read from disks, put again where they end, and removed
+    and replaced while they are brought."""
+
+    def run(self) -> None:
+        self._written: dict[tuple[int, int], int] = {}
+        self._bytes = 0
+        self._counting = threading.Lock()
+        with self.client() as client:
+            self.threads([client], 3)
+
+    async def step(self, hands: RecordingClient) -> None:
+        rng = hands.rng
+        chain = rng.randrange(DISK_CHAINS)
+        keys = [b"chain-%d-%d" % (chain, number) for number in range(8)]
+        namespace = f"disks-{chain % 3}"
+        choice = rng.random()
+        if choice < 0.75:
+            matched = await self._read(hands, namespace, keys)
+            sizes = {key: rng.randint(values.BLOCK_BYTES, ROOM_BYTES) for key in keys[matched:]}
+            if sizes:
+                parent = keys[matched - 1] if matched else None
+                await hands.put(namespace, sizes, verb="put_chain", parent=parent)
+        elif choice < 0.95:
+            at = rng.randrange(len(keys))
+            await hands.call("hint", [Hint("prefetch", keys[-1])], namespace=namespace)
+            await hands.rest(rng.choice([0, rng.uniform(0, 0.02)]))
+            if rng.random() < 0.5:
+                await hands.remove(namespace, keys[at : at + rng.randint(1, 4)])
+            else:
+                size = rng.randint(values.BLOCK_BYTES, ROOM_BYTES)
+                await hands.put(namespace, {keys[at]: size}, overwrite=True)
+            await hands.get(namespace, keys, many=True)
+        elif choice < 0.955:
+            await hands.clear(namespace)
+        else:
+            with self._counting:
+                await self._count_written(hands)
+        await hands.rest(rng.uniform(0, 0.05))
+
+    async def _read(self, hands: RecordingClient, namespace: str, keys: list[bytes]) -> int:
+        done = await hands.call("matches", keys, namespaces=[namespace])
+        if not done.ok:
+            return len(keys)
+        [match] = done.value
+        found = keys[: match.matched]
+        self.journal.there(namespace, found, done.began, done.ended, "matches")
+        if match.on_disk:  # this one is in no memory
+            first = found[-match.on_disk]
+            if await hands.get(namespace, [first]):
+                self.journal.count(DISKS, BROUGHT)
+        if found:
+            await hands.get(namespace, found, many=True)
+        return len(found)
+
+    async def _count_written(self, hands: RecordingClient) -> None:
+        done = await hands.call("status")
+        if not done.ok:
+            return
+        # What other workers, or masters, began between two of these is not counted.
+        disks = [disk for node in done.value.nodes for disk in node.disks]
+        written = {(done.value.epoch, disk.segment_id): disk.written for disk in disks}
+        before, self._written = self._written or written, written
+        self._bytes += sum(written[disk] - before.get(disk, 0) for disk in written)
+        self.journal.count(DISKS, WRITTEN, self._bytes >> 20)
+        self._bytes %= 1 << 20
+
+
+DISK_CHAINS: Final = 96
+"""About 400 MiB: all nodes have 192 MiB of memory, and as much on disks."""
+DISKS: Final = "disks"
+WRITTEN: Final = "MiB written"
+BROUGHT: Final = "objects that were on a disk only, and were read"
+RECOVERED: Final = "objects recovered without the memory"
+
+
 class ForkWorkload(MixedWorkload):
     """Forks with a client that was used, and uses it on both sides."""
 
@@ -680,6 +756,7 @@ ROLES: Final[dict[str, type[Workload]]] = {
     "allocations": AllocationWorkload,
     "tiny": Tiny,
     "chains": ChainWorkload,
+    "disks": DiskWorkload,
     "forks": ForkWorkload,
     "comers": ShortLivedClients,
     "operator": Operator,
