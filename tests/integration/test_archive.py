@@ -261,6 +261,7 @@ def test_a_server_that_dies_or_hangs_leaves_store_and_archive_as_they_were(
         server.send_signal(signal.SIGCONT)
         if how == signal.SIGSTOP:
             client.clear()
+            until(lambda: client.status().used < PIECE)  # leases have ended
             assert [row["objects"] for row in archive.run("import").rows] == [8]
             assert client.get(keys[7], namespace="large") == content(str(keys[7]), PIECE)
 
