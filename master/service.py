@@ -63,8 +63,11 @@ from kvstore.wire.request_chunking import CHUNKINGS
 log = logging.getLogger("kvstore.master")
 
 TICK_S: Final = 0.05
-"""Time between two ticks, which do the work that is due: no promise is late by more than this, and
-an idle master spends a thousandth of a core on them."""
+"""Time between two ticks, which do the work that is due, while puts are pending or calls wait."""
+
+IDLE_TICK_S: Final = 0.2
+"""The same otherwise: no promise is late by more than this. A tick of an idle process takes 0.4 ms,
+because nothing is in the processor's caches."""
 
 OUTBOX_MAX: Final = 4_096
 """Messages that may wait for one node; a node that does not read them is cut off."""
@@ -518,8 +521,9 @@ class MasterService:
 
     async def _tick_forever(self) -> None:
         while True:
-            due = uptime() + TICK_S
-            await asyncio.sleep(TICK_S)
+            pause_s = TICK_S if self._answers or len(self.state.pending) else IDLE_TICK_S
+            due = uptime() + pause_s
+            await asyncio.sleep(pause_s)
             started = uptime()
             self.late_us.add(max(0.0, started - due) * 1e6)
             if started >= self.leads_until:
