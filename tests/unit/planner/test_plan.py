@@ -141,7 +141,7 @@ def test_events_of_vllm_are_requests(tmp_path: Path, packed: bool) -> None:
 
 
 def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
-    large = load_trace(conversations(tmp_path / "large.jsonl", 1_500))
+    large = load_trace(conversations(tmp_path / "large.jsonl", 1_000))
     whole, part = (
         run_plan(large, Plan([400 << 20], 1 << 20, ["lru"], rate=rate))[0].hits for rate in (1, 0.3)
     )
