@@ -55,6 +55,7 @@ class Term:
         self.events: list[Event] = []
         self.made = 0
         self.visible: dict[bytes, Event] = {}
+        self.surveys = 0
 
     @property
     def waiting_events(self) -> int:
@@ -67,6 +68,7 @@ class Term:
 
     def snapshot(self, namespace: str) -> Rows:
         del namespace
+        self.surveys += 1
         return Rows(list(self.visible.values()))
 
     def store(self, count: int, key: int | None = None) -> None:
@@ -247,7 +249,7 @@ def test_the_whole_set_comes_amid_the_events() -> None:
             pair.feed.changed()
             await until_async(lambda: pair.journal.end == 5)
             told = asyncio.create_task(pair.told(9, whole=True))
-            await asyncio.sleep(0.007)  # a page or two
+            await until_async(lambda: term.surveys == 1)
             term.remove(1)
             term.remove(5)
             pair.feed.changed()
