@@ -1,4 +1,5 @@
-"""Driver for LMCache's ``RemoteBackend``, which runs as in an engine's process.
+"""Drivers for LMCache's ``RemoteBackend`` and ``LocalDiskBackend``, which run as in an engine's
+process.
 
 LMCache's ``MooncakestoreConnector`` calls both systems, this store by its ``mooncake.store``, with
 the faster of the settings (``save_chunk_meta`` off). LMCache's native interface to this store, the
@@ -31,6 +32,7 @@ from kvstore.bench.session import (
 )
 from kvstore.bench.timing import Bytes, memory, require
 from kvstore.errors import StartupError
+from kvstore.memory.disk_file import THREADS
 
 PLUGIN: Final = "mooncakestore"
 MODEL: Final = "kvstore/bench"
@@ -41,6 +43,7 @@ BATCHES_IN_MEMORY: Final = 4
 """Batches in LMCache's memory: one to put, the last one read, the one being read, a spare."""
 MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
+DISK_GIB: Final = 10_000
 
 
 class LMCacheDriver(StoreDriver):
@@ -117,8 +120,11 @@ class LMCacheDriver(StoreDriver):
 
     def _backend(self, size: int) -> _Backend:
         if size not in self._backends:
-            self._backends[size] = _Backend(self._settings, size, self.source, self._loop)
+            self._backends[size] = self._make_backend(size)
         return self._backends[size]
+
+    def _make_backend(self, size: int) -> _Backend:
+        return _Backend(self._settings, size, self.source, self._loop)
 
     def _keep(self, got: list[Any]) -> None:
         require(None not in got, "was not there")
@@ -140,7 +146,6 @@ class _Backend:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.metadata import LMCacheMetadata
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-        from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
         self._size = size
         self._source = source
@@ -150,9 +155,8 @@ class _Backend:
             chunk_size=TOKENS,
             local_cpu=False,  # no cache of its own
             max_local_cpu_size=memory_bytes / (1 << 30),
-            remote_storage_plugins=[PLUGIN],
             blocking_timeout_secs=TIMEOUT_SECONDS,
-            extra_config=settings,
+            **settings,
         )
         elements = size // TOKENS // 2 // LAYERS // self._dtype.itemsize
         self._metadata = LMCacheMetadata(
@@ -166,12 +170,16 @@ class _Backend:
             chunk_size=TOKENS,
         )
         self._memory = LocalCPUBackend(config, self._metadata, dst_device="cpu")
-        self._remote = RemoteBackend(
-            config, self._metadata, loop, self._memory, "cpu", plugin_name=PLUGIN
-        )
-        if self._remote.connection is None:
-            raise StartupError(f"LMCache has made no connector for {PLUGIN}")
+        self._store = self._open(config, loop)
         self._chunks: list[Any] = []
+
+    def _open(self, config: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+        store = RemoteBackend(config, self._metadata, loop, self._memory, "cpu", plugin_name=PLUGIN)
+        if store.connection is None:
+            raise StartupError(f"LMCache has made no connector for {PLUGIN}")
+        return store
 
     def key(self, name: str) -> Any:
         from lmcache.utils import CacheEngineKey
@@ -191,34 +199,75 @@ class _Backend:
 
     def put(self, keys: list[Any], chunks: list[Any]) -> None:
         done = threading.Semaphore(0)
-        self._remote.batched_submit_put_task(
+        self._store.batched_submit_put_task(
             keys, chunks, on_complete_callback=lambda _: done.release()
         )
         for _ in keys:
             require(done.acquire(timeout=TIMEOUT_SECONDS), "was not stored in time")
 
     def contains(self, keys: list[Any]) -> int:
-        return int(self._remote.batched_contains(keys))
+        return int(self._store.batched_contains(keys))
 
     def get(self, keys: list[Any]) -> list[Any]:
-        found: list[Any] = self._remote.batched_get_blocking(keys)
+        found: list[Any] = self._store.batched_get_blocking(keys)
         return found
 
     def remove(self, names: Sequence[str]) -> bool:
         """Remove objects; return whether all of them were stored."""
-        connector = self._remote.connection.getWrappedConnector()
+        connector = self._store.connection.getWrappedConnector()
         keys = [self.key(name).to_string() for name in names]
         return all(code == 0 for code in connector.store.batch_remove(keys, True))
 
     def close(self) -> None:
         for chunk in self._chunks:
             chunk.ref_count_down()
-        self._remote.close()
+        self._store.close()
         self._memory.close()
 
 
+class LocalDiskDriver(LMCacheDriver):
+    """LMCache's ``LocalDiskBackend``, without a cache in memory above it."""
+
+    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
+        """``address``: a directory."""
+        super().__init__(address, mode, memory_bytes, on_mooncake=True)
+        # It never subtracts what is removed from its size: the limit is out of reach.
+        self._settings = {
+            "local_disk": address, "max_local_disk_size": DISK_GIB,
+            "extra_config": {"use_odirect": True, "disk_io_threads": THREADS},
+        }  # fmt: skip
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        work = super().work(op, batches, size)
+        if op == PUT:
+            return work
+
+        def get(i: int) -> list[bool]:
+            self._keep([])
+            got = work.call(i)
+            self._got = [chunk for chunk in got if chunk is not None]
+            return [chunk is not None for chunk in got]
+
+        return Work(get, lambda _: None)
+
+    def _make_backend(self, size: int) -> _Backend:
+        return _DiskBackend(self._settings, size, self.source, self._loop)
+
+
+class _DiskBackend(_Backend):
+    def _open(self, config: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+
+        return LocalDiskBackend(config, loop, self._memory, "cpu", metadata=self._metadata)
+
+    def remove(self, names: Sequence[str]) -> bool:
+        for name in names:
+            self._store.remove(self.key(name))
+        return True
+
+
 def _settings(address: str) -> dict[str, Any]:
-    return {
+    extra = {
         "metadata_server": mooncake.METADATA,
         "master_server_address": address,
         "mooncake_master_server_addr": address,  # Mooncake 0.3.13's name
@@ -229,3 +278,4 @@ def _settings(address: str) -> dict[str, Any]:
         "transfer_timeout": TIMEOUT_SECONDS,
         "save_chunk_meta": False,
     }
+    return {"remote_storage_plugins": [PLUGIN], "extra_config": extra}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ FIRST = "is-there-room"
 THREADS = 2
 NO_SPACE = -200
 """Code of Mooncake's client while the memory is full: eviction follows in the background."""
+OFFLOAD_SECONDS = 1
+"""Between two requests of the storage process for objects to write. The default is 10."""
 BUFFER_BYTES = 64 << 20
 """The client's own buffer for unregistered memory; all measured memory is registered."""
 
@@ -53,30 +56,52 @@ def missing() -> str | None:
     return f"Mooncake cannot be imported ({reason}). On Debian: {DEBIAN}"
 
 
-def start(children: Children, memory_bytes: int) -> Servers:
+def start(children: Children, memory_bytes: int, disk: Path | None = None) -> Servers:
     """Start a master and a process with so much memory; wait until they listen.
+
+    Args:
+        disk: directory to which objects are offloaded when they are evicted.
 
     Raises:
         ChildError: a process did not start.
     """
+    master, address = start_master(children, disk)
+    port = free_port()
+    storage = start_storage(children, address, port, memory_bytes, disk)
+    pids = {"master": master.process.pid, "storage": storage.process.pid}
+    return Servers({"tcp": address, "shm": f"{HOST}:{port}"}, pids)
+
+
+def start_master(children: Children, disk: Path | None) -> tuple[Program, str]:
+    """Return the master, which listens, and its address."""
     port, metrics_port = free_port(), free_port()
     master = children.start_command(
         "mooncake-master", str(_program("mooncake_master")),
         f"--rpc_address={HOST}", f"--rpc_port={port}",
         f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
+        f"--enable_offload={disk is not None}", "--offload_on_evict=true",
     )  # fmt: skip
     _listens(children, master, port)
-    address = f"{HOST}:{port}"
-    data_port = free_port()
+    return master, f"{HOST}:{port}"
+
+
+def start_storage(
+    children: Children, master: str, port: int, memory_bytes: int, disk: Path | None
+) -> Program:
+    """Start the process that has the memory, and wait until it listens."""
     storage = children.start_command(
         "mooncake-memory", str(_program("mooncake_client")),
-        f"--master_server_address={address}", f"--metadata_server={METADATA}",
-        f"--host={HOST}", f"--port={data_port}", "--protocol=tcp",
+        f"--master_server_address={master}", f"--metadata_server={METADATA}",
+        f"--host={HOST}", f"--port={port}", "--protocol=tcp",
         f"--global_segment_size={memory_bytes}", f"--threads={THREADS}", "--logtostderr",
+        f"--enable_offload={disk is not None}",
+        environment={
+            "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(disk),
+            "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": str(OFFLOAD_SECONDS),
+        },
     )  # fmt: skip
-    _listens(children, storage, data_port)
-    pids = {"master": master.process.pid, "storage": storage.process.pid}
-    return Servers({"tcp": address, "shm": f"{HOST}:{data_port}"}, pids)
+    _listens(children, storage, port)
+    return storage
 
 
 class MooncakeDriver(StoreDriver):
@@ -153,6 +178,32 @@ class MooncakeDriver(StoreDriver):
             raise StartupError(f"Mooncake's client cannot {what}: {failed}")
 
 
+class OffloadDriver(MooncakeDriver):
+    """A client of a store that offloads: a put waits for space, and a get reads files, which no
+    page cache holds."""
+
+    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
+        """``address``: that of ``MooncakeDriver``, a space, and the directory of the files."""
+        address, self._disk = address.split()
+        super().__init__(address, mode, memory_bytes)
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        work = super().work(op, batches, size)
+        if op == PUT:
+
+            def put(i: int) -> Any:
+                while NO_SPACE in _codes(result := work.call(i)):
+                    time.sleep(PAUSE_SECONDS)
+                return result
+
+            return Work(put, work.check)
+        for path in Path(self._disk).iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return Work(lambda i: [code == size for code in _codes(work.call(i))], work.check)
+
+
 def _program(name: str) -> Path:
     """Return the package's own binary; the script that pip installs only runs it."""
     spec = importlib.util.find_spec("mooncake")
@@ -165,8 +216,12 @@ def _listens(children: Children, child: Program, port: int) -> None:
     children.until(child, lambda: connects(HOST, port), READY_SECONDS)
 
 
+def _codes(result: Any) -> list[int]:
+    return result if isinstance(result, list) else [result]
+
+
 def _all_well(result: Any) -> None:
-    codes = result if isinstance(result, list) else [result]
+    codes = _codes(result)
     if NO_SPACE in codes:
         raise NoSpaceError(
             "Mooncake's memory is full",
@@ -177,7 +232,6 @@ def _all_well(result: Any) -> None:
 
 def _sizes(size: int) -> Any:
     def check(result: Any) -> None:
-        sizes = result if isinstance(result, list) else [result]
-        require(all(each == size for each in sizes), "did not come from Mooncake")
+        require(all(each == size for each in _codes(result)), "did not come from Mooncake")
 
     return check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
@@ -74,6 +75,16 @@ BARE = (
     " them into its memory and verifies them, and the client copies and verifies them again. A"
     " batch takes 16 MiB, and all of them three times the memory. The ratios are of the times per"
     " object found: one that the disk does not deliver in time is a miss."
+)
+OFFLOADED = (
+    "Mooncake writes at eviction (`--offload_on_evict`), and is asked for it each second; its files"
+    " are not in the page cache when they are read, nor verified. LMCache's `LocalDiskBackend` runs"
+    " in the client, with O_DIRECT and 16 threads, and is read into LMCache's own memory; it"
+    " verifies nothing, either."
+)
+WRITTEN = (
+    "In both, another client puts 500 MB/s through 4 GiB of memory, which is full. With the disk,"
+    " what is evicted is written first, at up to 500 MB/s (`--disk-write-rate`)."
 )
 COUNTED = (
     "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
@@ -183,22 +194,53 @@ CLIENTS_ROWS: Final = tuple(
 
 
 DISK_ROWS: Final = tuple(
-    ComparisonCase(
-        op=GET_DISK, peer_op=GET_DISK, mode=SHM, size=size, batch=batch, goal=0.8, notes=(BARE,)
-    )
+    ComparisonCase(op=GET_DISK, mode=SHM, size=size, batch=batch, goal=0.8, notes=(BARE, OFFLOADED))
     for size, batch in ((256 * KIB, 64), (MIB, 16), (4 * MIB, 4))
 )
 
 
+WRITE_ROWS: Final = tuple(
+    ComparisonCase(op=op, mode=mode, size=size, batch=batch, goal=0.95, notes=(WRITTEN,))
+    for mode in MODES
+    for size, batch in ((4 * KIB, 64), (256 * KIB, 1), (MIB, 1))
+    for op in (PUT, GET)
+)
+
+
+LRU: Final = ("--eviction=lru", *SHORT_LEASES)
+LOADED_PARTS: Final = 8
+"""Memory of a store that another client fills, in sizes of what is measured in it: objects that are
+read soon are not evicted."""
+
+
 @contextlib.contextmanager
-def _store_on_disk(pool_bytes: int) -> Iterator[Servers]:
+def _store_on_disk(pool_bytes: int, flags: tuple[str, ...] = ()) -> Iterator[Servers]:
     with Children() as children:
-        directory = children.directory / "disk"
-        directory.mkdir()
-        yield start_store(
-            children, pool_bytes, flags=("--eviction=lru", *SHORT_LEASES),
-            node_flags=disk.disk_flags(directory, pool_bytes),
-        )  # fmt: skip
+        node_flags = (*disk.disk_flags(disk.empty_directory(children), pool_bytes), *flags)
+        yield start_store(children, pool_bytes, flags=LRU, node_flags=node_flags)
+
+
+def _written_store(pool_bytes: int) -> AbstractContextManager[Servers]:
+    return _store_on_disk(LOADED_PARTS * pool_bytes, ("--disk-write-rate=500MB",))
+
+
+def _unwritten_store(pool_bytes: int) -> AbstractContextManager[Servers]:
+    return own_store(LOADED_PARTS * pool_bytes, flags=LRU)
+
+
+@contextlib.contextmanager
+def _mooncake_on_disk(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        directory = disk.empty_directory(children)
+        servers = mooncake.start(children, pool_bytes, directory)
+        yield servers._replace(addresses={"tcp": f"{servers.address(SHM)} {directory}"})
+
+
+@contextlib.contextmanager
+def _directory(pool_bytes: int) -> Iterator[Servers]:
+    del pool_bytes
+    with Children() as children:
+        yield Servers({"tcp": str(disk.empty_directory(children))}, {})
 
 
 @contextlib.contextmanager
@@ -277,12 +319,25 @@ TABLES: Final = {
             seconds=2.0, missing=lambda: mooncake.missing() or redis.missing(),
         ),
         Table(
-            name="disk", title="A disk below the memory, beside a bare file", rows=DISK_ROWS,
+            name="disk", title="A disk below the memory, beside other stores and a bare file",
+            rows=DISK_ROWS,
             systems={
                 OURS: System(_store_on_disk, STORE.driver),
                 "bare file": System(disk.bare_file, "bench.disk:BareFileDriver"),
+                MOONCAKE: System(_mooncake_on_disk, "bench.mooncake:OffloadDriver"),
+                **({"LMCache": System(_directory, "bench.lmcache:LocalDiskDriver")}
+                   if importlib.util.find_spec("lmcache") else {}),
             },
-            packages=PACKAGES, pool_bytes=1024 * MIB,
+            packages=(mooncake.PACKAGE, "lmcache", *PACKAGES), pool_bytes=1024 * MIB,
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="writes", title="Memory while a disk is written, beside memory alone",
+            rows=WRITE_ROWS, packages=PACKAGES, pool_bytes=512 * MIB,
+            systems={
+                OURS: System(_written_store, "bench.disk:LoadedDriver"),
+                "memory alone": System(_unwritten_store, "bench.disk:LoadedDriver"),
+            },
         ),
         Table(
             name="redis", title="Side by side with Redis", rows=REDIS_ROWS,

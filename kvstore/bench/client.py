@@ -62,7 +62,7 @@ class ClientProcess:
                 return connection.Client(path, "AF_UNIX")
             return None
 
-        self._link = children.until(self._child, connect, READY_SECONDS)
+        self._link = children.until(self._child, connect, READY_SECONDS, is_client=True)
 
     def prepare(self, op: str, size: int, batch: int, seconds: float) -> None:
         """Prepare a measurement (see ``Session.measure``), up to its first call."""

@@ -132,11 +132,23 @@ class Children:
 
         return self.until(child, said, seconds)
 
-    def until(self, child: Program, ask: Callable[[], Result | None], seconds: float) -> Result:
-        """Wait until ``ask`` returns a value: as ``ready``, for a service that prints no line."""
+    def until(
+        self,
+        child: Program,
+        ask: Callable[[], Result | None],
+        seconds: float,
+        *,
+        is_client: bool = False,
+    ) -> Result:
+        """Wait until ``ask`` returns a value: as ``ready``, for a service that prints no line.
+
+        Args:
+            is_client: the shared memory that it has mapped is a service's, and stays.
+        """
         for _ in self._polls(child, seconds, "was not ready"):
             if found := ask():
-                self._shared_memory |= _shared_memory_of(child.process.pid)
+                if not is_client:
+                    self._shared_memory |= _shared_memory_of(child.process.pid)
                 return found
             if child.process.poll() is not None:
                 raise child.error(f"ended with status {child.process.returncode} at its start")
@@ -246,12 +258,20 @@ def start_store(
     master = children.start("master", "kvstore.cli.master", *ports, *flags)
     line = r"listening on (\S+:\d+)" + (r"[^\0]*dashboard on (http://\S+)" if http else "()")
     address, dashboard = children.ready(master, line, READY_SECONDS).groups()
-    joined = (f"--master={address}", f"--memory={memory_bytes}", *node_flags)
+    node = start_node(children, address, memory_bytes, node_flags)
+    pids = {"master": master.process.pid, "storage": node.process.pid}
+    return Servers({"tcp": address}, pids, dashboard)
+
+
+def start_node(
+    children: Children, master: str, memory_bytes: int, flags: Sequence[str] = ()
+) -> Program:
+    """Start a node and wait until it has touched its memory."""
+    joined = (f"--master={master}", f"--memory={memory_bytes}", *flags)
     node = children.start("node", "kvstore.cli.node", *joined)
     seconds = READY_SECONDS + memory_bytes / TOUCH_BYTES_PER_SECOND
     children.ready(node, r"^kvstore-node .+", seconds)
-    pids = {"master": master.process.pid, "storage": node.process.pid}
-    return Servers({"tcp": address}, pids, dashboard)
+    return node
 
 
 def environment(**more: str) -> dict[str, str]:

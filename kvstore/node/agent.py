@@ -20,11 +20,10 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvstore._version import __version__
 from kvstore.calls import (
-    CopyOutcome,
     MasterAccepted,
     MasterClaimsAck,
     MasterCopy,
@@ -537,7 +536,7 @@ class NodeAgent:
 
     async def _wipe_late(
         self, link: NodeStream, request: MasterWipe,
-        copies: Sequence[asyncio.Future[CopyOutcome]],
+        copies: Sequence[asyncio.Future[Any]],
     ) -> None:  # fmt: skip
         """Report a wipe when the copies to its extents have ended, and what they wrote is zeroed.
         The master repeats the request if the session ends before."""

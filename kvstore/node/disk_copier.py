@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvstore.calls import CopyOutcome, MasterCopy, MasterWipe, NodeCopied, Version
 from kvstore.limits import BATCH_KEYS_MAX
@@ -19,9 +20,27 @@ from kvstore.memory.medium import Medium
 log = logging.getLogger("kvstore.node")
 
 Copy = Callable[[Medium, int, int, int, Version], CopyOutcome]
+Outcome = CopyOutcome | Exception
+
+WRITTEN_SHIFT = 2
+"""A thread writes a quarter of that before it wakes the event loop, which takes 0.2 ms."""
+REPORT_S = 0.03
+REPORTED_BYTES_MAX = 16 << 20
+REPORTED_SHIFT = 6
+"""Finished writes are reported together: so many bytes (at most a 64th of the memory, a quarter of
+what may be on its way), or what has ended within ``REPORT_S``. An order and a report of their own
+cost the master and the node 0.7 ms of processor time."""
 
 FAILURES_LOGGED = 10
 """Errors of one disk that are logged, of each thousand."""
+
+
+class Row(NamedTuple):
+    token: int
+    source: int
+    target: int
+    size: int
+    version: Version
 
 
 class DiskCopier:
@@ -30,11 +49,13 @@ class DiskCopier:
     def __init__(self, memory: Medium, disks: Sequence[DiskFile]) -> None:
         self._memory = memory
         self._disks = {disk.uuid: disk for disk in disks}
-        self._copies: dict[tuple[bytes, int], asyncio.Future[CopyOutcome]] = {}
+        self._copies: dict[tuple[bytes, int], asyncio.Future[list[Outcome]]] = {}
         """Running copies, by their target."""
         self._ordered: dict[bytes, asyncio.Lock] = {uuid: asyncio.Lock() for uuid in self._disks}
         self._done: list[tuple[int, int]] = []
         """Tokens and outcomes to report."""
+        self._done_bytes = 0
+        self._reported_bytes = min(REPORTED_BYTES_MAX, memory.size >> REPORTED_SHIFT)
         self._has_done = asyncio.Event()
         self._failures = 0
 
@@ -58,47 +79,47 @@ class DiskCopier:
 
     def _begin(self, order: MasterCopy, disk: DiskFile, run: Copy) -> None:
         loop = asyncio.get_running_loop()
-        for row in zip(
-            order.tokens, order.from_offsets, order.to_offsets, order.sizes, order.epochs,
-            order.counters, strict=True,
-        ):  # fmt: skip
-            token, source, target, size, epoch, counter = row
-            place = order.to_uuid, target
-            copy = loop.run_in_executor(
-                disk.threads, run, self._memory, source, target, size, Version(epoch, counter)
-            )
-            self._copies[place] = copy
+        to_memory = order.to_uuid == self._memory.uuid
+        written = self._reported_bytes >> WRITTEN_SHIFT
+        for rows in _parts(order, 1 if to_memory else written):
+            copy = loop.run_in_executor(disk.threads, _copy, run, self._memory, rows)
+            places = [(order.to_uuid, row.target) for row in rows]
+            self._copies.update(dict.fromkeys(places, copy))
 
             def on_done(
-                copy: asyncio.Future[CopyOutcome],
-                token: int = token,
-                place: tuple[bytes, int] = place,
+                copy: asyncio.Future[list[Outcome]],
+                rows: list[Row] = rows,
+                places: list[tuple[bytes, int]] = places,
             ) -> None:
-                if self._copies.get(place) is copy:
-                    del self._copies[place]
-                    if place[0] == self._memory.uuid:
-                        for each in self._disks.values():
-                            each.abandon(place[1], abandoned=False)
-                self._done.append((token, int(self._outcome(copy, disk))))
-                self._has_done.set()
+                for row, place, outcome in zip(rows, places, copy.result(), strict=True):
+                    if self._copies.get(place) is copy:
+                        del self._copies[place]
+                        if to_memory:
+                            for each in self._disks.values():
+                                each.abandon(row.target, abandoned=False)
+                    if isinstance(outcome, Exception):
+                        self._log(disk, outcome)
+                        outcome = CopyOutcome.FAILED
+                    self._done.append((row.token, int(outcome)))
+                    self._done_bytes += row.size
+                if to_memory or self._done_bytes >= self._reported_bytes:
+                    self._has_done.set()
+                elif len(self._done) == len(rows):
+                    loop.call_later(REPORT_S, self._has_done.set)
 
             copy.add_done_callback(on_done)
 
-    def _outcome(self, copy: asyncio.Future[CopyOutcome], disk: DiskFile) -> CopyOutcome:
-        error = copy.exception()
-        if error is None:
-            return copy.result()
+    def _log(self, disk: DiskFile, error: Exception) -> None:
         self._failures += 1
         if self._failures % 1_000 <= FAILURES_LOGGED:
             log.error("disk_error node=%s path=%s reason=%s", disk.node, disk.path, error)
-        return CopyOutcome.FAILED
 
-    def running(self, uuid: bytes, offsets: Iterable[int]) -> list[asyncio.Future[CopyOutcome]]:
+    def running(self, uuid: bytes, offsets: Iterable[int]) -> list[asyncio.Future[list[Outcome]]]:
         """List the running copies to these extents."""
         copies = [self._copies.get((uuid, offset)) for offset in offsets] if self._copies else []
         return [copy for copy in copies if copy is not None]
 
-    def abandon(self, uuid: bytes, offsets: Sequence[int]) -> list[asyncio.Future[CopyOutcome]]:
+    def abandon(self, uuid: bytes, offsets: Sequence[int]) -> list[asyncio.Future[list[Outcome]]]:
         """Have the running copies to these extents of memory leave no header. Return them."""
         for offset in offsets if self._copies else ():
             if (uuid, offset) in self._copies:
@@ -127,14 +148,42 @@ class DiskCopier:
 
     async def next_done(self) -> NodeCopied:
         """Wait for finished copies, and take their report."""
-        await self._has_done.wait()
+        while not self._done or not self._has_done.is_set():
+            self._has_done.clear()
+            await self._has_done.wait()
         done, self._done = self._done[:BATCH_KEYS_MAX], self._done[BATCH_KEYS_MAX:]
         if not self._done:
+            self._done_bytes = 0
             self._has_done.clear()
         tokens, outcomes = zip(*done, strict=True)
         return NodeCopied(tokens, outcomes)
 
     def forget_done(self) -> None:
         """Drop what was not reported: the node has joined another term."""
-        self._done = []
+        self._done, self._done_bytes = [], 0
         self._has_done.clear()
+
+
+def _parts(order: MasterCopy, size: int) -> Iterator[list[Row]]:
+    """Split an order's rows into parts of at least ``size`` bytes, but the last one."""
+    rows: list[Row] = []
+    total = 0
+    for token, source, target, row_size, epoch, counter in zip(*order[2:], strict=True):
+        rows.append(Row(token, source, target, row_size, Version(epoch, counter)))
+        total += row_size
+        if total >= size:
+            yield rows
+            rows, total = [], 0
+    if rows:
+        yield rows
+
+
+def _copy(run: Copy, memory: Medium, rows: Sequence[Row]) -> list[Outcome]:
+    """Runs in a thread of the disk."""
+    outcomes: list[Outcome] = []
+    for row in rows:
+        try:
+            outcomes.append(run(memory, row.source, row.target, row.size, row.version))
+        except Exception as error:  # noqa: BLE001  # a fault of one copy, of any kind
+            outcomes.append(error)
+    return outcomes

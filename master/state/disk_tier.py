@@ -306,6 +306,14 @@ class DiskTier:
             [put.copied.epoch for put in puts],
             [put.copied.counter for put in puts],
         )
+        last = self._common.effects[-1] if self._common.effects else None
+        if isinstance(last, SendToNode) and isinstance(last.message, calls.MasterCopy):
+            earlier = last.message
+            count = len(earlier.tokens) + len(order.tokens)
+            if last.session == session and earlier[:2] == order[:2] and count <= ROWS_PER_COPY:
+                self._common.effects.pop()
+                rows = zip(earlier[2:], order[2:], strict=True)
+                order = calls.MasterCopy(*order[:2], *([*some, *more] for some, more in rows))
         self._common.effect(SendToNode(session, order))
 
     # --- bring ----------------------------------------------------------------------------------

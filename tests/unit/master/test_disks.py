@@ -31,9 +31,9 @@ MEMORY, DISK = 32, 64
 ALL = [f"k{index}" for index in range(60)]
 
 
-def with_disk(limits: DiskLimits = NO_LIMITS, disk: int = DISK) -> Cluster:
+def with_disk(limits: DiskLimits = NO_LIMITS, disk: int = DISK, memory: int = MEMORY) -> Cluster:
     cluster = Cluster({}, MasterRules())
-    cluster.join("one", 2 * MEMORY, disk=2 * disk * EXTENT, limits=limits)
+    cluster.join("one", 2 * memory, disk=2 * disk * EXTENT, limits=limits)
     return cluster
 
 
@@ -69,6 +69,13 @@ def lose_memory(cluster: Cluster) -> None:
     cluster.tell("one", index=0)
     cluster.tell("one", *claims_of(cluster), index=1)
     cluster.after(cluster.rules.lease_ms + 1_000)
+
+
+def test_objects_that_are_evicted_in_one_step_are_written_by_one_order() -> None:
+    cluster = with_disk(memory=2_048)
+    cluster.copies_at_once = False
+    fill(cluster, [f"k{index}" for index in range(2_048)])
+    assert max(len(order.tokens) for _, order in cluster.copies) > 1
 
 
 def test_what_is_evicted_is_found_on_the_disk_and_comes_back() -> None:

@@ -52,7 +52,7 @@ def order(source: bytes, target: bytes, token: int) -> MasterCopy:
 
 def started() -> tuple[HangingDisk, DiskCopier]:
     disk = HangingDisk()
-    memory = cast(Any, type("Memory", (), {"uuid": MEMORY}))
+    memory = cast(Any, type("Memory", (), {"uuid": MEMORY, "size": 1 << 30}))
     return disk, DiskCopier(cast(Medium, memory), [cast(DiskFile, disk)])
 
 
@@ -93,3 +93,28 @@ async def abandon() -> None:
     await asyncio.wait([copy])
     await copier.idle()
     assert copier.abandon(MEMORY, [8192]) == []
+
+
+def test_finished_writes_are_reported_together_and_a_fault_is_that_of_one_object() -> None:
+    asyncio.run(report())
+
+
+async def report() -> None:
+    disk, copier = started()
+    faulty = cast(Any, disk)
+
+    def write_behind(*given: int) -> CopyOutcome:
+        if given[1] == 2:
+            raise OSError("worn out")
+        return disk._do("write")
+
+    faulty.write_behind = write_behind
+    disk.may_go_on.set()
+    numbers = [1, 2, 3]
+    writes = MasterCopy(MEMORY, DISK, numbers, numbers, numbers, numbers, numbers, numbers)
+    write = copier.copy(writes)
+    assert write is not None
+    await write
+    outcomes = (CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.DONE)
+    assert await copier.next_done() == NodeCopied((1, 2, 3), outcomes)
+    disk.threads.shutdown()
