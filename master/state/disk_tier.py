@@ -312,8 +312,9 @@ class DiskTier:
             count = len(earlier.tokens) + len(order.tokens)
             if last.session == session and earlier[:2] == order[:2] and count <= ROWS_PER_COPY:
                 self._common.effects.pop()
-                rows = zip(earlier[2:], order[2:], strict=True)
-                order = calls.MasterCopy(*order[:2], *([*some, *more] for some, more in rows))
+                pairs = zip(earlier[2:], order[2:], strict=True)
+                columns = [[*some, *more] for some, more in pairs]
+                order = calls.MasterCopy(*order[:2], *columns)
         self._common.effect(SendToNode(session, order))
 
     # --- bring ----------------------------------------------------------------------------------

@@ -291,13 +291,13 @@ def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -
         )
         by_name = {row[0]: row for row in rows}
         assert by_name["acme"][1] == "acme/*"
-        assert by_name["acme"][3:6] == ["4.00 MiB", "8.00 MiB", "0 B of 1.00 MiB"]
-        assert int(by_name["acme"][7]) >= 4
+        assert by_name["acme"][3:7] == ["4.00 MiB", "8.00 MiB", "0 B", "0 B of 1.00 MiB"]
+        assert int(by_name["acme"][8]) >= 4
         browser.open(port, "namespaces", size=PHONE)
         until(lambda: browser.texts("#tenant-rows td.warning"))
         place = "document.querySelector('#tenants .wide')"
         assert browser.run(f"return {place}.scrollWidth <= {place}.clientWidth")
-        assert by_name["all others"][6] == "1"
+        assert by_name["all others"][7] == "1"
         assert barriers(browser) == []
         assert browser.complaints() == []
 
