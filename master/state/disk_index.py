@@ -265,7 +265,7 @@ class DiskIndex:
         copy: DiskCopy | None = None if table is None else table.copies.get(key)
         return copy if copy is not None and copy.disk.segment.alive else None
 
-    def usable(self, namespace: str, key: Key) -> DiskCopy | None:
+    def get_usable(self, namespace: str, key: Key) -> DiskCopy | None:
         """The copy of an object, on a disk that can be read."""
         copy = self.get(namespace, key)
         return copy if copy is not None and copy.disk.usable else None

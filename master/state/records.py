@@ -268,9 +268,6 @@ class KeyTable(Generic[Value]):
         self._mask = 0
         self.count = 0
 
-    def __len__(self) -> int:
-        return self.count
-
     def get(self, key: Key) -> Value | None:
         return self.shards[hash(key) & self._mask].get(key)
 

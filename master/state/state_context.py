@@ -57,7 +57,7 @@ class StateContext:
         self.jobs = BackgroundJobs()
         self.pool = MemoryPool(self.jobs, policy, tenants)
         self.forest = self.pool.forest
-        self.disks = self.pool.forest.disks
+        self.disks = self.forest.disks
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
         self.membership = Membership(

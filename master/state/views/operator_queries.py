@@ -87,15 +87,15 @@ class OperatorQueries:
                     return calls.ListObjectsReply(rows, index << _POSITION_BITS | position)
                 position += 1
                 common.forest.steps += 1
-                row = None
                 if not each.key.startswith(request.prefix):
                     continue
                 if isinstance(each, DiskCopy):
-                    row = None if each.in_memory else _copy_row(each)
-                elif each.writer or common.pool.is_stored(each, now_ms):
-                    row = _row(common, each, now_ms)
-                if row is not None:
-                    rows.append(row)
+                    if each.disk.usable and not each.in_memory:
+                        rows.append(_copy_row(each))
+                elif common.pool.is_stored(each, now_ms) or (
+                    each.writer and common.disks.get_usable(each.namespace, each.key) is None
+                ):
+                    rows.append(_row(common, each, now_ms))
             position = 0
         return calls.ListObjectsReply(rows, 0)
 
@@ -104,7 +104,7 @@ class OperatorQueries:
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
         is_stored = record is not None and common.pool.is_stored(record, now_ms)
-        copy = common.disks.usable(request.namespace, request.key)
+        copy = common.disks.get_usable(request.namespace, request.key)
         disk = "" if copy is None else copy.disk.segment.node.name
         if copy is not None and not is_stored:
             return calls.ObjectDetail(
@@ -273,10 +273,8 @@ def _row(common: StateContext, record: ObjectRecord, now_ms: int) -> calls.Objec
     )
 
 
-def _copy_row(copy: DiskCopy) -> calls.ObjectRow | None:
-    """The row of an object on a disk only; None: it cannot be read."""
-    if not copy.disk.usable:
-        return None
+def _copy_row(copy: DiskCopy) -> calls.ObjectRow:
+    """The row of an object on a disk only."""
     return calls.ObjectRow(copy.namespace, copy.key, copy.size, 0, 0, 0, "on_disk")
 
 

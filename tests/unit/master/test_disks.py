@@ -456,6 +456,12 @@ def test_events_and_lists_name_the_medium_of_each_object() -> None:
     assert (detail.row.state, detail.row.size, detail.disk) == ("on_disk", SIZE, "one")
     blocks = calls.Blocks(NAMESPACE, keys_of([name]), 0)
     assert [row.state for row in cluster.state.chains.blocks(0, blocks).blocks] == ["on_disk"]
+    match = calls.MatchPrefix([NAMESPACE], keys_of([name]), placements=False, bring=True)
+    cluster.state.asking.match_prefix(cluster.now_ms, match)
+    cluster.state.work(cluster.now_ms)  # its copy is ordered, and has not arrived
+    wanted = calls.ListObjects(NAMESPACE, name.encode(), 0, 1_000)
+    listed = cluster.state.report.list_objects(cluster.now_ms, wanted).objects
+    assert [row.state for row in listed if row.key == name.encode()] == ["on_disk"]
     cluster.remove([name])
     [removed] = cluster.state.take_events(1_000)
     assert (removed[1].decode(), removed[3]) == (name, REMOVED_SIZE)
