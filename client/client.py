@@ -512,7 +512,8 @@ class Client:
             for key, parts in validation.per_key(keys, ranges, "lists of ranges")
         ]
         validation.check_no_overlap(
-            [(parts.key, [view for _, view in parts.ranges]) for parts in targets]
+            [parts.key for parts in targets],
+            [[view for _, view in parts.ranges] for parts in targets],
         )
         space = self._namespace(namespace)
         return self._run(get.get_ranges(self._context, space, targets, timeout_ms), timeout_ms)

@@ -25,9 +25,9 @@ def get_raw(client: Client, namespace: str, keys: Sequence[Key]) -> list[RawObje
     targets = [ReadTarget(key) for key in keys]
     client._run(read(client._context, client._namespace(namespace), targets))
     return [
-        RawObject(target.key, target.descriptor, memoryview(target.data))  # type: ignore[arg-type]
+        RawObject(target.key, target.descriptor, memoryview(target.room))  # type: ignore[arg-type]
         for target in targets
-        if target.descriptor is not None and target.data is not None
+        if target.descriptor is not None and target.room is not None
     ]
 
 

@@ -28,7 +28,7 @@ from kvstore.limits import (
     check_key,
     check_keys,
 )
-from kvstore.memory.mapping import is_shown
+from kvstore.memory.mapping import any_shown
 from kvstore.native import steps
 from kvstore.runtime.formatting import key_text, parse_duration
 
@@ -212,34 +212,28 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
     return flat
 
 
-def check_no_overlap(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
-    """Check the memory that one call fills. Returns its device; None: host memory.
+def check_no_overlap(keys: Sequence[Key], payloads: Sequence[Payload]) -> Device | None:
+    """Check the memory that one call fills, per key. Returns its device; None: host memory.
 
     Raises:
         InvalidArgumentError: buffers overlap.
         BufferMismatchError: a buffer is a view of the pool, or on another device than the first.
     """
-    devices = {
-        None if isinstance(payload, list) else payload.device for _, payload in targets if payload
-    }
-    if len(devices) > 1:
+    on_device = [payload for payload in payloads if not isinstance(payload, list)]
+    host = [view for payload in payloads if isinstance(payload, list) for view in payload]
+    devices: set[Device | None] = {memory.device for memory in on_device if memory}
+    if len(devices) + bool(host) > 1:
         raise BufferMismatchError(
             "the buffers of one call are in different memories",
             advice="Make a call for each device, and one for the host's memory.",
         )
-    host: list[memoryview] = []
-    on_device: list[DeviceMemory] = []
-    for _, payload in targets:
-        if isinstance(payload, list):
-            host += payload
-        else:
-            on_device.append(payload)
     if on_device and DeviceMemory.joined(on_device).overlaps_itself:
         raise _not_apart("the buffers")
     if len(host) > 1 and (two := steps.overlap(host)) is not None:
-        of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
+        named = zip(keys, payloads, strict=True)
+        of = [key for key, payload in named if isinstance(payload, list) for _ in payload]
         raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
-    if any(map(is_shown, host)):
+    if any_shown(host):
         raise BufferMismatchError(
             "a view of the pool is read-only", advice="Get into memory of your own."
         )

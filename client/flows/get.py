@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows import views
 from kvstore.client.flows.device_io import DeviceReads, ready
-from kvstore.client.flows.location_cache import LeasedLocation
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import ObjectReads, ReadRequest
 from kvstore.client.flows.read_objects import (
     GetOptions,
@@ -71,7 +71,9 @@ def get_into(
     stream: Stream | None,
 ) -> Flow[list[int | None]]:
     targets = [ReadTarget(key, *as_writable(each, context.pool.devices)) for key, each in wanted]
-    device = check_no_overlap([(target.key, target.views or []) for target in targets])
+    device = check_no_overlap(
+        [target.key for target in targets], [target.views or [] for target in targets]
+    )
     kind = ObjectReads
     if device is not None:
         yield ready(device, [target.views or [] for target in targets], stream)
@@ -106,11 +108,15 @@ class PartReads(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(
-        self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
-    ) -> None:
+    def add(self, items: Sequence[tuple[ReadRequest, LeasedLocation, Replica]]) -> None:
         """As ``ObjectReads.add``. Raises BufferMismatchError: a range is not within the payload."""
-        assert isinstance(target, ObjectParts)
+        for request, placed, (_, offset, capability) in items:
+            assert isinstance(request, ObjectParts)
+            self._add_parts(request, placed, offset, capability)
+
+    def _add_parts(
+        self, target: ObjectParts, placed: LeasedLocation, offset: int, capability: bytes
+    ) -> None:
         extent = extent_of(offset, placed.size, capability)
         self.moves.append(RangeCopy(offset, memoryview(target.head), extent=extent))
         for start, view in target.ranges:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import ClassVar, Protocol, cast
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.location_cache import LeasedLocation
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.values import Payload
 from kvstore.limits import Key, Namespace
@@ -28,7 +30,7 @@ class ReadRequest(Protocol):
 
 
 class ObjectReads(Transfer):
-    """Reads of objects from one segment. Flows ``add`` rows and use ``outcomes`` after success."""
+    """Reads of objects from one segment. Flows ``add`` them and use ``outcomes`` after success."""
 
     __slots__ = ("namespace", "outcomes", "rows", "verify")
 
@@ -42,17 +44,16 @@ class ObjectReads(Transfer):
         self.rows: list[ReadRow] = []
         self.outcomes: list[Outcome] = []
 
-    def add(
-        self, placed: LeasedLocation, offset: int, target: ReadRequest, capability: bytes = b""
-    ) -> None:
-        """Add a row. Raises BufferMismatchError."""
-        size, epoch, counter, _, _, _ = placed
-        memory = target.allocate(size)
-        views = cast("list[memoryview]", memory)  # ``DeviceReads`` have device memory there
-        self.rows.append((offset, size, epoch, counter, target.key, views, capability))
+    def add(self, items: Sequence[tuple[ReadRequest, LeasedLocation, Replica]]) -> None:
+        """Add one row per object. Raises BufferMismatchError."""
+        rows = [
+            (offset, size, epoch, counter, request.key, request.allocate(size), capability)
+            for request, (size, epoch, counter, _, _, _), (_, offset, capability) in items
+        ]
+        self.rows += cast("list[ReadRow]", rows)  # ``DeviceReads`` have device memory there
 
     def size(self) -> int:
-        return sum([size for _, size, *_ in self.rows])
+        return sum(map(itemgetter(1), self.rows))
 
     def run(self, transport: Transport, deadline: float) -> None:
         self.outcomes = transport.read_objects(

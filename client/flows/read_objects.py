@@ -72,7 +72,7 @@ class GetOptions(NamedTuple):
 
 
 class ReadTarget:
-    __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
+    __slots__ = ("bad", "descriptor", "dtype", "key", "placed", "room", "views")
 
     def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
         self.key = key
@@ -82,31 +82,30 @@ class ReadTarget:
         self.descriptor: bytes | None = None
         """Descriptor of the object that was read; None: a miss."""
         self.placed: LeasedLocation | None = None
-        self.data: Bytes1D | None = None
-        """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
+        """The memory that was allocated here, with the payload if there is a descriptor."""
         self.bad: Sequence[CorruptReplica] = ()
         """Reads under a valid lease that found other bytes."""
 
     def allocate(self, size: int) -> Payload:
         """Return ``size`` bytes of memory. Raises BufferMismatchError: the caller's has less."""
         views = self.views
-        if views is not None:
-            if not isinstance(views, list):
-                _check_room(views.nbytes, size, self.key)
-                return views.first(size) if size else []
+        if isinstance(views, list):
             if len(views) == 1 and len(views[0]) == size:
                 return views
             return _first_bytes(views, size, self.key)
+        if views is not None:
+            _check_room(views.nbytes, size, self.key)
+            return views.first(size) if size else []
         self.room = np.empty(size, np.uint8)
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
     def value(self, kind: Kind | None) -> Found:
         """Return the value as ``kind``, or (None) as it was put; None: a miss."""
-        if self.descriptor is None or self.data is None:
+        if self.descriptor is None or self.room is None:
             return None
         try:
-            return decode(self.descriptor, self.data, kind)
+            return decode(self.descriptor, self.room, kind)
         except UNREADABLE as error:
             return unreadable(error, self.key)
 
@@ -129,6 +128,9 @@ class _OnDevice(ReadTarget):
         return (
             None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
         )
+
+
+ReadItem = tuple[ReadTarget, LeasedLocation, Replica]
 
 
 class CorruptReplica(NamedTuple):
@@ -270,44 +272,52 @@ def read(
         for attempt in range(ATTEMPTS):
             keys = [target.key for target in todo]
             placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
-            groups: dict[int, _SegmentReads] = {}
+            is_failing = context.segments.failing
+            of_segment: dict[int, list[ReadItem]] = {}
             for target, known in zip(todo, placed, strict=True):
-                if known is not None:
-                    replica = known.replicas[0]
-                    if target.bad or context.segments.failing:
-                        target.bad = confirmed(target.bad, known)
-                        replicas = context.segments.reachable(order_replicas(known, target.bad))
-                        if not replicas:
-                            context.count("avoided_reads")
-                            continue  # a miss: none of its nodes has replied
-                        replica = replicas[0]
-                    segment, offset, capability = replica
-                    group = groups.get(id(segment))
-                    if group is None:
-                        reads = kind(segment, namespace, verify=context.verify_payload)
-                        group = groups[id(segment)] = _SegmentReads(reads, [])
-                    group.reads.add(known, offset, target, capability)
-                    group.targets.append((target, known, replica))
-            if not groups:
+                if known is None:
+                    continue
+                replica = known.replicas[0]
+                if is_failing or target.bad:
+                    target.bad = confirmed(target.bad, known)
+                    replicas = context.segments.reachable(order_replicas(known, target.bad))
+                    if not replicas:
+                        context.count("avoided_reads")
+                        continue  # a miss: none of its nodes has replied
+                    replica = replicas[0]
+                item = target, known, replica
+                segment_id = id(replica.segment)
+                if segment_id in of_segment:
+                    of_segment[segment_id].append(item)
+                else:
+                    of_segment[segment_id] = [item]
+            if not of_segment:
                 todo = []
                 break
+            groups = list(of_segment.values())
+            transfers = [
+                kind(items[0][2].segment, namespace, verify=context.verify_payload)
+                for items in groups
+            ]
+            for reads, items in zip(transfers, groups, strict=True):
+                reads.add(items)
             if not attempt:
                 patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
                 failover = context.clock() + patience_s
-                for reads, its_targets in groups.values():
-                    if all(len(known.replicas) > 1 for _, known, _ in its_targets):
+                for reads, items in zip(transfers, groups, strict=True):
+                    if all(len(known.replicas) > 1 for _, known, _ in items):
                         reads.deadline = failover
-            errors = yield [group.reads for group in groups.values()]
+            errors = yield transfers
             assert isinstance(errors, list)
             todo = []
-            for group, error in zip(groups.values(), errors, strict=True):
+            for reads, items, error in zip(transfers, groups, errors, strict=True):
                 if error is None:
-                    todo += _finish(context, group)
+                    todo += _finish(context, reads, items)
                 else:
-                    yield from unreachable(context, group.reads.segment, error)
+                    yield from unreachable(context, reads.segment, error)
                     if error.fields.get("final"):
                         raise copy(error)  # no frame refers to the copy
-                    todo += [target for target, _, _ in group.targets]
+                    todo += [target for target, _, _ in items]
             if not todo:
                 break
             for target in todo:
@@ -391,17 +401,11 @@ def report_corrupt(
         log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
 
 
-class _SegmentReads(NamedTuple):
-    reads: ObjectReads
-    targets: list[tuple[ReadTarget, LeasedLocation, Replica]]
-
-
-def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
+def _finish(context: Context, reads: ObjectReads, items: Sequence[ReadItem]) -> list[ReadTarget]:
     """Process the results of the reads; returns the targets without valid bytes."""
     again: list[ReadTarget] = []
-    reads, targets = group
     now = context.clock()
-    for (target, known, replica), outcome in zip(targets, reads.outcomes, strict=True):
+    for (target, known, replica), outcome in zip(items, reads.outcomes, strict=True):
         if now >= known.until:
             context.count("late_reads")
         elif isinstance(outcome, bytes):
@@ -409,7 +413,6 @@ def _finish(context: Context, group: _SegmentReads) -> list[ReadTarget]:
                 check_dtype(outcome, target.dtype)
             target.descriptor = outcome
             target.placed = known
-            target.data = target.room
             continue
         else:
             if outcome == STALE:

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -197,9 +197,11 @@ def _readable(mapped: mmap.mmap) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def is_shown(memory: memoryview) -> bool:
-    """Whether this memory is in a read-only mapping."""
-    if not _SHOWN:
-        return False
-    address = address_of(memory)
-    return any(start <= address < start + len(each) for start, each in list(_SHOWN.items()))
+def any_shown(views: Iterable[memoryview]) -> bool:
+    """Return whether any of these is in a read-only mapping."""
+    mapped = list(_SHOWN.items())
+    return bool(mapped) and any(
+        start <= address < start + len(array)
+        for address in map(address_of, views)
+        for start, array in mapped
+    )

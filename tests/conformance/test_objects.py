@@ -20,7 +20,7 @@ import pytest
 from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.device_io import DeviceReads, DeviceWrites
-from kvstore.client.flows.location_cache import LeasedLocation
+from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import ObjectReads, ObjectWrites
 from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.flows.steps import Transfer
@@ -309,9 +309,10 @@ def reads(
     targets = [bytearray(size) for size in sizes]
     offset = start
     for index, target in enumerate(targets):
-        placed = LeasedLocation(len(target), version, index, (), 0.0)
+        replica = Replica(segment, offset)
+        placed = LeasedLocation(len(target), version, index, (replica,), 0.0)
         views = cut(memoryview(target), parts)
-        transfer.add(placed, offset, ReadTarget(Key(b"k%d" % index), views))
+        transfer.add([(ReadTarget(Key(b"k%d" % index), views), placed, replica)])
         offset += extent_bytes(len(target))
     return transfer, targets
 

@@ -330,13 +330,13 @@ class Worker:
         await self.client.run(read_objects.read(self.client.context, namespace, targets))
         values: list[bytes | None] = []
         for target in targets:
-            if target.placed is None or target.data is None:
+            if target.placed is None or target.room is None:
                 values.append(None)
                 continue
-            values.append(target.data.tobytes())
+            values.append(target.room.tobytes())
             version = Version(target.placed.epoch, target.placed.counter)
             name = (namespace, target.key)
-            self.client.oracle.read(self._who, name, version, target.data.tobytes(), started_us)
+            self.client.oracle.read(self._who, name, version, target.room.tobytes(), started_us)
         hits = [key for key, value in zip(keys, values, strict=True) if value is not None]
         self._note(f"get {namespace} {_names(keys)}: {_names(hits)}")
         return values

@@ -28,7 +28,7 @@ def get(world: World, *keys: Key) -> list[bytes | None]:
     targets = [ReadTarget(key) for key in keys]
     world.run(read_objects.read(world.context, N, targets))
     return [
-        None if target.descriptor is None or target.data is None else target.data.tobytes()
+        None if target.descriptor is None or target.room is None else target.room.tobytes()
         for target in targets
     ]
 
@@ -210,7 +210,7 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     target = ReadTarget(A, [memoryview(piece) for piece in pieces])
     world.run(read_objects.read(world.context, N, [target]))
     assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
-    assert target.data is None
+    assert target.room is None
     assert target.descriptor is not None
 
 

@@ -32,7 +32,10 @@ def place(
 def read(world: World, *keys: bytes) -> list[bytes | None]:
     targets = [ReadTarget(Key(key)) for key in keys]
     world.run(read_objects.read(world.context, NS, targets))
-    return [None if target.data is None else target.data.tobytes() for target in targets]
+    return [
+        None if target.descriptor is None or target.room is None else target.room.tobytes()
+        for target in targets
+    ]
 
 
 def test_found_objects_are_read_and_misses_are_none() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.memory.mapping import Mapping, is_shown
+from kvstore.memory.mapping import Mapping, any_shown
 from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import SHM_PREFIX
 from kvstore.runtime.host import SHM_DIRECTORY
@@ -73,7 +73,7 @@ def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: OwnedSegment) ->
     del view
     gc.collect()
     assert ways(segment) == []
-    assert not is_shown(memoryview(bytearray(10)))
+    assert not any_shown([memoryview(bytearray(10))])
 
 
 @pytest.mark.parametrize(
