@@ -35,6 +35,9 @@ RATE_MS: Final = 20
 
 MS_PER_DAY: Final = 86_400_000
 
+BURST_S: Final = 0.05
+"""What the rate of a disk allows is written in bursts of this many seconds."""
+
 
 @final
 class DiskCopy:
@@ -108,6 +111,7 @@ class WriteBudget:
         self._capacity = max(capacity, 1)
         self._second = float(per_s)
         """Bytes that the rate allows now."""
+        self._is_spent = False
         self._days = self._capacity * (2.0 if first_fill else 1.0)
         """Bytes that the average allows now."""
         self._filled_ms = now_ms
@@ -120,9 +124,14 @@ class WriteBudget:
         self._days = max(self._days, min(float(self._capacity), self._days + earned))
 
     def may_write(self, now_ms: int) -> bool:
-        """Whether the rate allows a write now."""
+        """Whether the rate allows a write now. Once it is spent, it does not until a burst may be
+        written: an order for each object would cost more than the writes."""
         self._fill(now_ms)
-        return not self._per_s or self._second > 0
+        if self._second <= 0:
+            self._is_spent = True
+        elif self._second >= self._per_s * BURST_S:
+            self._is_spent = False
+        return not self._per_s or not self._is_spent
 
     def level(self) -> float:
         """The part of the disk's size that may still be written: 1 at first, and if nothing limits
