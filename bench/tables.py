@@ -183,13 +183,16 @@ FULL_ROWS: Final = tuple(
 )
 
 CLIENTS_ROWS: Final = tuple(
-    ComparisonCase(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
-    for op, mode, size, batch, notes in (
-        (EXIST, TCP, 0, 64, (ASKED,)),
-        (GET, TCP, 4 * KIB, 1, (VERIFIED,)),
-        (GET, TCP, MIB, 64, (VERIFIED,)),
+    ComparisonCase(
+        op=op, mode=TCP, size=size, batch=batch, clients=clients, peer_op=peer_op, notes=notes
     )
-    for clients in (1, 2, 4)
+    for op, size, batch, peer_op, notes in (
+        (EXIST, 0, 64, "", (ASKED,)),
+        (MATCH, 0, 1024, EXIST, (ASKED, LEASED)),
+        (PUT, 4 * KIB, 1, "", (VERIFIED,)),
+        (GET, 4 * KIB, 1, "", (VERIFIED,)),
+    )
+    for clients in (1, 4, 16)
 )
 
 
