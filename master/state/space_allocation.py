@@ -33,13 +33,13 @@ def evict_ahead(
     Returns their stale extents, which are still allocated, and whether more must be evicted.
 
     ``before``: on a node with a disk, called with the time and each victim. EVICT: evict it; KEEP:
-    it has been deferred; STOP: evict no more at present, unless less than a quarter of the reserve
+    it has been deferred; STOP: evict no more at present, unless less than an eighth of the reserve
     is free. Puts would soon evict these objects themselves, and wait for the wipes.
     """
     evicted: list[StaleExtents] = []
     evictor = Evictor(pool, (), now_ms)
     reserve, allocator = segment.reserve_bytes, segment.allocator
-    is_urgent = allocator.free_bytes + segment.wiping_bytes < reserve // 4
+    is_urgent = allocator.free_bytes + segment.wiping_bytes < reserve // 8
     for _ in range(count):
         missing = reserve - allocator.free_bytes - segment.wiping_bytes
         head = evictor.find_head(segment)
@@ -47,7 +47,7 @@ def evict_ahead(
             segment.takers.clear()
             return evicted, False
         decision = before(now_ms, head) if segment.has_disk else EVICT
-        if decision == STOP and not (is_urgent and missing > reserve // 2):
+        if decision == STOP and not (is_urgent and missing > reserve * 3 // 4):
             return evicted, False
         if decision == KEEP:
             continue
