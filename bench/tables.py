@@ -192,7 +192,7 @@ CLIENTS_ROWS: Final = tuple(
         (PUT, 4 * KIB, 1, "", (VERIFIED,)),
         (GET, 4 * KIB, 1, "", (VERIFIED,)),
     )
-    for clients in (1, 4, 16)
+    for clients in (1, 2, 4, 16)
 )
 
 
