@@ -285,12 +285,7 @@ def read(
                         context.count("avoided_reads")
                         continue  # a miss: none of its nodes has replied
                     replica = replicas[0]
-                item = target, known, replica
-                segment_id = id(replica.segment)
-                if segment_id in of_segment:
-                    of_segment[segment_id].append(item)
-                else:
-                    of_segment[segment_id] = [item]
+                of_segment.setdefault(id(replica.segment), []).append((target, known, replica))
             if not of_segment:
                 todo = []
                 break
