@@ -201,8 +201,13 @@ class Disk:
         self.bring_bytes_per_ms = min(rate, self.bring_bytes_per_ms or rate)
 
     @property
+    def readable(self) -> bool:
+        """Also while its inventory is loading: what is known is read."""
+        return self.segment.alive and not self.is_failed
+
+    @property
     def usable(self) -> bool:
-        return self.segment.alive and self.segment.inventory_complete and not self.is_failed
+        return self.readable and self.segment.inventory_complete
 
     @property
     def lacks_reserve(self) -> bool:
@@ -274,10 +279,10 @@ class DiskIndex:
         copy: DiskCopy | None = None if table is None else table.copies.get(key)
         return copy if copy is not None and copy.disk.segment.alive else None
 
-    def get_usable(self, namespace: str, key: Key) -> DiskCopy | None:
+    def get_readable(self, namespace: str, key: Key) -> DiskCopy | None:
         """The copy of an object, on a disk that can be read."""
         copy = self.get(namespace, key)
-        return copy if copy is not None and copy.disk.usable else None
+        return copy if copy is not None and copy.disk.readable else None
 
     def some_of(self, tables: Iterable[NamespaceTable], count: int) -> list[DiskCopy]:
         """Up to ``count`` copies of these namespaces."""

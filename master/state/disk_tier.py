@@ -332,7 +332,7 @@ class DiskTier:
                 waiting = disk.bringing_bytes + copy.size
                 rate = disk.bring_bytes_per_ms
                 if (
-                    not disk.usable
+                    not disk.readable
                     or waiting > capacity >> BRINGING_SHIFT
                     or (disk.bringing_bytes and rate and waiting > rate * limit_ms)
                 ):
@@ -382,7 +382,7 @@ class DiskTier:
             if batch and copy.disk is not batch[0].disk:
                 break
             self._to_bring.popleft()
-            if self._index.holds(copy) and copy.disk.usable:
+            if self._index.holds(copy) and copy.disk.readable:
                 batch.append(copy)
             else:
                 self._not_brought(copy)
@@ -575,7 +575,7 @@ class DiskTier:
             if record is not None and record.complete:
                 continue
             copy: DiskCopy | None = table.copies.get(keys[index])
-            if copy is None or not copy.disk.usable or copy.disk.segment.node.name not in nodes:
+            if copy is None or not copy.disk.readable or copy.disk.segment.node.name not in nodes:
                 return index - first, copies
             copy.used_ms = now_ms
             copies.append(copy)

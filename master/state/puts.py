@@ -163,7 +163,7 @@ class PutHandler:
         looks_on_disk = bool(disks) and not request.overwrite
         for index, found in enumerate(known):
             if looks_on_disk and (found is None or not found.complete):
-                copy = disks.get_usable(request.namespace, keys[index])
+                copy = disks.get_readable(request.namespace, keys[index])
                 if copy is not None:
                     outcomes[index] = PutOutcome.FOUND
                     stored_count += 1
@@ -394,7 +394,7 @@ class PutHandler:
         common.changing = True
         self._keeping.expire_before_put(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
-        if not request.overwrite and common.disks.get_usable(namespace, key) is not None:
+        if not request.overwrite and common.disks.get_readable(namespace, key) is not None:
             outcome = PutOutcome.FOUND
         alive = [extent for extent in allocation.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:

@@ -266,7 +266,7 @@ class QueryHandler:
     ) -> list[DiskCopy]:
         copies: list[DiskCopy] = []
         for key, record in zip(request.keys, records, strict=True):
-            copy = None if record is not None else self._disks.get_usable(request.namespace, key)
+            copy = None if record is not None else self._disks.get_readable(request.namespace, key)
             if copy is not None:
                 copy.used_ms = now_ms
                 copies.append(copy)
@@ -285,7 +285,7 @@ class QueryHandler:
         if self._disks and _ABSENT in presence:
             known = bytearray(presence)
             for index, key in enumerate(keys):
-                if known[index] == _ABSENT and self._disks.get_usable(request.namespace, key):
+                if known[index] == _ABSENT and self._disks.get_readable(request.namespace, key):
                     known[index] = _COMPLETE
             presence = bytes(known)
         if request.lease and table is not None:

@@ -45,7 +45,7 @@ def mounted_uuids(state: MasterState | None) -> set[bytes]:
 
 
 def is_on_disk(state: MasterState, name: Name) -> bool:
-    return state.common.disks.get_usable(*name) is not None
+    return state.common.disks.get_readable(*name) is not None
 
 
 def newest_mark(state: MasterState | None) -> Version:

@@ -160,7 +160,7 @@ class ChainQueries:
     def _block(self, now_ms: int, namespace: str, key: Key) -> calls.BlockStatus:
         record = self._forest.get(namespace, key)
         is_stored = record is not None and self._pool.is_stored(record, now_ms)
-        copy = None if is_stored else self._common.disks.get_usable(namespace, key)
+        copy = None if is_stored else self._common.disks.get_readable(namespace, key)
         if copy is not None:
             parent, idle_ms = copy.parent or b"", max(0, now_ms - copy.used_ms)
             children = 0 if record is None else record.children

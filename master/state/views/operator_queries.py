@@ -90,10 +90,10 @@ class OperatorQueries:
                 if not each.key.startswith(request.prefix):
                     continue
                 if isinstance(each, DiskCopy):
-                    if each.disk.usable and not each.in_memory:
+                    if each.disk.readable and not each.in_memory:
                         rows.append(_copy_row(each))
                 elif common.pool.is_stored(each, now_ms) or (
-                    each.writer and common.disks.get_usable(each.namespace, each.key) is None
+                    each.writer and common.disks.get_readable(each.namespace, each.key) is None
                 ):
                     rows.append(_row(common, each, now_ms))
             position = 0
@@ -104,7 +104,7 @@ class OperatorQueries:
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
         is_stored = record is not None and common.pool.is_stored(record, now_ms)
-        copy = common.disks.get_usable(request.namespace, request.key)
+        copy = common.disks.get_readable(request.namespace, request.key)
         disk = "" if copy is None else copy.disk.segment.node.name
         if copy is not None and not is_stored:
             return calls.ObjectDetail(

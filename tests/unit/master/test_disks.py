@@ -348,6 +348,15 @@ def test_a_limited_rate_is_kept() -> None:
     assert 10 <= disk.written_objects <= 5 + 4 * 4
 
 
+def test_puts_find_free_memory_while_the_disk_takes_no_more() -> None:
+    cluster = with_disk(DiskLimits(2 * EXTENT, 0), memory=256)
+    [memory] = cluster.state.common.pool.segments.values()
+    for index in range(600):
+        cluster.put([f"k{index}"], size=SIZE)
+        cluster.after(1)
+        assert memory.allocator.free_bytes >= 3 * 2 * EXTENT, "the next put evicts for itself"
+
+
 def test_a_node_that_returns_brings_its_disk_with_it() -> None:
     cluster = with_disk()
     fill(cluster)
@@ -362,6 +371,24 @@ def test_a_node_that_returns_brings_its_disk_with_it() -> None:
     cluster.tell("one", index=0)
     cluster.tell("one", *claims_of(cluster), index=1)
     assert cluster.match(names[:1]) == 0, "there is no memory to bring it to"
+    check_invariants(cluster.state)
+
+
+def test_what_a_disk_has_reported_is_found_while_it_reports_the_rest() -> None:
+    cluster = with_disk()
+    fill(cluster)
+    cluster.kill("one")
+    cluster.wipe()
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", index=0)
+    cluster.after(cluster.rules.lease_ms)
+    claims = claims_of(cluster)
+    cluster.tell("one", *claims[:4], index=1, last=False)
+    first = [claim.name[1].decode() for claim in claims[:4]]
+    assert cluster.find(first) == first
+    cluster.put(["new"], size=SIZE)
+    cluster.tell("one", *claims[4:], index=1, first=False)
+    assert cluster.present(first) == "".join(first)
     check_invariants(cluster.state)
 
 
