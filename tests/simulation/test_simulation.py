@@ -55,7 +55,7 @@ def test_more_of_the_same(first: int) -> None:
     is_safe_and_alive(*range(first, first + TOGETHER))
 
 
-@pytest.mark.parametrize("seed", (1, 2, 4))
+@pytest.mark.parametrize("seed", [1, 2, 4])
 def test_disks_that_are_slow_and_fail_and_hosts_that_lose_their_power(seed: int) -> None:
     result = run_seed(Options(seed=seed, nodes=2, disks=True, fault_seconds=FAULT_SECONDS))
     assert not result.failure, result.failure
