@@ -99,7 +99,8 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[MoveProgress]:
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
     copies = _copies(reply)
     ids = [segment for copy in copies for segment, _, _ in (copy.source, *copy.targets)]
-    segments = yield from describe(context, grants.epoch, ids)
+    # A copy: other threads forget segments that failed, and describe them again.
+    segments = dict((yield from describe(context, grants.epoch, ids)))
     corrupt = yield from _read(context, copies, segments, deadline)
     ready = [copy for copy in copies if copy.header is not None]
     unread = [copy.token for copy in copies if copy.header is None]

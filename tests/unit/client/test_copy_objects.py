@@ -61,3 +61,31 @@ def test_an_object_that_is_evicted_between_its_header_and_its_bytes_is_not_corru
     done = moved(world)
     assert (done.objects, done.corrupt, done.failed) == (0, 0, 1)
     assert "corrupt_objects" not in world.context.counters
+
+
+def test_a_copy_that_is_ended_was_written_whatever_other_threads_forget() -> None:
+    world = world_that_moves()
+    world.store(1, AT + (1 << 13), B, PAYLOAD, 6)
+    size = len(PAYLOAD)
+    sources = found((size, 5, [(1, AT)]), (size, 6, [(1, AT + (1 << 13))])).placements
+    places = grants([PutOutcome.WRITE] * 2, [9, 10], [(2, TO), (3, TO)])
+    world.answers[calls.StartMoves] = calls.StartMovesReply(
+        0, 0, 0, 0, 0, [N, N], [A, B], sources, places
+    )
+    world.answers[calls.PutEnd] = calls.PutEndReply([PutOutcome.STORED] * 2)
+
+    def interfere() -> None:
+        """Another call has failed at node 3 while this one reads, and finds it well as it writes."""
+        known = world.context.segments.of(EPOCH)
+        if 3 in known:
+            world.context.segments.forget(world.segments[3])
+        else:
+            known[3] = world.segments[3]
+
+    world.after_moves = interfere
+    done = moved(world)
+    ended = [token for request in world.requests(calls.PutEnd) for token in request.tokens]
+    assert done.objects == len(ended)
+    for token, number in zip([9, 10], [2, 3], strict=True):
+        header = unpack(world.memory[number][TO : TO + HEADER_BYTES], number, TO)
+        assert (header is not None and header.counter == token) == (token in ended)
