@@ -75,7 +75,7 @@ def test_a_copy_that_is_ended_was_written_whatever_other_threads_forget() -> Non
     world.answers[calls.PutEnd] = calls.PutEndReply([PutOutcome.STORED] * 2)
 
     def interfere() -> None:
-        """Another call has failed at node 3 while this one reads, and finds it well as it writes."""
+        """Another call fails at node 3 while this one reads, and finds it well as it writes."""
         known = world.context.segments.of(EPOCH)
         if 3 in known:
             world.context.segments.forget(world.segments[3])
