@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore.client import fork_support
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
+from kvstore.client.leases.grants_ahead import GrantsAhead
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import ViewManager
 from kvstore.client.rpc.stub import MasterStub
@@ -97,10 +98,10 @@ class ClientResources:
             client_number,
             tls=self._tls,
         )
-        leases = ReadLeases(config.placements_max)
+        leases, ahead = ReadLeases(config.placements_max), GrantsAhead()
         self.views = ViewManager(
             lambda request, seconds: self.stub.call(request, uptime() + seconds),
-            lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch,
+            lease_margin_s=LEASE_MARGIN_S, returnables=[leases, ahead], watch=self.movers.watch,
         )  # fmt: skip
         self.context = Context(
             clock=uptime,
@@ -118,6 +119,7 @@ class ClientResources:
             client=self.name,
             here_only=set(config.transports) <= {"shm"},
             failover_s=config.timeout_ms / 3000,
+            ahead=ahead,
         )
         self.children: list[Child] = []
 
@@ -139,7 +141,8 @@ class ClientResources:
         context.placements = PlacementCache(self.config.placements_max)
         context.leases = ReadLeases(self.config.placements_max)
         context.counters = {}
-        self.views.reset_after_fork(context.leases)
+        context.ahead = GrantsAhead()
+        self.views.reset_after_fork([context.leases, context.ahead])
         self.movers.reset_after_fork(context.client_number)
 
     def drop_connections(self) -> None:
@@ -237,8 +240,7 @@ class ClientResources:
 
     def _close(self) -> None:
         self.views.stop_renewing()
-        if self.context.leases:
-            self.views.release_now(CLOSING_S)
+        self.views.give_back_now(CLOSING_S)
         self.stub.close()
         self.views.close()
         self.movers.close()

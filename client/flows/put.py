@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import allocate, control_calls
+from kvstore.client.flows import allocate, control_calls, put_ahead
 from kvstore.client.flows.device_io import ready
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.flows.write_objects import Items, PutOptions, write
@@ -29,6 +29,9 @@ def put(
         outcome = yield from allocate.put(context, lease, item, options)
         if outcome is not None:
             return outcome
+    outcome = yield from put_ahead.put(context, item, options)
+    if outcome is not None:
+        return outcome
     return (yield from write(context, item, options))[0]
 
 

@@ -34,6 +34,7 @@ from kvstore.transport.base import Transport
 from kvstore.transport.common import RangeCopy
 
 if TYPE_CHECKING:
+    from kvstore.client.leases.grants_ahead import GrantsAhead
     from kvstore.device.device import Device
 
 log = logging.getLogger("kvstore.client")
@@ -130,6 +131,8 @@ class Context:
     """Whether no transport of this client reaches another host."""
     failover_s: float = 3.0
     """Time limit of the first replica if there is a second one."""
+    ahead: GrantsAhead | None = None
+    """None: each put requests its memory."""
 
     def count(self, name: str, number: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + number

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from itertools import count
 from typing import Final
 
+from kvstore.calls import Release, Request
 from kvstore.limits import RELEASED_MAX, Key, Namespace
 from kvstore.runtime.clock import uptime
 
@@ -53,7 +54,7 @@ class ReadLeases:
         self._older_reads: dict[Namespace, set[Key]] = {}
         self._reads_since = clock()
         self._finished_at = 0.0
-        self.on_finish: Callable[[], object] | None = None
+        self.on_hold: Callable[[], object] | None = None
 
     def new(self) -> ReadLease:
         return ReadLease(next(self._numbers))
@@ -109,8 +110,8 @@ class ReadLeases:
         if not lease.unread:
             self._finished.append(lease.number)
             self._finished_at = self._clock()
-            if self.on_finish is not None:
-                self.on_finish()
+            if self.on_hold is not None:
+                self.on_hold()
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -120,9 +121,12 @@ class ReadLeases:
         """Whether any lease ends with later reads of its objects."""
         return bool(self._expected)
 
-    def release_at(self) -> float:
+    def due_at(self) -> float:
         """Return the time of a separate release call for what still waits then."""
         return self._finished_at + IDLE_S
+
+    def give_back(self) -> Sequence[Request]:
+        return [Release(self.take())]
 
     def take(self) -> Sequence[int]:
         """Take up to ``RELEASED_MAX`` leases, which the caller sends to the master."""

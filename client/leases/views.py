@@ -3,7 +3,7 @@
 Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
 belongs to the first array over the memory: slices, reshapes and tensors keep it alive, and its
 finalizer ends the lease. A background thread, started with the first view or read, renews these
-leases, and releases those of reads (``ReadLeases``) if no other call does.
+leases, and gives back what the client has not used in time (``Returnable``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,6 @@ from kvstore.client.leases.lease_table import (
     Watched,
     found_at,
 )
-from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.tasks import CLOSE_S, join_all, start_thread
@@ -44,6 +44,22 @@ BROKEN_PAUSE_S: Final = 0.2
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Makes a call within a timeout in seconds; raises KVStoreError."""
+
+
+class Returnable(Protocol):
+    """What a client gives back to the master if it does not use it in time."""
+
+    on_hold: Callable[[], object] | None
+    """Called when there is something to give back."""
+
+    def __len__(self) -> int: ...
+    def due_at(self) -> float:
+        """Return when it is to be given back (``uptime()``), if it is not used until then."""
+        ...
+
+    def give_back(self) -> Sequence[calls.Request]:
+        """Take all or some of it, and return the calls that give that back."""
+        ...
 
 
 class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
@@ -219,7 +235,7 @@ class ViewManager:
         ask: MakeCall,
         *,
         lease_margin_s: float,
-        reads: ReadLeases,
+        returnables: Sequence[Returnable],
         watch: Callable[[SegmentInfo], Mounted] | None = None,
     ) -> None:
         """``watch``: ``TransportSelector.watch``; None: a lease runs out after a new mount."""
@@ -228,12 +244,13 @@ class ViewManager:
         self._margin_s = lease_margin_s
         self._watches = ArrayTracker()
         self.of, self.allocation = self._watches.of, self._watches.allocation
-        self._begin(reads)
+        self._begin(returnables)
 
-    def _begin(self, reads: ReadLeases) -> None:
-        self._reads = reads
-        self._is_armed = False
-        reads.on_finish = self._release_later
+    def _begin(self, returnables: Sequence[Returnable]) -> None:
+        self._returnables = returnables
+        self._armed: set[Returnable] = set()
+        for held in returnables:
+            held.on_hold = partial(self._give_back_later, held)
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
         self._dropped: list[
@@ -278,11 +295,11 @@ class ViewManager:
         join_all(self._started, CLOSE_S)
         self._watches.remove_one_dead()
 
-    def reset_after_fork(self, reads: ReadLeases) -> None:
+    def reset_after_fork(self, returnables: Sequence[Returnable]) -> None:
         """Drop all leases in the child of a fork: the parent renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
-        self._begin(reads)
+        self._begin(returnables)
         if closed:
             self._closing.set()
             self._watches.remove_one_dead()
@@ -333,7 +350,7 @@ class ViewManager:
                 if not self._closing.is_set():
                     self._revoke_dropped()
                     self._renew()
-                    self._release()
+                    self._give_back_due()
             except Exception:
                 # This is a bug. The next round retries.
                 log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
@@ -344,8 +361,8 @@ class ViewManager:
         with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
             self._remove_dead()
             self._wake_at = self._watches.leases.wake_at()
-            if self._is_armed:
-                self._wake_at = min(self._wake_at, self._reads.release_at())
+            for held in list(self._armed):
+                self._wake_at = min(self._wake_at, held.due_at())
         pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
         if pause > 0 and not self._dropped:
             with contextlib.suppress(Empty):
@@ -373,31 +390,39 @@ class ViewManager:
                 assert isinstance(renewed, calls.RenewReply)
                 renewal.on_reply(renewed, requested_at, self._margin_s)
 
-    def _release_later(self) -> None:
-        if not self._is_armed and not self._closing.is_set():
-            self._is_armed = True
+    def _give_back_later(self, held: Returnable) -> None:
+        if held not in self._armed and not self._closing.is_set():
+            self._armed.add(held)
             try:
                 self._start()
-            except RuntimeError:  # no thread available: the lease waits for the next call, or ends
-                self._is_armed = False
+            except RuntimeError:  # no thread available: it waits for the next call, or ends by time
+                self._armed.discard(held)
             self._watches.woken.put(None)
 
-    def _release(self) -> None:
-        """Release leases that no call has released for ``IDLE_S``. Until then the thread stays
-        armed, so that a busy client does not wake it with each read."""
-        if not self._is_armed or self._reads.release_at() > uptime():
-            return
-        while self._reads:
-            self.release_now(1.0)
-        self._is_armed = False
-        self._is_armed = bool(self._reads)  # one that finished between the two checks
+    def _give_back_due(self) -> None:
+        """Give back what no call has used or given back in time. Until then the thread stays armed,
+        so that a busy client does not wake it with each call."""
+        for held in list(self._armed):
+            if held.due_at() > uptime():
+                continue
+            while held:
+                self._give_back(held, 1.0)
+            self._armed.discard(held)
+            if held:  # since the check
+                self._armed.add(held)
 
-    def release_now(self, patience_s: float) -> None:
-        """Release the waiting leases; those of a call that fails end by time."""
-        try:
-            self._ask(calls.Release(self._reads.take()), patience_s)
-        except KVStoreError as error:
-            log.debug("release_failed error=%s", error)
+    def give_back_now(self, patience_s: float) -> None:
+        """Give back all that is held; what a call that fails was to give back ends by time."""
+        for held in self._returnables:
+            if held:
+                self._give_back(held, patience_s)
+
+    def _give_back(self, held: Returnable, patience_s: float) -> None:
+        for request in held.give_back():
+            try:
+                self._ask(request, patience_s)
+            except KVStoreError as error:
+                log.debug("give_back_failed call=%s error=%s", type(request).__name__, error)
 
     def _revoke_dropped(self) -> None:
         while self._dropped:

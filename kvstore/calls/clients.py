@@ -324,6 +324,14 @@ class Commit(NamedTuple):
     overwrite: bool
     ttl_ms: TtlMs = 0
     """As in ``PutStart``."""
+    quiesced: bool = False
+    """Whether the owner does not access the memory any more: an allocation that is not stored is
+    free at once, and an object is not leased to its owner."""
+    next_size: Size = 0
+    """Payload bytes of another allocation in the same namespace, with the reply; 0: none."""
+    host: NameOrEmpty = ""
+    """For the next allocation, as in ``PutStart``, like the next field."""
+    local_only: bool = False
 
 
 class CommitReply(NamedTuple):
@@ -332,6 +340,11 @@ class CommitReply(NamedTuple):
     header_mac: SixteenOrEmpty = b""
     """``HEADER_MAC_BYTES``: the header MAC, which the client writes until the allocation's
     deadline; may be empty."""
+    next_token: int = 0
+    """Grant token of the next allocation, whose deadline is as far away as that of ``Allocate``;
+    0: there is none."""
+    next_segment: int = 0
+    next_offset: int = 0
 
 
 class Renew(NamedTuple):

@@ -952,6 +952,10 @@ class CommitRequest(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     OVERWRITE_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    QUIESCED_FIELD_NUMBER: _builtins.int
+    NEXT_SIZE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     token: _builtins.int
     namespace: _builtins.str
@@ -962,6 +966,15 @@ class CommitRequest(_message.Message):
     overwrite: _builtins.bool
     ttl_ms: _builtins.int
     """As in `PutStart`."""
+    quiesced: _builtins.bool
+    """Whether the owner does not access the memory any more: an allocation that is not stored is free
+    at once, and an object is not leased to its owner.
+    """
+    next_size: _builtins.int
+    """Payload bytes of another allocation in the same namespace, with the reply; 0: none."""
+    host: _builtins.str
+    """For the next allocation, as in `PutStart`, like the next field."""
+    local_only: _builtins.bool
     def __init__(
         self,
         *,
@@ -973,10 +986,14 @@ class CommitRequest(_message.Message):
         size: _builtins.int = ...,
         overwrite: _builtins.bool = ...,
         ttl_ms: _builtins.int = ...,
+        quiesced: _builtins.bool = ...,
+        next_size: _builtins.int = ...,
+        host: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key", b"key", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "size", b"size", "token", b"token", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "host", b"host", "key", b"key", "local_only", b"local_only", "namespace", b"namespace", "next_size", b"next_size", "overwrite", b"overwrite", "parent", b"parent", "quiesced", b"quiesced", "size", b"size", "token", b"token", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -988,21 +1005,33 @@ class CommitReply(_message.Message):
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     HEADER_MAC_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_FIELD_NUMBER: _builtins.int
+    NEXT_SEGMENT_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     outcome: _builtins.int
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
     header_mac: _builtins.bytes
     """`HEADER_MAC_BYTES`: the header MAC, which the client writes until the allocation's deadline;
     may be empty.
     """
+    next_token: _builtins.int
+    """Grant token of the next allocation, whose deadline is as far away as that of `Allocate`; 0:
+    there is none.
+    """
+    next_segment: _builtins.int
+    next_offset: _builtins.int
     def __init__(
         self,
         *,
         outcome: _builtins.int = ...,
         header_mac: _builtins.bytes = ...,
+        next_token: _builtins.int = ...,
+        next_segment: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_mac", b"header_mac", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header_mac", b"header_mac", "next_offset", b"next_offset", "next_segment", b"next_segment", "next_token", b"next_token", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, Version
-from kvstore.errors import InvalidArgumentError, ValueTooLargeError
+from kvstore.errors import InvalidArgumentError, KVStoreError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state import no_space_report
 from kvstore.master.state.disk_tier import DiskTier
@@ -399,9 +399,14 @@ class PutHandler:
         alive = [extent for extent in allocation.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
             self._granting.end(allocation)
-            # The owner may still read its results, so the extents are not free immediately.
-            self._granting.quarantine(allocation, allocation.deadline_ms)
-            common.wipe([allocation.stale_extents(common.epoch)._replace(kept=True)])
+            stale = allocation.stale_extents(common.epoch)
+            if request.quiesced:
+                self._pool.free(allocation.extents, allocation.length)
+                self._common.space_freed()
+            else:  # the owner may still read its results
+                self._granting.quarantine(allocation, allocation.deadline_ms)
+                stale = stale._replace(kept=True)
+            common.wipe([stale])
             return calls.CommitReply(outcome if alive else PutOutcome.REFUSED)
         self._ensure_within_limit(now_ms, request, allocation, len(alive))
         parent_record = None if parent is None else self._forest.ensure(namespace, parent)
@@ -431,17 +436,47 @@ class PutHandler:
         writer.stored += 1
         writer.stored_bytes += request.size
         writer.key = key
-        # The owner has the allocation mapped and relies on it until this reply arrives.
-        lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
-        record.keep_until(lease_until_ms)
+        if request.quiesced:
+            record.keep_until(now_ms + 1)  # protects it from eviction by this request
+        else:  # the owner has the allocation mapped and relies on it until this reply arrives
+            record.keep_until(max(now_ms + common.rules.lease_ms, put.deadline_ms))
         if not record.children:
             self._pool.delete_if_unused(record)
             self._common.space_freed()  # it is evictable
         reply = calls.CommitReply(PutOutcome.STORED)
+        if request.next_size:
+            reply = self._grant_next(now_ms, request, allocation.client_number, reply)
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.reply_when_wiped(now_ms, [], reply, still_read) if still_read else reply
+
+    def _grant_next(
+        self, now_ms: int, request: calls.Commit, client_number: int, reply: calls.CommitReply
+    ) -> calls.CommitReply:
+        """Return the reply with another allocation, if memory for it is free and need not be wiped
+        first: then a put in the usual way waits."""
+        size = request.next_size
+        wanted = calls.Allocate(
+            request.namespace, size, 0, request.host, (), request.local_only, client_number
+        )
+        try:
+            self._check_sizes([size])
+            granted = self._try_allocation(now_ms, wanted)
+        except KVStoreError:
+            return reply
+        if isinstance(granted, AllocationFailure):
+            return reply
+        token = granted.tokens[0]
+        if self._common.wipes_before_grant(wanted, granted):
+            unused = self._pending.get(token)
+            assert unused is not None
+            self._granting.end(unused)
+            self._pool.free(unused.extents, unused.length)
+            return reply
+        return reply._replace(
+            next_token=token, next_segment=granted.segments[0], next_offset=granted.offsets[0]
+        )
 
     def _ensure_within_limit(
         self, now_ms: int, request: calls.Commit, allocation: AllocationGrant, replicas: int

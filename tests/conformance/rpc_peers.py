@@ -68,7 +68,10 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
             calls.Allocate(N, 4096, 0, "host"),
             calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
         ),
-        (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.CommitReply(4)),
+        (
+            calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False, 0, True, 4096, "host", True),
+            calls.CommitReply(1, b"", 11, 2, 8192),
+        ),
         (calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
          calls.RenewReply(10_000, 30_000, b"\x01\x00", b"\x01")),
         (calls.Remove(N, KEYS), calls.RemoveReply(b"\x01\x00")),

@@ -18,6 +18,7 @@ from kvstore.calls import SegmentInfo, Version
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.location_cache import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import CallMaster, Context, Flow, SleepFor, Transfer, WaitForDevice
+from kvstore.client.leases.grants_ahead import GrantsAhead
 from kvstore.client.leases.lease_table import Lease, Mounted, ObjectLease
 from kvstore.client.leases.read_leases import IDLE_S, ReadLeases
 from kvstore.client.rpc import retries
@@ -116,6 +117,7 @@ class Client:
             verify_payload=True,
             counters={},
             failover_s=0.6,
+            ahead=GrantsAhead(),
         )
         self.devices = ClientDevices()
         oracle.clients[process.name] = self
@@ -229,6 +231,11 @@ class Client:
             ):
                 token = reply.tokens[index // reply.replicas]
                 self._tokens[segment, offset] = Version(reply.epoch, token)
+        if isinstance(reply, calls.CommitReply) and reply.next_token:
+            place = reply.next_segment, reply.next_offset
+            epoch = cast(calls.Commit, request).epoch
+            self._tokens[place] = Version(epoch, reply.next_token)
+            self.oracle.count("granted_ahead")
         if isinstance(reply, calls.StartMovesReply):
             grants, sources = reply.grants, reply.sources
             copied = [Version(grants.epoch, token) for token in grants.tokens]
@@ -533,12 +540,14 @@ class Client:
             await self.views.renew()
 
     async def _release_forever(self) -> None:
-        leases = self.context.leases
+        assert self.context.ahead is not None
         while True:
             await self.sleep(IDLE_S)
-            if leases and leases.release_at() <= self.clock():
-                with suppress(KVStoreError):
-                    await self.ask_within(calls.Release(leases.take()), 1.0)
+            for held in (self.context.leases, self.context.ahead):
+                if held and held.due_at() <= self.clock():
+                    for request in held.give_back():
+                        with suppress(KVStoreError):
+                            await self.ask_within(request, 1.0)
 
     # --- what the oracle asks -----------------------------------------------------------------
 

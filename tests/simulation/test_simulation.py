@@ -110,7 +110,8 @@ def test_everything_happens_somewhere() -> None:
         for what, number in cluster.oracle.counts.items():
             happened[what] = happened.get(what, 0) + number
     for what in ("put", "put_chain", "get", "view", "remove", "allocate", "evicted", "lost",
-                 "matched", "waited_grants", "reads", "drain", "moved", "hint"):  # fmt: skip
+                 "matched", "waited_grants", "reads", "drain", "moved", "hint",
+                 "put_series", "granted_ahead"):  # fmt: skip
         assert happened.get(what), f"{what} never happened: {happened}"
 
 

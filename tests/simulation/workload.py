@@ -44,7 +44,7 @@ class WorkloadMix:
         usual = {
             "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
             "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
-            "drain": 0.2, "hint": 1.5,
+            "drain": 0.2, "hint": 1.5, "put_series": 1.5,
         }  # fmt: skip
         weights = {
             name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()
@@ -108,6 +108,21 @@ class Worker:
         )  # fmt: skip
         outcomes = await self._put_many(keys, values, options)
         self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
+
+    async def _put_series(self) -> None:
+        """Equal sizes, one after the other: the memory of the next put comes with each reply."""
+        namespace = self.random.choice(NAMESPACES)
+        size: int | None = None
+        for key in self._flat_keys(6):
+            data = self._payload(namespace, key, size=size)
+            size = len(data)
+            self._note(f"put_series {key.decode()}")
+            outcome = await self._put_one(
+                key, data, PutOptions(namespace=namespace, wait_ms=self._wait_ms())
+            )
+            self._note(f"put_series {key.decode()}: {outcome.name}")
+            if self.random.random() < 0.3:
+                await self.client.sleep(self.random.random() * self.mix.hold_s)
 
     async def _put_chain(self) -> None:
         namespace = self.random.choice(NAMESPACES)
@@ -343,23 +358,23 @@ class Worker:
 
     async def must_store(self, namespace: Namespace, key: Key) -> None:
         """Put and get, with nothing in the way: both must succeed. A full pool of leased objects
-        may say so, but not twice as long as a lease lives."""
+        may say so, or evict this one for the puts of others, but not twice as long as a lease
+        lives."""
         data = self._payload(namespace, key)
-        outcome = PutOutcome.REFUSED
+        options = PutOptions(namespace=namespace, wait_ms=1_500)
         for attempt in range(4):
             try:
-                outcome = await self._put_one(
-                    key, data, PutOptions(namespace=namespace, wait_ms=1_500)
-                )
-                break
+                outcome = await self._put_one(key, data, options)
             except NoSpaceError:
                 if attempt == 3:
                     raise
-        if outcome is not PutOutcome.STORED:
-            self.client.oracle.broken("liveness", f"a put of {key!r} was {outcome.name}", key)
-        (found,) = await self.read(namespace, [key])
-        if found != data:
-            self.client.oracle.broken("liveness", f"{key!r} was put and is not found", key)
+                continue
+            if outcome is not PutOutcome.STORED:
+                self.client.oracle.broken("liveness", f"a put of {key!r} was {outcome.name}", key)
+            (found,) = await self.read(namespace, [key])
+            if found == data:
+                return
+        self.client.oracle.broken("liveness", f"{key!r} was put and is not found", key)
 
     # --- helpers ------------------------------------------------------------------------------
 
@@ -370,9 +385,12 @@ class Worker:
     def _note(self, text: str) -> None:
         self.client.oracle.note(f"{self._who} {text}")
 
-    def _payload(self, namespace: Namespace, key: Key, *, least: int = 0) -> bytes:
-        size = self.random.choice((0, 1, 100, 1024, 3000, self.mix.size_bytes_max))
-        size = max(least, self.mix.size_bytes_min, min(size, self.mix.size_bytes_max))
+    def _payload(
+        self, namespace: Namespace, key: Key, *, least: int = 0, size: int | None = None
+    ) -> bytes:
+        if size is None:
+            size = self.random.choice((0, 1, 100, 1024, 3000, self.mix.size_bytes_max))
+            size = max(least, self.mix.size_bytes_min, min(size, self.mix.size_bytes_max))
         data = self.random.randbytes(size)
         self.client.oracle.putting(namespace, key, data)
         return data

@@ -175,7 +175,10 @@ def true_calls(
         calls.PutEnd(epoch, [token]),
         calls.PutRevoke(epoch, [token], quiesced=True, connections=[1]),
         calls.Allocate(namespace, 100, 0, "host", [segment], client_number=7),
-        calls.Commit(epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
+        calls.Commit(
+            epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000,
+            quiesced=True, next_size=100, host="host",
+        ),
         calls.Renew(namespace, keys, [epoch], [token], epoch, [token], [segment], [4096]),
         calls.Release([1]),
         calls.Pin(namespace, keys, 1_000),

@@ -30,7 +30,7 @@ class Store(World):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.views = ViewManager(self._renew, lease_margin_s=0.2, reads=self.context.leases)
+        self.views = ViewManager(self._renew, lease_margin_s=0.2, returnables=[self.context.leases])
         self.devices = ClientDevices()
         self.context.pool, self.context.views = cast(Any, self), self.views
         self.context.clock = uptime  # as the views'

@@ -89,7 +89,7 @@ def test_without_another_call_a_thread_releases(world: World) -> None:
         views.stop_renewing()
         return calls.ReleaseReply()
 
-    views = ViewManager(ask, lease_margin_s=0.1, reads=leases)
+    views = ViewManager(ask, lease_margin_s=0.1, returnables=[leases])
     began = uptime()
     get(world, A)
     [thread] = views._started

@@ -93,7 +93,7 @@ def master() -> Master:
 
 @pytest.fixture
 def views(master: Master) -> Iterator[ViewManager]:
-    views = ViewManager(master, lease_margin_s=0.05, reads=ReadLeases(0))
+    views = ViewManager(master, lease_margin_s=0.05, returnables=[ReadLeases(0)])
     yield views
     views.close()
 
@@ -349,7 +349,8 @@ def test_a_lease_that_is_due_sooner_wakes_the_thread(views: ViewManager, master:
 
 
 def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
-    with contextlib.closing(ViewManager(master, lease_margin_s=0.05, reads=ReadLeases(0))) as views:
+    manager = ViewManager(master, lease_margin_s=0.05, returnables=[ReadLeases(0)])
+    with contextlib.closing(manager) as views:
         array = memory()
         lease = add(views, array, named(1), soon())
         views.close()

@@ -371,6 +371,50 @@ def test_a_commit_of_what_is_there_frees_the_allocation_after_its_quarantine(
     assert cluster.free_blocks() == 6
 
 
+def commit_and_next(cluster: Cluster, token: int, name: str) -> calls.CommitReply:
+    """What a client sends that has copied its payload, and goes on with another one."""
+    request = calls.Commit(
+        EPOCH, token, NAMESPACE, Key(name.encode()), None, BLOCK, False, quiesced=True,
+        next_size=BLOCK,
+    )  # fmt: skip
+    reply = cluster.reply(cluster.state.putting.commit(cluster.now_ms, request))
+    assert isinstance(reply, calls.CommitReply)
+    return reply
+
+
+def test_the_end_of_a_put_brings_the_memory_of_the_next(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    token, ahead = cluster.allocate(), 0
+    for name in "abcdef":  # the pool is full from the fourth on
+        reply = commit_and_next(cluster, token, name)
+        assert reply.outcome == STORED
+        assert cluster.present(name) == name, "it was not evicted for the next one"
+        cluster.after(10)
+        ahead += reply.next_token > 0
+        token = reply.next_token or cluster.allocate()
+    assert ahead >= 3
+    assert cluster.commit(token, "last") is STORED
+
+
+def test_what_is_there_frees_the_memory_of_a_put_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    token = cluster.allocate()
+    assert cluster.free_blocks() == 2
+    assert commit_and_next(cluster, token, "a") == calls.CommitReply(FOUND)
+    assert cluster.free_blocks() == 3
+
+
+def test_the_memory_of_a_put_that_never_comes_is_free_after_its_deadline(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    assert commit_and_next(cluster, cluster.allocate(), "a").next_token
+    assert cluster.free_blocks() == 2
+    cluster.after(DEADLINE_MS + QUARANTINE_MS + 1_000)
+    assert cluster.free_blocks() == 3
+
+
 def test_a_commit_on_a_segment_that_died_is_refused(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     token = cluster.allocate()

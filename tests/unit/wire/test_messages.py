@@ -155,7 +155,7 @@ AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
     calls.PutEnd(2**64 - 1, [2**64 - 1] * BATCH_KEYS_MAX),
     calls.PutRevoke(1, [2] * BATCH_KEYS_MAX, False, [3] * 64),
     calls.Allocate(NAMESPACE, SIZE_MAX, WAIT_MAX, "h", AVOIDED, True, 1),
-    calls.Commit(1, 2, NAMESPACE, LONG, LONG, SIZE_MAX, True, TTL_MAX),
+    calls.Commit(1, 2, NAMESPACE, LONG, LONG, SIZE_MAX, True, TTL_MAX, True, SIZE_MAX, "h", True),
     calls.Pin(NAMESPACE, [LONG] * 512, 86_400_000),
     calls.Chains("", [LONG] * 128, 128),
     calls.Blocks(NAMESPACE, [LONG] * 256, 256),
